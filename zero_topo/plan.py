@@ -1,0 +1,213 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Who holds what: degrees, the dependency rule, and the index arithmetic of nested shards (pure Python).
+
+Note [Nested shards]
+    Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so that the dies of a
+    GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each parameter into ``N`` *world shards*, one per
+    rank. The shard of degree ``d`` at tree position ``t`` is the set of world shards owned by the ranks whose tree
+    position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row ``t // d`` is
+    the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's degree-``lo``
+    shard: optimizer shard inside gradient shard inside weight shard (the dependency rule of AMSP, arXiv 2311.00257,
+    and of ZeRO-topo), for any tree and any rank order, with no copy of DeepSpeed's own shard.
+
+Note [Hops]
+    A *hop* ``(lo, hi)`` is the group of ranks with equal ``t % lo`` and equal ``t // hi``: ``hi / lo`` members in tree
+    order. Going down, ``hi -> lo``, it all-gathers degree-``hi`` shards into a degree-``lo`` shard; going up it
+    reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is row
+    ``j // (hi / lo)`` there, so a hop is a transpose of ``[N / hi, hi / lo]``. Gather, scatter, sync and publish are
+    all hops: this file is their only index arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_topo.topology.model import Topology
+
+Degree = int | str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The degrees of the four roles over ``world_size`` ranks.
+
+    Attributes:
+        world_size: number of ranks ``N``.
+        weights: ranks that share one copy of the weights (``W``).
+        secondary: ranks that share one secondary copy for the backward gather (``S``), or None for no copy.
+        gradients: ranks that share one gradient buffer (``G``).
+        optimizer: ranks that share one copy of the optimizer states (``O``).
+        order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
+        hops: degrees through which a gradient bucket is scattered, ending with ``gradients``: ``(G,)`` is one
+            all-to-all, ``(L, G)`` reduces inside nodes of ``L`` ranks first (ZeRO++'s qgZ).
+
+    Raises:
+        ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
+    """
+
+    world_size: int
+    weights: int
+    secondary: int | None
+    gradients: int
+    optimizer: int
+    order: tuple[int, ...] | None = None
+    hops: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.hops:
+            object.__setattr__(self, "hops", (self.gradients,))
+        self._check_degrees()
+        self._check_dependency_rule()
+        if self.order is not None:
+            if sorted(self.order) != list(range(self.world_size)):
+                raise ValueError(f"order {list(self.order)[:16]} is not a permutation of 0..{self.world_size - 1}")
+            if list(self.order) == list(range(self.world_size)):
+                object.__setattr__(self, "order", None)
+
+    def _check_degrees(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world size {self.world_size} is not a positive number of ranks")
+        degrees = dict(self.degrees(), **{f"scatter hop {i}": d for i, d in enumerate(self.hops)})
+        for role, degree in degrees.items():
+            if degree is not None and (degree < 1 or self.world_size % degree):
+                raise ValueError(
+                    f"{role} degree {degree} does not divide the world of {self.world_size} ranks; "
+                    f"choose one of {divisors(self.world_size)}"
+                )
+
+    def _check_dependency_rule(self) -> None:
+        chain = [("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer)]
+        for (inner, low), (outer, high) in zip(chain, chain[1:], strict=False):
+            if high % low:
+                raise ValueError(
+                    f"the plan breaks the dependency rule: {inner} degree {low} does not divide {outer} degree {high}, "
+                    f"so a rank would own a piece of {outer} whose {inner} it does not hold; "
+                    f"raise {outer} to a multiple of {low} or lower {inner} to a divisor of {high}"
+                )
+        secondary = self.secondary
+        if secondary is not None and secondary % self.weights and self.weights % secondary:
+            raise ValueError(
+                f"secondary degree {secondary} and weights degree {self.weights} do not divide one another; "
+                f"choose a multiple or a divisor of {self.weights}, or null"
+            )
+        steps = (1, *self.hops)
+        if self.hops[-1] != self.gradients or any(b % a or b == a for a, b in zip(steps[1:], steps[2:], strict=False)):
+            raise ValueError(f"scatter hops {self.hops} must be growing divisors of gradients degree {self.gradients}")
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        degrees: tuple[Degree, Degree | None, Degree, Degree],
+        two_hop: bool = False,
+    ) -> Plan:
+        """The plan of (weights, secondary, gradients, optimizer), each a domain name, a degree or None, on a machine.
+
+        Raises:
+            ValueError: for an unknown domain, a degree that straddles the machine's units, or a broken rule.
+        """
+        roles = ("weights", "secondary", "gradients", "optimizer")
+        w, s, g, o = (
+            None if value is None else aligned_degree(topology, role, value)
+            for role, value in zip(roles, degrees, strict=True)
+        )
+        assert w is not None and g is not None and o is not None
+        inner = topology.degree("node")
+        hops = (inner, g) if two_hop and 1 < inner < g and g % inner == 0 else (g,)
+        return cls(topology.world_size, w, s, g, o, topology.order, hops)
+
+    def degrees(self) -> dict[str, int | None]:
+        """Role -> degree."""
+        return {
+            "weights": self.weights,
+            "secondary": self.secondary,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+        }
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def shard_numel(self, numel: int) -> int:
+        """Elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
+        return -(-numel // self.world_size)
+
+    def padding(self, numels: Iterable[int]) -> int:
+        """Elements by which world shards exceed the parameters, over the whole world."""
+        return sum(self.shard_numel(n) * self.world_size - n for n in numels)
+
+    # -- index arithmetic (see Note [Nested shards] and Note [Hops]) -----------------------------------------------
+
+    @cached_property
+    def rank_at(self) -> tuple[int, ...]:
+        """Tree position -> rank, the inverse of ``order``."""
+        if self.order is None:
+            return tuple(range(self.world_size))
+        inverse = [0] * self.world_size
+        for rank, position in enumerate(self.order):
+            inverse[position] = rank
+        return tuple(inverse)
+
+    def position(self, rank: int) -> int:
+        """The rank's tree position."""
+        return rank if self.order is None else self.order[rank]
+
+    def row(self, rank: int, degree: int) -> int:
+        """Index of the rank's own world shard among the rows of its degree-``degree`` shard."""
+        return self.position(rank) // degree
+
+    def rows(self, rank: int, degree: int) -> list[int]:
+        """World shards (ranks) that make up the rank's shard of ``degree``, in row order."""
+        return [self.rank_at[p] for p in range(self.position(rank) % degree, self.world_size, degree)]
+
+    def group(self, rank: int, lo: int, hi: int) -> list[int]:
+        """Ranks of the hop ``(lo, hi)`` that ``rank`` takes part in, in tree order; ``hi // lo`` of them."""
+        position = self.position(rank)
+        start = position // hi * hi + position % lo
+        return [self.rank_at[p] for p in range(start, start + hi, lo)]
+
+    def groups(self, lo: int, hi: int) -> list[list[int]]:
+        """All groups of the hop ``(lo, hi)``; they partition the world."""
+        return [
+            [self.rank_at[p] for p in range(base + k, base + hi, lo)]
+            for base in range(0, self.world_size, hi)
+            for k in range(lo)
+        ]
+
+    def hop_chain(self) -> list[tuple[int, int]]:
+        """The scatter's hops as ``(lo, hi)`` pairs, innermost first."""
+        steps: Sequence[int] = (1, *self.hops)
+        return list(zip(steps, steps[1:], strict=False))
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
+    """A domain name or an integer as a degree that nests with the machine's units.
+
+    Raises:
+        ValueError: if the name is unknown, the degree does not divide the world, or a domain of that degree would
+            hold parts of several GPUs or nodes.
+    """
+    degree = topology.degree(value) if isinstance(value, str) else value
+    world = topology.world_size
+    if degree < 1 or world % degree:
+        raise ValueError(
+            f"{role} degree {degree} does not divide the world of {world} ranks; choose one of {divisors(world)}"
+        )
+    for unit in ("gpu", "node"):
+        size = topology.degree(unit)
+        if degree % size and size % degree:
+            fitting = [d for d in divisors(world) if d % size == 0 or size % d == 0]
+            raise ValueError(
+                f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks each); "
+                f"choose one of {fitting}"
+            )
+    return degree

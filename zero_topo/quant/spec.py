@@ -1,0 +1,78 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The wire format of block-quantized tensors: every offset and size, without torch.
+
+One message carries values and scales, so one collective moves both::
+
+    [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
+    [scales: fp32, one per block; padded to 128 bytes]
+    [zero points: fp32, one per block; padded to 128 bytes]      (asymmetric only)
+
+INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost model, meter and
+collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` is the same arithmetic for the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALIGNMENT = 128
+BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048)
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """How a tensor is quantized.
+
+    Attributes:
+        bits: 8 or 4 per value.
+        block_size: elements that share one scale; one of ``BLOCK_SIZES``.
+        symmetric: values in ``[-L, L]`` with ``L = 127`` or ``7``; otherwise a zero point per block and the full range.
+
+    Raises:
+        ValueError: for other bits or block sizes.
+    """
+
+    bits: int
+    block_size: int = 256
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"quantization to {self.bits} bits is not known; choose int8 or int4")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size {self.block_size} is not supported; choose one of {list(BLOCK_SIZES)}")
+
+    @property
+    def levels(self) -> int:
+        """Largest symmetric value ``L``: 127 or 7."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's values."""
+        return self.block_size * self.bits // 8
+
+    def blocks(self, numel: int) -> int:
+        """Blocks that hold ``numel`` values."""
+        return -(-numel // self.block_size)
+
+    def scales_offset(self, numel: int) -> int:
+        """Byte at which the scales begin."""
+        return _padded(self.blocks(numel) * self.block_bytes)
+
+    def zero_points_offset(self, numel: int) -> int:
+        """Byte at which the zero points would begin, i.e. the end of the scales."""
+        return self.scales_offset(numel) + _padded(self.blocks(numel) * SCALE_BYTES)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of one message of ``numel`` values; 0 for none."""
+        end = self.zero_points_offset(numel)
+        return end if self.symmetric else end + _padded(self.blocks(numel) * SCALE_BYTES)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}/{self.block_size}" + ("" if self.symmetric else "a")
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
