@@ -1,0 +1,73 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * The wire format of block-quantized tensors, for C, C++, CUDA and HIP. Needs neither torch nor Python.
+ *
+ * One message carries values and scales, so one collective moves both:
+ *
+ *     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
+ *     [scales: fp32, one per block; padded to 128 bytes]
+ *     [zero points: fp32, one per block; padded to 128 bytes]      (asymmetric only)
+ *
+ * INT4 packs two values a byte: the low nibble is the even element, two's complement.
+ * zero_topo/quant/spec.py is the same arithmetic in Python; tests/kernels/test_wire_header.py holds the two equal.
+ * All sizes are 64-bit, in elements or bytes, and never negative.
+ */
+#ifndef ZT_WIRE_H
+#define ZT_WIRE_H
+
+#include <stdint.h>
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define ZT_WIRE_FN static __host__ __device__ __forceinline__
+#else
+#define ZT_WIRE_FN static inline
+#endif
+
+#define ZT_WIRE_ALIGNMENT ((int64_t)128)
+#define ZT_WIRE_SCALE_BYTES ((int64_t)4)
+
+/* How a tensor is quantized: bits is 8 or 4, block_size one of 64, 128, 256, 512, 1024, 2048. */
+typedef struct zt_wire_spec {
+    int32_t bits;
+    int32_t block_size;
+    int32_t symmetric; /* 0 or 1 */
+} zt_wire_spec;
+
+/* 1 if the specification is one that the format knows, else 0. */
+ZT_WIRE_FN int zt_wire_valid(zt_wire_spec spec) {
+    const int32_t b = spec.block_size;
+    const int power_of_two = b > 0 && (b & (b - 1)) == 0;
+    return (spec.bits == 8 || spec.bits == 4) && power_of_two && b >= 64 && b <= 2048 &&
+           (spec.symmetric == 0 || spec.symmetric == 1);
+}
+
+/* nbytes rounded up to the alignment of every plane. */
+ZT_WIRE_FN int64_t zt_wire_padded(int64_t nbytes) {
+    return (nbytes + ZT_WIRE_ALIGNMENT - 1) / ZT_WIRE_ALIGNMENT * ZT_WIRE_ALIGNMENT;
+}
+
+/* Blocks that hold numel values. */
+ZT_WIRE_FN int64_t zt_wire_blocks(zt_wire_spec spec, int64_t numel) {
+    return numel / spec.block_size + (numel % spec.block_size != 0);
+}
+
+/* Bytes of one block's values. */
+ZT_WIRE_FN int64_t zt_wire_block_bytes(zt_wire_spec spec) { return (int64_t)spec.block_size * spec.bits / 8; }
+
+/* Byte at which the scales begin; the values begin at 0. */
+ZT_WIRE_FN int64_t zt_wire_scales_offset(zt_wire_spec spec, int64_t numel) {
+    return zt_wire_padded(zt_wire_blocks(spec, numel) * zt_wire_block_bytes(spec));
+}
+
+/* Byte at which the zero points begin, or would if the specification were asymmetric: the end of the scales. */
+ZT_WIRE_FN int64_t zt_wire_zero_points_offset(zt_wire_spec spec, int64_t numel) {
+    return zt_wire_scales_offset(spec, numel) + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
+}
+
+/* Bytes of one message of numel values; 0 for none. */
+ZT_WIRE_FN int64_t zt_wire_nbytes(zt_wire_spec spec, int64_t numel) {
+    const int64_t end = zt_wire_zero_points_offset(spec, numel);
+    return spec.symmetric ? end : end + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
+}
+
+#endif /* ZT_WIRE_H */
