@@ -1,0 +1,201 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The DeepSpeed config around the block: how it is read, and what is refused beside zero_topo."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.config import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
+from zero_topo.config.deepspeed_json import CHECKS, Refusal
+
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "zero_topo": {"scheme": "topo"},
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """GOOD with keys replaced, or removed where the value is None; dots are written as two underscores."""
+    config: dict[str, Any] = json.loads(json.dumps(GOOD))
+    for dotted, value in changes.items():
+        *parents, last = dotted.split("__")
+        place = config
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return config
+
+
+ZERO = "zero_optimization"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (changed(zero_optimization__stage=2), f"{ZERO}.stage = 2", "set it to 3"),
+    (changed(zero_optimization__stage="auto"), f"{ZERO}.stage is not set", '{"stage": 3}'),
+    (changed(zero_optimization=True), f"{ZERO}.stage is not set", '{"stage": 3}'),
+    ({key: value for key, value in GOOD.items() if key != ZERO}, f"{ZERO}.stage is not set", '{"stage": 3}'),
+    (changed(zero_optimization__zero_hpz_partition_size=8), "zero_hpz_partition_size = 8", '"zero_topo.secondary"'),
+    (changed(zero_optimization__zero_quantized_weights=True), "zero_quantized_weights = true", "quantize.weights"),
+    (changed(zero_optimization__zero_quantized_gradients=True), "zero_quantized_gradients", "quantize.gradients"),
+    (changed(zero_optimization__zero_quantized_nontrainable_weights=True), "nontrainable_weights", "remove it"),
+    (changed(zero_optimization__mics_shard_size=4), "mics_shard_size = 4", '"scheme": "mics"'),
+    (changed(zero_optimization__reduce_scatter=False), "reduce_scatter = false", "set it to true"),
+    (changed(zero_optimization__offload_param__device="cpu"), 'offload_param.device = "cpu"', '"weights": "node"'),
+    (changed(zero_optimization__offload_param__device="nvme"), 'offload_param.device = "nvme"', '"none"'),
+    (changed(zero_optimization__cpu_offload_param=True), "cpu_offload_param = true", "remove it"),
+    (changed(zero_optimization__offload_optimizer__device="nvme"), "offload_optimizer.device", '"cpu"'),
+    (changed(zero_optimization__offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload", "remove"),
+    (changed(zero_optimization__offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio = 0.5", "remove ratio"),
+    (changed(zero_optimization__zenflow={}), "zenflow = {}", "offload_optimizer"),
+    (changed(zero_optimization__elastic_checkpoint=True), "elastic_checkpoint = true", "ds_to_universal"),
+    (changed(optimizer__type="Muon"), 'optimizer.type = "Muon"', '"AdamW"'),
+    (changed(optimizer__type="MUON"), 'optimizer.type = "MUON"', '"AdamW"'),
+    (changed(tensor_parallel__autotp_size=2), "tensor_parallel.autotp_size = 2", "remove tensor_parallel"),
+    (changed(tensor_parallel__tp__tp_size=2), "tensor_parallel.tp.tp_size = 2", "remove tensor_parallel"),
+    (changed(expert_parallel__enabled=True), "expert_parallel.enabled = true", "remove expert_parallel"),
+    (changed(sequence_parallel_size=2), "sequence_parallel_size = 2", "set it to 1"),
+    (changed(pipeline__stages=4), "pipeline.stages = 4", "remove pipeline"),
+    (changed(compile__deepcompile=True), "compile.deepcompile = true", "set it to false"),
+    (changed(torch_autocast__enabled=True), "torch_autocast.enabled = true", '"bf16"'),
+    ({ZERO: {"stage": 3, "zero_topo": {}}}, f"{ZERO}.zero_topo", "top level"),
+    ({ZERO: {"stage": 3}, "zero-topo": {}}, "zero-topo: DeepSpeed would ignore", 'write it "zero_topo"'),
+    ({ZERO: {"stage": 3}, "ZeroTopo": {}}, "ZeroTopo: DeepSpeed would ignore", 'write it "zero_topo"'),
+]
+
+
+@pytest.mark.parametrize(("config", "what", "instead"), REFUSED, ids=[what for _, what, _ in REFUSED])
+def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
+    config: dict[str, Any], what: str, instead: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_deepspeed_config(config)
+    line = str(caught.value)
+    assert what in line and instead in line and "\n" not in line
+    assert deepspeed_problems(config) == [line]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GOOD,
+        changed(zero_optimization__offload_optimizer={"device": "cpu", "ratio": 1.0, "super_offload": False}),
+        changed(zero_optimization__offload_optimizer={"device": "none", "ratio": 0.5}),
+        changed(zero_optimization__offload_param={"device": "none"}),
+        changed(zero_optimization__offload_param=None),
+        changed(zero_optimization__zenflow=None),
+        changed(zero_optimization__zero_hpz_partition_size=1),
+        changed(zero_optimization={"stage": 3, "reduce_scatter": False, "contiguous_gradients": False}),
+        changed(zero_optimization__zero_quantized_weights="false", compile__deepcompile=False),
+        changed(
+            train_batch_size="auto",
+            optimizer={"type": "auto"},
+            zero_optimization={
+                "stage": 3,
+                "reduce_scatter": "auto",
+                "zero_hpz_partition_size": "auto",
+                "zero_quantized_weights": "auto",
+                "offload_param": {"device": "auto"},
+                "offload_optimizer": {"device": "auto", "ratio": "auto"},
+            },
+            tensor_parallel={"autotp_size": "auto"},
+            sequence_parallel_size="auto",
+        ),
+        changed(tensor_parallel__autotp_size=0, expert_parallel={"enabled": False}, sequence_parallel_size=1),
+        changed(pipeline__stages="auto", torch_autocast={"enabled": False}, optimizer={"type": "AdamW"}),
+    ],
+)
+def test_what_works_is_not_refused(config: dict[str, Any]) -> None:
+    check_deepspeed_config(config)
+
+
+def test_a_config_without_the_block_is_none_of_our_business() -> None:
+    check_deepspeed_config({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}})
+
+
+def test_all_problems_are_listed_in_one_go() -> None:
+    config = changed(zero_optimization__stage=2, torch_autocast__enabled=True)
+    assert [line.split(" ")[0] for line in deepspeed_problems(config)] == [f"{ZERO}.stage", "torch_autocast.enabled"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(data=st.data())
+def test_no_value_of_any_json_type_makes_a_check_crash(data: st.DataObject) -> None:
+    keys = [check.key for check in CHECKS if isinstance(check, Refusal)]
+    key = data.draw(st.sampled_from([*keys, ZERO, f"{ZERO}.stage", f"{ZERO}.offload_optimizer", "optimizer"]))
+    config = changed(**{key.replace(".", "__"): data.draw(JSON)})
+    assert all("\n" not in line for line in deepspeed_problems(config))
+
+
+def test_every_refused_key_exists_in_the_installed_deepspeed() -> None:
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("deepspeed is not installed")
+    root = Path(found.submodule_search_locations[0])
+    sources = [root / "runtime", root / "compile" / "config.py", root / "module_inject" / "auto_ep_config.py"]
+    files = [file for source in sources for file in ([source] if source.is_file() else source.rglob("*.py"))]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    keys = {part for check in CHECKS if isinstance(check, Refusal) for part in check.key.split(".")}
+    assert sorted(key for key in keys if key not in text) == []
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_read_from_a_dict_a_path_and_base64(tmp_path: Path) -> None:
+    text = json.dumps(GOOD)
+    (tmp_path / "ds.json").write_text(text)
+    assert load_deepspeed_config(GOOD) == GOOD
+    assert load_deepspeed_config(tmp_path / "ds.json") == GOOD
+    assert load_deepspeed_config(str(tmp_path / "ds.json")) == GOOD
+    assert load_deepspeed_config(base64.urlsafe_b64encode(text.encode()).decode()) == GOOD
+
+
+@given(config=st.dictionaries(st.text(max_size=9), JSON, max_size=5))
+def test_base64_of_any_json_object_is_read_back(config: dict[str, Any]) -> None:
+    assert load_deepspeed_config(base64.urlsafe_b64encode(json.dumps(config).encode()).decode()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[1, 2]", r"must be a JSON object, got \[1, 2\]"),
+        ('{"a": 1, "a": 2}', "repeated key 'a'"),
+        ('{"zero_topo": {"scheme": "topo", "scheme": "paper"}}', "repeated key 'scheme'"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_deepspeed_config(path)
+    assert "broken.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["no/such/file.json", "missing", "x" * 5000])
+def test_a_missing_file_is_said_to_be_missing(source: str) -> None:
+    with pytest.raises(ValueError, match=r"no such file|not valid JSON") as caught:
+        load_deepspeed_config(source)
+    assert len(str(caught.value)) < 300
+
+
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  # a comment\n  "zero_topo": {"scheme": "topo",},\n}')
+    assert load_deepspeed_config(path) == {"zero_topo": {"scheme": "topo"}}

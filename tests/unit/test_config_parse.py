@@ -1,0 +1,185 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The block's grammar: what is accepted, and that every mistake is one line that names key, reason and way out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from zero_topo.config import SCHEMES, SYNC_MODES, DenseSync, PublishConfig, QuantizeConfig, ZeroTopoConfig, json_schema
+from zero_topo.config.models import SchemeName
+from zero_topo.config.parts import Domain
+from zero_topo.quant.spec import BLOCK_SIZES
+from zero_topo.topology.model import DOMAINS
+
+MISTAKES: list[tuple[Any, list[str]]] = [
+    ({"shceme": "topo"}, ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"]),
+    ({"quantize": {"weigths": "int8"}}, ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"]),
+    ({"sync": {"mode": "dense", "reducee": "x"}}, ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"]),
+    ({"publish": {"type": "bf16"}}, ["zero_topo.publish.type: unknown key", "did you mean 'dtype'?"]),
+    ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
+    ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
+    ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter' or 'all_reduce'"]),
+    ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null"]),
+    ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),
+    ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
+    ({"quantize": {"block_size": 100}}, ["zero_topo.quantize.block_size: 100", "64, 128, 256, 512, 1024 or 2048"]),
+    ({"weights": "gpus"}, ['zero_topo.weights: "gpus"', "did you mean 'gpu'?", "integer >= 1"]),
+    ({"weights": True}, ["zero_topo.weights: true"]),
+    ({"weights": 2.0}, ["zero_topo.weights: 2.0"]),
+    ({"gradients": 0}, ["zero_topo.gradients: 0"]),
+    ({"optimizer": "2"}, ['zero_topo.optimizer: "2"', "integer >= 1"]),
+    ({"secondary": "nodes"}, ["zero_topo.secondary", "did you mean 'node'?"]),
+    ({"weights": "none", "scheme": "topo"}, ['zero_topo.weights: "none"']),
+    ({"topology": 3}, ["zero_topo.topology", "preset", "got 3"]),
+    ({"meter": "yes"}, ["zero_topo.meter", '"yes"']),
+    ({"seed": -1}, ["zero_topo.seed", "-1"]),
+    ({"accumulation_dtype": "float32"}, ["zero_topo.accumulation_dtype", "'fp32'"]),
+    ([1], ["zero_topo: must be a JSON object, got [1]"]),
+    (True, ["zero_topo: must be a JSON object, got true"]),
+    ({"weights": "gpu", "gradients": "node"}, ["zero_topo: ", "without a scheme", "optimizer missing"]),
+    ({"secondary": "gpu"}, ["weights, gradients, optimizer missing", '"topo"']),
+]
+
+
+@pytest.mark.parametrize(("block", "parts"), MISTAKES, ids=[json.dumps(block) for block, _ in MISTAKES])
+def test_a_mistake_is_one_line_that_names_key_value_and_way_out(block: Any, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        ZeroTopoConfig.parse(block)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert [part for part in parts if part not in line] == []
+
+
+def test_two_mistakes_are_both_named() -> None:
+    with pytest.raises(ValueError, match=r"zero_topo\.seed.*; also zero_topo\.meter|zero_topo\.meter.*zero_topo\.seed"):
+        ZeroTopoConfig.parse({"seed": -1, "meter": 2})
+
+
+def test_building_the_model_directly_refuses_unknown_keys_too() -> None:
+    with pytest.raises(ValidationError, match=r"weigths.*did you mean 'weights'"):
+        QuantizeConfig.model_validate({"weigths": "int8"})
+
+
+MODELS: dict[str, type[BaseModel]] = {
+    "": ZeroTopoConfig,
+    "quantize": QuantizeConfig,
+    "sync": DenseSync,
+    "publish": PublishConfig,
+}
+
+
+@given(level=st.sampled_from(sorted(MODELS)), data=st.data())
+def test_a_misspelt_key_is_answered_with_the_nearest_known_key(level: str, data: st.DataObject) -> None:
+    known = list(MODELS[level].model_fields)
+    right = data.draw(st.sampled_from([key for key in known if len(key) > 4]))
+    at = data.draw(st.integers(0, len(right) - 1))
+    wrong = right[:at] + right[at + 1 :]  # one letter is missing
+    block: dict[str, Any] = {level: {wrong: None}} if level else {wrong: None}
+    with pytest.raises(ValueError) as caught:
+        ZeroTopoConfig.parse(block)
+    path = ".".join(part for part in ("zero_topo", level, wrong) if part)
+    assert str(caught.value).startswith(f"{path}: unknown key; did you mean '{right}'?")
+
+
+@given(key=st.text(max_size=20).filter(lambda key: key not in ZeroTopoConfig.model_fields))
+def test_any_unknown_key_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ZeroTopoConfig.parse({key: 1})
+    assert f"{key}: unknown key" in str(caught.value)
+
+
+def test_an_empty_block_is_valid_and_has_the_documented_defaults() -> None:
+    config = ZeroTopoConfig.parse({})
+    assert (config.topology, config.scheme, config.meter, config.debug_checks) == ("auto", None, True, False)
+    assert config.quantize.block_size == 256 and config.quantize.symmetric
+    assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
+
+
+def test_a_full_block_survives_a_round_trip_through_json() -> None:
+    block = {
+        "topology": {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}},
+        "scheme": "paper",
+        "weights": 2,
+        "secondary": "none",
+        "gradients": "node",
+        "optimizer": "world",
+        "quantize": {"weights": None, "gradients": "int8", "block_size": 64, "symmetric": False},
+        "sync": {"mode": "dense", "reduce": "all_reduce", "dtype": "fp32"},
+        "publish": {"dtype": "bf16"},
+        "accumulation_dtype": "fp32",
+        "meter": False,
+        "seed": 7,
+        "debug_checks": True,
+        "two_hop": True,
+    }
+    config = ZeroTopoConfig.parse(block)
+    assert config.secondary is None
+    again = ZeroTopoConfig.parse(json.loads(config.model_dump_json(exclude_unset=True)))
+    assert again == config and again.model_fields_set == config.model_fields_set
+
+
+def test_the_block_is_found_in_a_deepspeed_config_and_absence_is_none() -> None:
+    assert ZeroTopoConfig.from_ds_config({"train_batch_size": 8}) is None
+    found = ZeroTopoConfig.from_ds_config({"zero_topo": {"scheme": "hsdp"}})
+    assert found is not None and found.scheme == "hsdp"
+    with pytest.raises(ValueError, match="must be a JSON object, got null"):
+        ZeroTopoConfig.from_ds_config({"zero_topo": None})
+
+
+def test_configs_cannot_be_changed_after_parsing() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ZeroTopoConfig.parse({}).meter = False  # type: ignore[misc]
+
+
+def test_names_agree_with_the_rooms_they_come_from() -> None:
+    assert set(get_args(SchemeName)) == set(SCHEMES)
+    assert get_args(Domain) == DOMAINS
+    assert get_args(QuantizeConfig.model_fields["block_size"].annotation) == BLOCK_SIZES
+
+
+def test_each_mode_of_sync_is_selected_by_its_name_and_offered_by_the_schema() -> None:
+    choices = [choice["$ref"].rsplit("/", 1)[1] for choice in json_schema()["properties"]["sync"]["oneOf"]]
+    assert choices == [cls.__name__ for cls in SYNC_MODES]
+    for cls in SYNC_MODES:
+        assert type(ZeroTopoConfig.parse({"sync": {"mode": cls.MODE}}).sync) is cls
+        assert cls.model_fields["mode"].default == cls.MODE
+
+
+def _objects(schema: Any) -> list[dict[str, Any]]:
+    """All object schemas that list properties, at any depth."""
+    if isinstance(schema, list):
+        return [found for item in schema for found in _objects(item)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema] if "properties" in schema else []
+    return own + [found for item in schema.values() for found in _objects(item)]
+
+
+def test_the_schema_describes_every_key_and_closes_every_object() -> None:
+    schema = json_schema()
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["title"] == "zero_topo"
+    for found in _objects(schema):
+        assert found["additionalProperties"] is False, found["title"]
+        assert [key for key, value in found["properties"].items() if not value.get("description")] == []
+
+
+def test_the_schema_of_the_whole_file_leaves_deepspeeds_keys_open_and_resolves_its_references() -> None:
+    schema = json_schema(whole_file=True)
+    assert "additionalProperties" not in schema
+    assert set(schema["properties"]["zero_topo"]["properties"]) == set(ZeroTopoConfig.model_fields)
+    for part in json.dumps(schema).split('"$ref": "')[1:]:
+        name = part.split('"')[0].removeprefix("#/$defs/")
+        assert name in schema["$defs"]
+
+
+def test_the_schema_offers_none_as_a_secondary() -> None:
+    offered = json.dumps(json_schema()["properties"]["secondary"])
+    assert '"none"' in offered and '"null"' in offered
+    assert '"none"' not in json.dumps(json_schema()["properties"]["weights"])

@@ -1,0 +1,28 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The ``"zero_topo"`` block of a DeepSpeed JSON config: its models, its schemes, and what it refuses beside itself."""
+
+from __future__ import annotations
+
+from zero_topo.config.deepspeed_json import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
+from zero_topo.config.models import ZeroTopoConfig, json_schema
+from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.config.resolve import ROLES, ResolvedConfig
+from zero_topo.config.schemes import SCHEMES, Scheme
+from zero_topo.config.sync_config import SYNC_MODES, DenseSync, SyncMode
+
+__all__ = [
+    "ROLES",
+    "SCHEMES",
+    "SYNC_MODES",
+    "DenseSync",
+    "PublishConfig",
+    "QuantizeConfig",
+    "ResolvedConfig",
+    "Scheme",
+    "SyncMode",
+    "ZeroTopoConfig",
+    "check_deepspeed_config",
+    "deepspeed_problems",
+    "json_schema",
+    "load_deepspeed_config",
+]

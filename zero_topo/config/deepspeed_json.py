@@ -1,0 +1,260 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The DeepSpeed config around the block: reading it, and refusing what zero_topo cannot work beside.
+
+Each refusal is one line: the key and its value, why, and what to do instead. Keys are those of DeepSpeed 0.19.8;
+``"auto"`` (Hugging Face) counts as absent, as it does in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_topo.config.errors import ROOT, as_json
+
+ZERO = "zero_optimization"
+_ABSENT = object()
+
+
+def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed config as a dict, from what ``deepspeed.initialize(config=...)`` accepts.
+
+    Args:
+        source: a dict, the path of a JSON (or Hjson) file, or URL-safe base64 of its text.
+
+    Raises:
+        ValueError: for a missing file, broken JSON, a repeated key, or JSON that is not an object.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    if _is_file(path):
+        return _parse_object(path.read_text(encoding="utf-8"), f"DeepSpeed config {path}")
+    shown = as_json(str(source))
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
+    except (binascii.Error, UnicodeError, ValueError):
+        raise ValueError(f"DeepSpeed config {shown}: no such file, and not base64 of a JSON object either") from None
+    return _parse_object(text, f"DeepSpeed config {shown}, decoded from base64")
+
+
+def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that zero_topo cannot work beside; empty if all is well or there is no block."""
+    checks = CHECKS if ROOT in ds_config else MISPLACEMENTS
+    return [line for line in (check(ds_config) for check in checks) if line]
+
+
+def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
+    """Refuses a DeepSpeed config that zero_topo cannot work beside.
+
+    Raises:
+        ValueError: the first of :func:`deepspeed_problems`: what, why, and what to do instead, in one line.
+    """
+    problems = deepspeed_problems(ds_config)
+    if problems:
+        raise ValueError(problems[0])
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # base64 text can be longer than a path may be
+        return False
+
+
+def _parse_object(text: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        value = _parse_hjson(text, name, error)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: must be a JSON object, got {as_json(value)}")
+    return value
+
+
+def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
+    """DeepSpeed reads Hjson (comments, trailing commas); so do we where DeepSpeed's own parser is installed."""
+    try:
+        hjson = importlib.import_module("hjson")
+        value = hjson.loads(text, object_pairs_hook=_without_repeats)
+    except (ImportError, ValueError):
+        value = None
+    if not isinstance(value, dict) or not value:  # Hjson reads an empty text as {}
+        raise ValueError(f"{name}: not valid JSON: {json_error}") from None
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise ValueError(f"repeated key {', '.join(map(repr, repeated))}; keep one of each")
+    return dict(pairs)
+
+
+# -- refusing ----------------------------------------------------------------------------------------------------------
+
+Check = Callable[[Mapping[str, Any]], str | None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Refuses values of one key: ``key = value: why; instead``."""
+
+    key: str
+    refused: Callable[[Any], bool]
+    why: str
+    instead: str
+
+    def __call__(self, ds_config: Mapping[str, Any]) -> str | None:
+        value = _lookup(ds_config, self.key)
+        if value is _ABSENT or not self.refused(value):
+            return None
+        return f"{self.key} = {as_json(value)}: {self.why}; {self.instead}"
+
+
+def _lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = ds_config
+    for key in dotted.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return _ABSENT
+        value = value[key]
+    return _ABSENT if isinstance(value, str) and value == "auto" else value
+
+
+def _on(value: Any) -> bool:
+    return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 1
+
+
+def _device(*names: str) -> Callable[[Any], bool]:
+    return lambda value: str(value).lower() in names
+
+
+def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
+    if _lookup(ds_config, f"{ZERO}.{ROOT}") is _ABSENT:
+        return None
+    return f'{ZERO}.{ROOT}: DeepSpeed would ignore the block here; move "{ROOT}" to the top level of the config'
+
+
+def _misspelt(ds_config: Mapping[str, Any]) -> str | None:
+    plain = ROOT.replace("_", "")
+    for key in ds_config:
+        if key != ROOT and str(key).lower().translate({ord(c): None for c in "-_ +"}) == plain:
+            return f'{key}: DeepSpeed would ignore this key and train plain ZeRO; write it "{ROOT}"'
+    return None
+
+
+def _stage(ds_config: Mapping[str, Any]) -> str | None:
+    stage = _lookup(ds_config, f"{ZERO}.stage")
+    if stage is not _ABSENT and stage == 3 and not isinstance(stage, bool):
+        return None
+    why = "zero_topo places the shards of ZeRO-3"
+    if stage is _ABSENT:
+        return f'{ZERO}.stage is not set: {why}; add "{ZERO}": {{"stage": 3}}'
+    return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
+
+
+def _all_reduced_buckets(ds_config: Mapping[str, Any]) -> str | None:
+    scattered = _lookup(ds_config, f"{ZERO}.reduce_scatter")
+    contiguous = _lookup(ds_config, f"{ZERO}.contiguous_gradients")  # true by default
+    if scattered is _ABSENT or _on(scattered) or not (contiguous is _ABSENT or _on(contiguous)):
+        return None
+    return (
+        f"{ZERO}.reduce_scatter = {as_json(scattered)} with contiguous gradients: DeepSpeed would all-reduce whole "
+        "buckets over the world past zero_topo's scatter; remove reduce_scatter or set it to true"
+    )
+
+
+def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
+    key = f"{ZERO}.offload_optimizer"
+    device, ratio = _lookup(ds_config, f"{key}.device"), _lookup(ds_config, f"{key}.ratio")
+    if device is _ABSENT or device in (None, "none") or ratio is _ABSENT or ratio == 1:
+        return None
+    return (
+        f"{key}.ratio = {as_json(ratio)}: optimizer states split between CPU and device are not supported; "
+        'remove ratio, or set "device": "none"'
+    )
+
+
+_STOCK = "this is stock ZeRO++, which zero_topo replaces"
+_OWN_GATHER = "it gathers or steps past zero_topo's shards"
+_WORLD = "zero_topo shards over all ranks of the launch, which this would divide"
+
+MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
+CHECKS: tuple[Check, ...] = (
+    *MISPLACEMENTS,
+    _stage,
+    Refusal(
+        f"{ZERO}.mics_shard_size",
+        _above_one,
+        "DeepSpeed 0.19.8 has no MiCS any more",
+        f'remove it and set "{ROOT}": {{"scheme": "mics", "weights": <the size>}}',
+    ),
+    Refusal(f"{ZERO}.zero_hpz_partition_size", _above_one, _STOCK, f'remove it and set "{ROOT}.secondary"'),
+    Refusal(f"{ZERO}.zero_quantized_weights", _on, _STOCK, f'remove it and set "{ROOT}.quantize.weights"'),
+    Refusal(f"{ZERO}.zero_quantized_gradients", _on, _STOCK, f'remove it and set "{ROOT}.quantize.gradients"'),
+    Refusal(
+        f"{ZERO}.zero_quantized_nontrainable_weights",
+        _on,
+        "weights stored in few bits by DeepSpeed are not supported",
+        f'remove it and set "{ROOT}.quantize.weights" to send them in few bits',
+    ),
+    _all_reduced_buckets,
+    Refusal(
+        f"{ZERO}.offload_param.device",
+        _device("cpu", "nvme"),
+        "parameter offload is not supported",
+        f'set it to "none" and shard weights wider, such as "{ROOT}": {{"weights": "node"}}',
+    ),
+    Refusal(
+        f"{ZERO}.cpu_offload_param",
+        _on,
+        "parameter offload is not supported",
+        f'remove it and shard weights wider, such as "{ROOT}": {{"weights": "node"}}',
+    ),
+    Refusal(f"{ZERO}.offload_optimizer.device", _device("nvme"), "NVMe offload is not supported", 'set it to "cpu"'),
+    Refusal(f"{ZERO}.offload_optimizer.super_offload", _on, f"SuperOffload: {_OWN_GATHER}", "remove it"),
+    _partial_offload,
+    Refusal(
+        f"{ZERO}.zenflow", lambda value: value is not None, f"ZenFlow: {_OWN_GATHER}", 'use "offload_optimizer" alone'
+    ),
+    Refusal(
+        f"{ZERO}.elastic_checkpoint",
+        _on,
+        "DeepSpeed no longer saves elastic checkpoints of ZeRO-3",
+        "remove it and convert checkpoints with ds_to_universal",
+    ),
+    Refusal(
+        "optimizer.type",
+        _device("muon"),
+        "Muon needs whole gradient matrices that no rank holds",
+        'use "Adam" or "AdamW"',
+    ),
+    Refusal("tensor_parallel.autotp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
+    Refusal("tensor_parallel.tp.tp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
+    Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),
+    Refusal("sequence_parallel_size", _above_one, f"Ulysses: {_WORLD}", "set it to 1"),
+    Refusal("pipeline.stages", _above_one, f"pipeline parallelism: {_WORLD}", "remove pipeline"),
+    Refusal("compile.deepcompile", _on, f"DeepCompile: {_OWN_GATHER}", "set it to false; torch.compile may stay on"),
+    Refusal(
+        "torch_autocast.enabled",
+        _on,
+        "it gives each parameter its own wire type, which zero_topo's buckets do not have",
+        'set it to false and use "bf16" or "fp16"',
+    ),
+)

@@ -1,0 +1,135 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The ``"zero_topo"`` block of a DeepSpeed JSON config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from zero_topo.config.errors import ROOT, StrictModel, as_json, describe
+from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
+from zero_topo.config.resolve import ResolvedConfig, resolve
+from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
+
+if TYPE_CHECKING:
+    from zero_topo.topology.model import Topology
+
+SchemeName = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo"]
+NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
+
+
+def _check_topology(value: Any) -> Any:
+    if isinstance(value, Mapping) or (isinstance(value, str) and value):
+        return value
+    reason = f'must be "auto", a preset\'s name, a path to a .json file or an object, got {as_json(value)}'
+    raise PydanticCustomError("bad_setting", "{reason}", {"reason": reason})
+
+
+class ZeroTopoConfig(StrictModel):
+    """Where ZeRO-3's weights, gradients and optimizer states live in the machine, and what travels in fewer bits."""
+
+    topology: Annotated[str | dict[str, Any], BeforeValidator(_check_topology)] = Field(
+        "auto",
+        description='The machine: "auto" asks the launcher, else the name of a preset, a path to a .json file, or the '
+        'description itself, such as {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}.',
+    )
+    scheme: SchemeName | None = Field(
+        None, description='Named set of defaults that the keys below override; "topo" when no degree is given either.'
+    )
+    weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
+    secondary: SecondarySetting = Field(
+        None,
+        description="Ranks that share one secondary copy of the weights, from which the backward pass gathers; null "
+        'or "none" keeps no copy and gathers the weights again.',
+    )
+    gradients: DegreeSetting = Field(None, description="Ranks that share one gradient buffer; a multiple of weights.")
+    optimizer: DegreeSetting = Field(
+        None, description="Ranks that share one copy of the optimizer states; a multiple of gradients."
+    )
+    quantize: QuantizeConfig = Field(
+        QuantizeConfig(), description="What travels in fewer bits; keys left out keep the scheme's."
+    )
+    sync: SyncConfig = Field(
+        DenseSync(),
+        description="How gradient shards are reduced across gradient domains, once per optimizer step; keys "
+        "left out keep the scheme's.",
+    )
+    publish: PublishConfig = Field(
+        PublishConfig(), description="How updated weights return to the weight shards, once per optimizer step."
+    )
+    accumulation_dtype: Dtype | None = Field(
+        None,
+        description="Type of the gradient buffer; null takes the model's own type, fp32 doubles its memory in 16-bit "
+        "training.",
+    )
+    meter: bool = Field(True, strict=True, description="Count the bytes each collective sends, by phase and domain.")
+    seed: int | None = Field(
+        None, ge=0, strict=True, description="Seed of the random choices of the modes of sync; null takes a fixed one."
+    )
+    debug_checks: bool = Field(
+        False, strict=True, description="After each step check that all holders of a weight shard agree bit for bit."
+    )
+    two_hop: bool | None = Field(
+        None,
+        strict=True,
+        description="Scatter gradients inside each node first, then across nodes; null takes the scheme's choice.",
+    )
+
+    @model_validator(mode="after")
+    def _all_degrees_or_a_scheme(self) -> ZeroTopoConfig:
+        given = [role for role in (*NEEDED_WITHOUT_SCHEME, "secondary") if getattr(self, role) is not None]
+        missing = [role for role in NEEDED_WITHOUT_SCHEME if role not in given]
+        if self.scheme is None and given and missing:
+            raise ValueError(
+                f"{', '.join(given)} given without a scheme, and {', '.join(missing)} missing; "
+                'give weights, gradients and optimizer, or name a scheme whose other degrees you keep, such as "topo"'
+            )
+        return self
+
+    @classmethod
+    def parse(cls, block: Mapping[str, Any]) -> ZeroTopoConfig:
+        """The config of a ``zero_topo`` block.
+
+        Raises:
+            ValueError: in one line, naming the key, the value, and the nearest known key or the allowed values.
+        """
+        try:
+            return cls.model_validate(block)
+        except ValidationError as error:
+            raise ValueError(describe(error)) from None
+
+    @classmethod
+    def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZeroTopoConfig | None:
+        """The config of a DeepSpeed config's ``zero_topo`` block, or None if there is no such block.
+
+        Raises:
+            ValueError: as :meth:`parse`.
+        """
+        return cls.parse(ds_config[ROOT]) if ROOT in ds_config else None
+
+    def resolve(self, topology: Topology) -> ResolvedConfig:
+        """The plan and the wire formats on a machine, with a note for each choice made for the user.
+
+        Raises:
+            ValueError: for an unaligned degree or a broken dependency rule, with the way out.
+        """
+        return resolve(self, topology)
+
+
+def json_schema(whole_file: bool = False) -> dict[str, Any]:
+    """The JSON schema of the block, or of a DeepSpeed config that carries it (all other keys allowed)."""
+    block = ZeroTopoConfig.model_json_schema()
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    if not whole_file:
+        return {**head, **block, "title": "zero_topo"}
+    definitions = block.pop("$defs")
+    return {
+        **head,
+        "title": "DeepSpeed config with a zero_topo block",
+        "type": "object",
+        "properties": {ROOT: {**block, "title": "zero_topo"}},
+        "$defs": definitions,
+    }

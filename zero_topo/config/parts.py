@@ -1,0 +1,67 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The small blocks of the config: degrees, ``quantize`` and ``publish``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from zero_topo.config.errors import StrictModel, as_json, did_you_mean
+from zero_topo.config.sync_config import Dtype
+from zero_topo.quant.spec import BlockSpec
+
+Domain = Literal["rank", "gpu", "node", "world"]
+Bits = Literal["int8", "int4"]
+
+
+def _check_degree(value: Any) -> Any:
+    if (isinstance(value, str) and value in get_args(Domain)) or (type(value) is int and value >= 1):
+        return value
+    names = ", ".join(f"'{name}'" for name in get_args(Domain))
+    hint = did_you_mean(value, get_args(Domain))
+    reason = f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer >= 1)"
+    raise PydanticCustomError("bad_setting", "{reason}", {"reason": reason})
+
+
+def _check_optional_degree(value: Any) -> Any:
+    return None if value is None else _check_degree(value)
+
+
+def _check_secondary(value: Any) -> Any:
+    return None if value is None or value == "none" else _check_degree(value)
+
+
+_DegreeValue = Domain | Annotated[int, Field(ge=1)] | None
+DegreeSetting = Annotated[_DegreeValue, BeforeValidator(_check_optional_degree)]
+SecondarySetting = Annotated[
+    _DegreeValue, BeforeValidator(_check_secondary, json_schema_input_type=_DegreeValue | Literal["none"])
+]
+
+
+class QuantizeConfig(StrictModel):
+    """What travels in fewer bits, quantized in blocks that share one scale."""
+
+    weights: Bits | None = Field(None, description="Weights in the gather before a forward; null sends them as stored.")
+    secondary: Bits | None = Field(
+        None, description="The secondary copy, as stored and as gathered before a backward; null keeps 16 bits."
+    )
+    gradients: Bits | None = Field(None, description="Gradients in the scatter; null sends them unquantized.")
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+        256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
+    )
+    symmetric: bool = Field(
+        True, strict=True, description="Values around zero with a scale only; false adds a zero point for each block."
+    )
+
+    def spec(self, role: str) -> BlockSpec | None:
+        """The wire format of ``"weights"``, ``"secondary"`` or ``"gradients"``; None where nothing is quantized."""
+        name = getattr(self, role)
+        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size, self.symmetric)
+
+
+class PublishConfig(StrictModel):
+    """The all-gather after the optimizer step that brings the updated weights back to the weight shards."""
+
+    dtype: Dtype | None = Field(None, description="Type of the values on the wire; null takes the model's own type.")

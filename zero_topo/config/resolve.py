@@ -1,0 +1,194 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""From settings to a plan: scheme defaults, then the user's keys, then the machine's degrees.
+
+1. The scheme gives every degree, what is quantized, how sync reduces, and whether the scatter has two hops.
+2. A key the user wrote replaces the scheme's, also when its value is null; degrees that follow ``weights`` follow it.
+3. The machine turns domains into degrees, and :class:`~zero_topo.plan.Plan` checks the dependency rule.
+4. Each choice made for the user becomes one note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zero_topo.config.errors import StrictModel
+from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
+from zero_topo.config.sync_config import SyncMode
+from zero_topo.plan import Plan
+from zero_topo.quant.spec import BlockSpec
+
+if TYPE_CHECKING:
+    from zero_topo.config.models import ZeroTopoConfig
+    from zero_topo.topology.model import Topology
+
+_Settings = TypeVar("_Settings", bound=StrictModel)
+ROLES = ("weights", "secondary", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What the engine and the cost model run on.
+
+    Attributes:
+        plan: degrees and index arithmetic.
+        topology: the machine the plan is for.
+        scheme: the scheme the defaults came from, or None for the free form.
+        weights_spec: wire format of the gather before a forward; None sends weights as stored.
+        secondary_spec: format of the secondary copy, stored and sent; None keeps it as the weights are stored.
+        gradients_spec: wire format of the scatter; None sends gradients unquantized.
+        sync: settings of the mode of sync.
+        publish: settings of publish.
+        accumulation_dtype: type of the gradient buffer, or None for the model's own.
+        meter: whether collectives count their bytes.
+        seed: seed of the modes' random choices, or None.
+        debug_checks: whether replicas are compared after each step.
+        notes: one line for each choice made for the user.
+    """
+
+    plan: Plan
+    topology: Topology
+    scheme: str | None
+    weights_spec: BlockSpec | None
+    secondary_spec: BlockSpec | None
+    gradients_spec: BlockSpec | None
+    sync: SyncMode
+    publish: PublishConfig
+    accumulation_dtype: str | None
+    meter: bool
+    seed: int | None
+    debug_checks: bool
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the topology, in JSON types, for reports."""
+        specs = {"weights": self.weights_spec, "secondary": self.secondary_spec, "gradients": self.gradients_spec}
+        return {
+            "scheme": self.scheme,
+            "world_size": self.plan.world_size,
+            "degrees": self.plan.degrees(),
+            "hops": list(self.plan.hops),
+            "quantize": {role: None if spec is None else str(spec) for role, spec in specs.items()},
+            "sync": self.sync.model_dump(),
+            "publish": self.publish.model_dump(),
+            "accumulation_dtype": self.accumulation_dtype,
+            "meter": self.meter,
+            "seed": self.seed,
+            "debug_checks": self.debug_checks,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Scheme and user's keys merged, before the machine is known."""
+
+    scheme: str | None
+    places: tuple[str | int, str | int | None, str | int, str | int]
+    quantize: QuantizeConfig
+    sync: SyncMode
+    two_hop: bool
+
+
+def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
+    """Plan, wire formats and notes of a config on a machine; see the module's four steps.
+
+    Raises:
+        ValueError: for an unaligned degree or a broken dependency rule, with the way out.
+    """
+    choice = _merge(config)
+    plan = Plan.build(topology, choice.places, choice.two_hop)
+    dropped = plan.weights == 1 and plan.secondary is not None
+    if dropped:
+        weights, _, gradients, optimizer = choice.places
+        plan = Plan.build(topology, (weights, None, gradients, optimizer), choice.two_hop)
+    return ResolvedConfig(
+        plan=plan,
+        topology=topology,
+        scheme=choice.scheme,
+        weights_spec=choice.quantize.spec("weights"),
+        secondary_spec=None if plan.secondary is None else choice.quantize.spec("secondary"),
+        gradients_spec=choice.quantize.spec("gradients"),
+        sync=choice.sync,
+        publish=config.publish,
+        accumulation_dtype=config.accumulation_dtype,
+        meter=config.meter,
+        seed=config.seed,
+        debug_checks=config.debug_checks,
+        notes=tuple(_notes(config, choice, plan, topology, dropped)),
+    )
+
+
+def _merge(config: ZeroTopoConfig) -> _Choice:
+    free = config.scheme is None and config.weights is not None
+    name = None if free else config.scheme or DEFAULT_SCHEME
+    scheme = FREE_FORM if name is None else SCHEMES[name]
+    return _Choice(
+        scheme=name,
+        places=_places(config, scheme),
+        quantize=_overridden(scheme.quantize, config.quantize),
+        sync=_overridden(scheme.sync, config.sync) if type(config.sync) is type(scheme.sync) else config.sync,
+        two_hop=scheme.two_hop if config.two_hop is None else config.two_hop,
+    )
+
+
+def _places(config: ZeroTopoConfig, scheme: Scheme) -> tuple[str | int, str | int | None, str | int, str | int]:
+    wanted: dict[str, Place] = {role: getattr(scheme, role) for role in ROLES}
+    wanted |= {role: getattr(config, role) for role in ROLES if getattr(config, role) is not None}
+    if "secondary" in config.model_fields_set:
+        wanted["secondary"] = config.secondary
+    weights = wanted["weights"]
+    w, s, g, o = (weights if wanted[role] is Follow.WEIGHTS else wanted[role] for role in ROLES)
+    assert isinstance(w, str | int) and isinstance(g, str | int) and isinstance(o, str | int)
+    assert not isinstance(s, Follow)
+    return w, s, g, o
+
+
+def _overridden(defaults: _Settings, user: _Settings) -> _Settings:
+    """The defaults with the keys the user wrote, null included."""
+    return defaults.model_copy(update={key: getattr(user, key) for key in user.model_fields_set})
+
+
+def _notes(
+    config: ZeroTopoConfig, choice: _Choice, plan: Plan, topology: Topology, secondary_dropped: bool
+) -> Iterator[str]:
+    given = "" if config.scheme or choice.scheme is None else " (the default)"
+    yield f"{f'scheme {choice.scheme}' if choice.scheme else 'no scheme'}{given}: {_who_holds_what(choice, plan)}"
+    if choice.scheme == "mics" and config.weights is None:
+        yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
+    if plan.weights == 1 and plan.world_size > 1 and choice.places[0] != "rank":
+        yield _all_weights_note(choice.places[0], topology)
+    if secondary_dropped:
+        yield "no secondary copy is kept: every rank holds all weights, so the backward pass gathers nothing"
+    if plan.gradients < plan.world_size:
+        yield f"sync: {_sync_words(choice.sync)} over {plan.world_size // plan.gradients} gradient copies"
+    if plan.weights < plan.optimizer:
+        dtype = config.publish.dtype or "the model's own type"
+        yield f"publish: updated weights travel in {dtype} over {topology.domain(plan.optimizer)}"
+    if len(plan.hops) > 1:
+        yield f"scatter in two hops: {plan.hops[0]} ranks inside the node, then {plan.gradients} ranks"
+
+
+def _who_holds_what(choice: _Choice, plan: Plan) -> str:
+    bits = {"weights": choice.quantize.weights, "secondary": choice.quantize.secondary}
+    bits["gradients"] = choice.quantize.gradients
+    words = []
+    for role, place, degree in zip(ROLES, choice.places, plan.degrees().values(), strict=True):
+        if degree is None:
+            words.append(f"no {role}")
+            continue
+        where = f"{place} (degree {degree})" if isinstance(place, str) else f"{degree} rank{'s' if degree > 1 else ''}"
+        words.append(" ".join(part for part in (role, bits.get(role), "over", where) if part))
+    return ", ".join(words)
+
+
+def _all_weights_note(place: str | int, topology: Topology) -> str:
+    unit = f"{place} domain has one rank" if isinstance(place, str) else f"weights degree is {place}"
+    wider = next((name for name in ("node", "world") if topology.degree(name) > 1), "world")
+    return f'{unit} on this machine: every rank holds all weights; set "weights": "{wider}" to shard them'
+
+
+def _sync_words(sync: SyncMode) -> str:
+    return " ".join(str(value) for value in sync.model_dump(exclude_none=True).values())

@@ -1,0 +1,66 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The six named schemes: each is a plan of the one engine, and a set of defaults that any key of the block overrides.
+
+Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's hybrid sharding),
+ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from zero_topo.config.parts import QuantizeConfig
+from zero_topo.config.sync_config import DenseSync, SyncMode
+
+
+class Follow(Enum):
+    """A degree that takes the value of another role."""
+
+    WEIGHTS = "weights"
+
+
+Place = str | int | Follow | None
+_PLAIN = QuantizeConfig()
+_STRAIGHT = DenseSync()
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Defaults of a named scheme.
+
+    Attributes:
+        weights, secondary, gradients, optimizer: domain of each role, ``Follow.WEIGHTS``, or None for no secondary.
+        quantize: what travels in fewer bits.
+        sync: how gradient shards are reduced across gradient domains.
+        two_hop: scatter inside the node first, then across nodes (ZeRO++'s qgZ).
+    """
+
+    weights: Place
+    secondary: Place
+    gradients: Place
+    optimizer: Place
+    quantize: QuantizeConfig = _PLAIN
+    sync: SyncMode = _STRAIGHT
+    two_hop: bool = False
+
+
+_SAME = Follow.WEIGHTS
+_PAPER_BITS = QuantizeConfig(weights="int8", secondary="int8", gradients="int4")
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "zero3": Scheme("world", None, "world", "world"),
+        "zero++": Scheme(
+            "world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4"), two_hop=True
+        ),
+        "mics": Scheme("node", None, _SAME, _SAME),
+        "hsdp": Scheme("node", None, "node", "node"),
+        "paper": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
+        "topo": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS),
+    }
+)
+DEFAULT_SCHEME = "topo"
+FREE_FORM = Scheme(None, None, None, None)
