@@ -1,0 +1,100 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The memory formulas: the paper's table, the exact bytes, and what padding adds."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.cost.memory import ADAM_BYTES_FP32, ideal_bytes, memory_bytes, padding_bytes, paper_memory_table
+from zero_topo.cost.volume import Workload
+from zero_topo.topology.model import Topology
+from zero_topo.units import GB
+
+FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
+TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
+SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
+
+
+def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
+    return ZeroTopoConfig.parse(block).resolve(topology)
+
+
+def test_the_papers_table_for_20_billion_parameters_on_384_gcds() -> None:
+    psi, np, p = Fraction(20_000_000_000), 384, 8
+    table = paper_memory_table(20_000_000_000, nodes=48, ranks_per_node=8)
+    states = 12 * psi / np
+    assert {name: list(row.values()) for name, row in table.items()} == {
+        "ZeRO-3": [2 * psi / np, 0, 2 * psi / np, states],
+        "ZeRO++": [2 * psi / np, 2 * psi / p, 2 * psi / np, states],
+        "ZeRO-topo sec 8": [psi, psi / 8, psi / 4, states],
+        "ZeRO-topo sec 2": [psi, psi / 2, psi / 4, states],
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "block"),
+    [
+        ("ZeRO-3", {"scheme": "zero3"}),
+        ("ZeRO++", {"scheme": "zero++"}),
+        ("ZeRO-topo sec 8", {"scheme": "paper", "secondary": "node"}),
+        ("ZeRO-topo sec 2", {"scheme": "topo"}),
+    ],
+)
+def test_our_plans_are_the_rows_of_the_papers_table(row: str, block: dict[str, Any]) -> None:
+    assert ideal_bytes(resolve(FRONTIER, **block), 10**9) == paper_memory_table(10**9, nodes=48)[row]
+
+
+def test_the_papers_36_billion_parameters_fit_64_gb_gcds_and_46_cannot() -> None:
+    at_36 = sum(paper_memory_table(36 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
+    at_46 = sum(paper_memory_table(46 * 10**9, nodes=48)["ZeRO-topo sec 8"].values())
+    assert at_36 < 64 * GB < at_46
+
+
+def test_topo_on_two_nodes_by_hand() -> None:
+    # N = 8, n = 1024: W = S = 2, G = 4, O = 8.
+    held = memory_bytes(resolve(TREE, scheme="topo"), Workload.uniform([8192]), accumulation_itemsize=2)
+    assert held == {"weights": 8192, "secondary": 4096 + 128, "gradients": 2 * 2048, "optimizer": 12 * 1024}
+
+
+def test_fp32_training_needs_no_second_master_and_wider_buffers() -> None:
+    work = Workload.uniform([8192], itemsize=4)
+    held = memory_bytes(resolve(TREE, scheme="zero3"), work, accumulation_itemsize=4, optimizer_bytes=ADAM_BYTES_FP32)
+    assert held == {"weights": 4096, "secondary": 0, "gradients": 4096, "optimizer": 8192}
+
+
+def test_an_unquantized_secondary_inside_the_weight_shard_is_free_and_a_narrower_one_is_not() -> None:
+    work = Workload.uniform([8192])
+    inside = resolve(TREE, scheme="topo", quantize={"secondary": None})
+    assert memory_bytes(inside, work, 2)["secondary"] == 0
+    assert ideal_bytes(inside, 8192)["secondary"] == 0
+    assert memory_bytes(resolve(TREE, scheme="zero++"), work, 2)["secondary"] == 2 * 2048
+
+
+@given(
+    scheme=st.sampled_from(SCHEMES),
+    numels=st.lists(st.integers(1, 5000), min_size=1, max_size=5),
+    nodes=st.integers(1, 3),
+)
+def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, numels: list[int], nodes: int) -> None:
+    config = resolve(Topology("t", nodes, 2, 2), scheme=scheme)
+    work = Workload.uniform(numels)
+    held = memory_bytes(config, work, accumulation_itemsize=2)
+    padding = padding_bytes(config, work, accumulation_itemsize=2)
+    ideal = ideal_bytes(config, sum(numels))
+    for role, nbytes in held.items():
+        assert 0 <= nbytes - padding[role] <= ideal[role] < nbytes - padding[role] + 1, role
+
+
+@given(numels=st.lists(st.integers(1, 500).map(lambda n: n * 8 * 256), min_size=1, max_size=5))
+def test_parameters_that_divide_evenly_have_no_padding_but_the_scales(numels: list[int]) -> None:
+    config = resolve(TREE, scheme="topo")
+    padding = padding_bytes(config, Workload.uniform(numels), accumulation_itemsize=2)
+    assert padding["weights"] == padding["gradients"] == padding["optimizer"] == 0
+    scales = sum(4 * numel // 2 // 256 for numel in numels)
+    assert scales <= padding["secondary"] < scales + 128 * len(numels)

@@ -1,0 +1,285 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The volume formulas: against the paper's printed numbers, and against a walk over every rank's every message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_topo.config import DenseSync, ResolvedConfig, SyncMode, ZeroTopoConfig
+from zero_topo.cost.volume import Workload, by_domain, paper_volume_table, step_bytes, sync_rows, table_units
+from zero_topo.plan import Plan, divisors
+from zero_topo.topology.model import Topology
+
+SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
+FRONTIER = Topology("frontier", nodes=48, gpus_per_node=4, ranks_per_gpu=2)
+TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
+
+
+def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
+    return ZeroTopoConfig.parse(block).resolve(topology)
+
+
+# -- the brute force ---------------------------------------------------------------------------------------------------
+
+
+def widest(topology: Topology, ranks: list[int]) -> str:
+    """The smallest domain that holds all the ranks, read off their coordinates."""
+    places = [topology.coordinates(rank) for rank in ranks]
+    for name, depth in (("rank", 3), ("gpu", 2), ("node", 1)):
+        if len({place[:depth] for place in places}) == 1:
+            return name
+    return "world"
+
+
+class Walk:
+    """Sends every message of a step, rank by rank, and counts what each sends."""
+
+    def __init__(self, config: ResolvedConfig, work: Workload) -> None:
+        self.config, self.work, self.plan = config, work, config.plan
+        self.sent: list[Counter[tuple[str, str]]] = [Counter() for _ in range(self.plan.world_size)]
+
+    def exchange(self, phase: str, lo: int, hi: int, message: int) -> None:
+        for rank, sent in enumerate(self.sent):
+            group = self.plan.group(rank, lo, hi)
+            assert rank in group
+            for peer in group:
+                sent[phase, widest(self.config.topology, group)] += message if peer != rank else 0
+
+    def gather(self, phase: str, degree: int, spec: Any, kept: bool) -> None:
+        for numel, persistent in zip(self.work.numels, self.work.persistent, strict=True):
+            if persistent == kept:
+                piece = len(self.plan.rows(0, degree)) * self.plan.shard_numel(numel)
+                self.exchange(phase, 1, degree, spec.nbytes(piece) if spec else piece * self.work.itemsize)
+
+    def scatter(self) -> None:
+        spec = self.config.gradients_spec
+        for bucket in self.work.parameter_buckets():
+            for lo, hi in self.plan.hop_chain():
+                numel = sum(len(self.plan.rows(0, hi)) * self.plan.shard_numel(self.work.numels[i]) for i in bucket)
+                self.exchange("scatter", lo, hi, spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize)
+
+    def step(self) -> list[dict[tuple[str, str], int]]:
+        config, plan, work = self.config, self.plan, self.work
+        columns = sum(plan.shard_numel(numel) for numel in work.numels)
+        for _ in range(work.micro_batches):
+            self.gather("gather_forward", plan.weights, config.weights_spec, kept=False)
+            if plan.secondary is None:
+                self.gather("gather_backward", plan.weights, config.weights_spec, kept=False)
+            else:
+                self.gather("gather_backward", plan.secondary, config.secondary_spec, kept=False)
+            self.scatter()
+        assert isinstance(config.sync, DenseSync)
+        whole = config.sync.reduce == "all_reduce"
+        self.exchange("sync", plan.gradients, plan.world_size, columns * work.sync_itemsize)
+        back_to = plan.gradients if whole else plan.optimizer
+        self.exchange("sync", back_to, plan.world_size, columns * work.sync_itemsize)
+        rows = len(plan.rows(0, plan.optimizer))
+        self.exchange("publish", plan.weights, plan.optimizer, rows * columns * work.publish_itemsize)
+        self.gather("gather_exact", plan.weights, None, kept=True)
+        return [{key: nbytes for key, nbytes in sent.items() if nbytes} for sent in self.sent]
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Topology:
+    nodes, gpus, dies = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    order = draw(st.permutations(range(nodes * gpus * dies)))
+    return Topology("drawn", nodes, gpus, dies, order=tuple(order))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ResolvedConfig:
+    topology = draw(machines())
+    units = [topology.degree("gpu"), topology.degree("node")]
+    aligned = [d for d in divisors(topology.world_size) if all(d % u == 0 or u % d == 0 for u in units)]
+    optimizer = draw(st.sampled_from(aligned))
+    gradients = draw(st.sampled_from([d for d in aligned if optimizer % d == 0]))
+    weights = draw(st.sampled_from([d for d in aligned if gradients % d == 0]))
+    secondary = draw(st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0]))
+    bits = st.sampled_from([None, "int8", "int4"])
+    return resolve(
+        topology,
+        weights=weights,
+        secondary=secondary,
+        gradients=gradients,
+        optimizer=optimizer,
+        quantize={
+            **{role: draw(bits) for role in ("weights", "secondary", "gradients")},
+            "block_size": draw(st.sampled_from([64, 256])),
+            "symmetric": draw(st.booleans()),
+        },
+        sync={"reduce": draw(st.sampled_from(["reduce_scatter", "all_reduce"]))},
+        two_hop=draw(st.booleans()),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    numels = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=4))
+    cut = draw(st.integers(0, len(numels)))
+    indices = tuple(range(len(numels)))
+    sizes = [draw(st.sampled_from([2, 4])) for _ in range(4)]
+    return Workload(
+        numels=tuple(numels),
+        persistent=tuple(draw(st.booleans()) for _ in numels),
+        itemsize=sizes[0],
+        buckets=draw(st.sampled_from([None, (indices[:cut], indices[cut:])])),
+        micro_batches=draw(st.integers(1, 3)),
+        scatter_itemsize=sizes[1],
+        sync_itemsize=sizes[2],
+        publish_itemsize=sizes[3],
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=configs(), work=workloads())
+def test_the_formula_is_what_every_rank_sends_message_by_message(config: ResolvedConfig, work: Workload) -> None:
+    expected = step_bytes(config, work)
+    for sent in Walk(config, work).step():
+        assert sent == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(topology=machines(), scheme=st.sampled_from(SCHEMES), work=workloads())
+def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, scheme: str, work: Workload) -> None:
+    config = resolve(topology, scheme=scheme)
+    assert Walk(config, work).step()[-1] == step_bytes(config, work)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def test_topo_on_two_nodes_by_hand() -> None:
+    # N = 8, one parameter of 8 * 1024 elements: n = 1024. W = S = 2, G = 4, O = 8; K = 3.
+    sent = step_bytes(resolve(TREE, scheme="topo"), Workload.uniform([8192], itemsize=2, micro_batches=3))
+    int8_half = 4096 + 128  # 16 scales of 4 bytes, padded to 128
+    int4_quarter = 1024 + 128  # 2048 values, 8 scales
+    assert sent == {
+        ("gather_forward", "gpu"): 3 * int8_half,
+        ("gather_backward", "gpu"): 3 * int8_half,
+        ("scatter", "node"): 3 * 3 * int4_quarter,
+        ("sync", "world"): 1024 * 2,
+        ("publish", "world"): 3 * 1024 * 2,
+    }
+
+
+def test_zero3_sends_everything_over_the_world_every_micro_batch() -> None:
+    sent = step_bytes(resolve(TREE, scheme="zero3"), Workload.uniform([8192], itemsize=4, micro_batches=2))
+    assert sent == {(phase, "world"): 2 * 7 * 1024 * 4 for phase in ("gather_forward", "gather_backward", "scatter")}
+    assert by_domain(sent) == {"world": 3 * 2 * 7 * 1024 * 4}
+
+
+def test_the_papers_sync_sends_twice_what_the_straight_one_does() -> None:
+    work = Workload.uniform([8192])
+    paper, topo = (step_bytes(resolve(TREE, scheme=scheme), work) for scheme in ("paper", "topo"))
+    assert paper["sync", "world"] == 2 * topo["sync", "world"]
+    assert {key: paper[key] for key in paper if key[0] != "sync"} == {
+        key: topo[key] for key in topo if key[0] != "sync"
+    }
+
+
+def test_persistent_parameters_are_gathered_once_and_exactly() -> None:
+    work = replace(Workload.uniform([8192, 80], micro_batches=5), persistent=(False, True))
+    sent = step_bytes(resolve(TREE, scheme="topo"), work)
+    assert sent["gather_exact", "gpu"] == 40 * 2
+    assert sent["gather_forward", "gpu"] == 5 * (4096 + 128)
+
+
+def test_two_hops_move_as_much_but_less_of_it_crosses_nodes() -> None:
+    work = Workload.uniform([8 * 1024])
+    unquantized: dict[str, Any] = {"scheme": "zero3"}
+    one, two = (step_bytes(resolve(TREE, **unquantized, two_hop=hops), work) for hops in (False, True))
+    assert one["scatter", "world"] == two["scatter", "node"] + two["scatter", "world"]
+    assert two["scatter", "world"] == 1024 * 2
+
+
+def test_an_unknown_mode_of_sync_is_an_error_not_a_zero() -> None:
+    class Odd(SyncMode):
+        MODE = "odd"
+
+    with pytest.raises(ValueError, match="no volume formula for the sync mode Odd"):
+        sync_rows(Odd(), Plan(4, 1, None, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"persistent": ()}, "1 numels but 0 persistent"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"itemsize": 0}, "item sizes of at least 1"),
+        ({"numels": (-1,)}, "negative numel"),
+    ],
+)
+def test_an_impossible_workload_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Workload.uniform([8]), **change)
+
+
+# -- the paper ---------------------------------------------------------------------------------------------------------
+
+
+def test_table_vii_as_printed_for_384_gcds() -> None:
+    np = 384
+    far, near, pair = Fraction(np - 1, np), Fraction(7, 8), Fraction(1, 2)
+    printed = {
+        "ZeRO-3": [(far, np, "world"), (far, np, "world"), (far, np, "world")],
+        "ZeRO++": [(far / 2, np, "world"), (near / 2, 8, "node"), (far / 4, np, "world")],
+        "ZeRO-topo sec 8": [(pair / 2, 2, "gpu"), (near / 2, 8, "node"), (near / 4, 8, "node")],
+        "ZeRO-topo sec 2": [(pair / 2, 2, "gpu"), (pair / 2, 2, "gpu"), (near / 4, 8, "node")],
+    }
+    table = paper_volume_table(nodes=48, ranks_per_node=8)
+    assert {name: [(t.volume, t.degree, t.domain) for t in row] for name, row in table.items()} == printed
+
+
+@pytest.mark.parametrize(
+    ("row", "block"),
+    [
+        ("ZeRO-3", {"scheme": "zero3"}),
+        ("ZeRO++", {"scheme": "zero++", "quantize": {"secondary": "int8"}, "two_hop": False}),
+        ("ZeRO-topo sec 8", {"scheme": "paper", "secondary": "node"}),
+        ("ZeRO-topo sec 2", {"scheme": "paper"}),
+    ],
+)
+def test_our_plans_are_the_rows_of_table_vii(row: str, block: dict[str, Any]) -> None:
+    phases = ("gather_forward", "gather_backward", "scatter")
+    ours = tuple(term for term in table_units(resolve(FRONTIER, **block)) if term.phase in phases)
+    assert ours == paper_volume_table(nodes=48, ranks_per_node=8)[row]
+
+
+def test_stock_hpz_moves_16_bits_where_the_papers_table_counts_8() -> None:
+    terms = {term.phase: term.volume for term in table_units(resolve(FRONTIER, scheme="zero++"))}
+    assert terms["gather_backward"] == Fraction(7, 8)
+
+
+def test_what_crosses_nodes_per_step_is_2_for_the_papers_sync_and_1_for_ours_plus_1_publish() -> None:
+    """Per node, in units of M, for many nodes: the design's reason for reducing straight to the optimizer shard."""
+    wide = Topology("wide", nodes=1000, gpus_per_node=4, ranks_per_gpu=2)
+
+    def crossing(scheme: str, phase: str) -> float:
+        terms = table_units(resolve(wide, scheme=scheme))
+        return float(8 * sum(t.volume for t in terms if t.phase == phase and t.domain == "world"))
+
+    assert crossing("paper", "sync") == pytest.approx(2, rel=2e-3)
+    assert crossing("topo", "sync") == pytest.approx(1, rel=2e-3)
+    # Publish's group has 4 ranks in each node and is booked whole; a ring leaves each node once, a quarter of it.
+    assert crossing("topo", "publish") == pytest.approx(4, rel=2e-3)
+    assert crossing("paper", "gather_forward") == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(config=configs())
+def test_the_papers_units_are_the_bytes_of_a_large_model(config: ResolvedConfig) -> None:
+    """With no padding, and scales taken off, bytes / 2 psi are the table's volumes, up to the 128-byte alignment."""
+    plain = replace(config, weights_spec=None, secondary_spec=None, gradients_spec=None)
+    psi = config.plan.world_size * 1024
+    units: Counter[tuple[str, str]] = Counter()
+    for term in table_units(plain):
+        units[term.phase, term.domain] += term.volume  # type: ignore[assignment]
+    sent = step_bytes(plain, Workload.uniform([psi]))
+    assert {key: Fraction(nbytes, 2 * psi) for key, nbytes in sent.items()} == dict(units)

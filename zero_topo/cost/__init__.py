@@ -1,0 +1,30 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a plan costs: bytes sent and bytes held, as pure functions without torch."""
+
+from __future__ import annotations
+
+from zero_topo.cost.memory import (
+    ADAM_BYTES,
+    ADAM_BYTES_FP32,
+    ideal_bytes,
+    memory_bytes,
+    padding_bytes,
+    paper_memory_table,
+)
+from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, sync_rows, table_units
+
+__all__ = [
+    "ADAM_BYTES",
+    "ADAM_BYTES_FP32",
+    "Term",
+    "Workload",
+    "by_domain",
+    "ideal_bytes",
+    "memory_bytes",
+    "padding_bytes",
+    "paper_memory_table",
+    "paper_volume_table",
+    "step_bytes",
+    "sync_rows",
+    "table_units",
+]

@@ -1,0 +1,131 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Bytes one rank holds, by role: exactly, as the engine allocates them, and the paper's table.
+
+Only the shards are counted, not activations, gathered parameters or buckets in flight. Sizes are those of Note [Sizes]
+in ``volume.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+from zero_topo.config import ROLES, ResolvedConfig
+from zero_topo.cost.volume import Workload
+from zero_topo.quant.spec import BlockSpec
+
+ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
+ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
+
+
+def memory_bytes(
+    config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
+) -> dict[str, int]:
+    """Bytes per rank of each role's shard.
+
+    Args:
+        config: plan and formats.
+        work: the model.
+        accumulation_itemsize: bytes per element of the gradient buffer.
+        optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
+
+    Returns:
+        Role -> bytes. An unquantized secondary inside the weight shard is a view of it and costs nothing.
+    """
+    plan = config.plan
+    shards = [plan.shard_numel(m) for m in work.numels]
+    columns, n = sum(shards), plan.world_size
+    return {
+        "weights": n // plan.weights * columns * work.itemsize,
+        "secondary": _secondary_bytes(config, shards, work.itemsize),
+        "gradients": n // plan.gradients * columns * accumulation_itemsize,
+        "optimizer": n // plan.optimizer * columns * optimizer_bytes,
+    }
+
+
+def padding_bytes(
+    config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
+) -> dict[str, int]:
+    """The part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
+
+    World shards are padded to ``ceil(m / N)`` elements; a quantized secondary adds its scales and alignment.
+    """
+    held = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
+    degrees = config.plan.degrees()
+    true = sum(work.numels)
+    per_item: Mapping[str, Fraction | int] = {
+        "weights": work.itemsize,
+        "secondary": work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8),
+        "gradients": accumulation_itemsize,
+        "optimizer": optimizer_bytes,
+    }
+    return {
+        role: held[role] - int(true * per_item[role] / Fraction(degrees[role] or 1)) if held[role] else 0
+        for role in ROLES
+    }
+
+
+def _secondary_bytes(config: ResolvedConfig, shards: list[int], itemsize: int) -> int:
+    plan, spec = config.plan, config.secondary_spec
+    if plan.secondary is None or plan.weights == 1:
+        return 0
+    rows = plan.world_size // plan.secondary
+    if spec is not None:
+        return sum(spec.nbytes(rows * n) for n in shards)
+    is_view = plan.secondary % plan.weights == 0
+    return 0 if is_view else rows * sum(shards) * itemsize
+
+
+def paper_memory_table(
+    parameters: int, nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2
+) -> dict[str, dict[str, Fraction]]:
+    """The paper's memory table: bytes per device in 16-bit training with Adam (``K = 12``).
+
+    Args:
+        parameters: ``psi``.
+        nodes: the paper's ``N``.
+        ranks_per_node: its ``P``.
+        ranks_per_gpu: dies of a GPU; 2 on an MI250X.
+
+    Returns:
+        Row name -> role -> bytes.
+    """
+    psi, world = Fraction(parameters), nodes * ranks_per_node
+
+    def row(weights: int, secondary: Fraction, gradients: int) -> dict[str, Fraction]:
+        return {
+            "weights": 2 * psi / weights,
+            "secondary": secondary,
+            "gradients": 2 * psi / gradients,
+            "optimizer": ADAM_BYTES * psi / world,
+        }
+
+    return {
+        "ZeRO-3": row(world, Fraction(0), world),
+        "ZeRO++": row(world, 2 * psi / ranks_per_node, world),
+        "ZeRO-topo sec 8": row(ranks_per_gpu, psi / ranks_per_node, ranks_per_node),
+        "ZeRO-topo sec 2": row(ranks_per_gpu, psi / ranks_per_gpu, ranks_per_node),
+    }
+
+
+def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
+    """The paper's memory formulas for any plan: 16-bit training with Adam, no padding, no scales.
+
+    An unquantized secondary inside the weight shard costs nothing, as in :func:`memory_bytes`.
+    """
+    plan, psi = config.plan, Fraction(parameters)
+    secondary = Fraction(0)
+    if plan.secondary is not None and plan.weights > 1:
+        secondary = _ideal_item(config.secondary_spec, plan.secondary % plan.weights == 0) * psi / plan.secondary
+    return {
+        "weights": 2 * psi / plan.weights,
+        "secondary": secondary,
+        "gradients": 2 * psi / plan.gradients,
+        "optimizer": ADAM_BYTES * psi / plan.optimizer,
+    }
+
+
+def _ideal_item(spec: BlockSpec | None, is_view: bool) -> Fraction:
+    if spec is None:
+        return Fraction(0 if is_view else 2)
+    return Fraction(spec.bits, 8)
