@@ -1,0 +1,145 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Gradient shards: after scatter and sync the optimizer's rows hold the world's mean gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import run_threads
+from tests.ranks.worlds import NUMELS, SCHEMES, World, shuffled, world
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.topology.presets import emulated
+
+SLOTS = tuple(range(len(NUMELS)))
+PLAIN = {"quantize": {"weights": None, "secondary": None, "gradients": None}}
+
+
+def expected_rows(w: World, rank: int, total: list[torch.Tensor]) -> torch.Tensor:
+    """The optimizer's rows of this rank, cut from whole gradients."""
+    plan = w.config.plan
+    columns = []
+    for grad in total:
+        width = plan.shard_numel(grad.numel())
+        shards = torch.cat([grad, grad.new_zeros(plan.world_size * width - grad.numel())]).view(-1, width)
+        columns.append(shards[plan.rows(rank, plan.optimizer)])
+    return torch.cat(columns, dim=1)
+
+
+def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
+    total = [torch.zeros(n, dtype=torch.float64) for n in w.numels]
+    for step in range(micro_batches):
+        for rank in range(w.size):
+            for acc, grad in zip(total, w.grads(rank, step), strict=True):
+                acc.add_(grad.double())
+    return [acc / w.size for acc in total]
+
+
+def backward(engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]]) -> None:
+    grads = w.grads(rank, step)
+    for slots in buckets:
+        engine.gradients.accumulate(slots, engine.gradients.scatter(slots, [grads[i] for i in slots]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
+@pytest.mark.parametrize("chunk", [1 << 20, 37], ids=["whole", "chunked"])
+def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
+    scheme: str, mixed_up: bool, chunk: int
+) -> None:
+    machine = emulated(2, 2, 2)
+    w = world({"scheme": scheme, **PLAIN}, shuffled(machine) if mixed_up else machine)
+    mean = mean_gradient(w, 2)
+
+    def rank_main(rank: int) -> float:
+        engine = w.engine(chunk=chunk)
+        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 1, [(4, 1), (0,), (2, 3)])
+        engine.gradients.sync()
+        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, mean)).abs().max())
+
+    assert max(run_threads(w.size, rank_main)) < 1e-6
+
+
+@pytest.mark.parametrize("scheme", ["mics", "hsdp"])
+def test_replicated_optimizer_rows_are_bit_identical(scheme: str) -> None:
+    w = world({"scheme": scheme, **PLAIN})
+
+    def rank_main(rank: int) -> torch.Tensor:
+        engine = w.engine(torch.bfloat16)
+        grads = w.grads(rank, 0, torch.bfloat16)
+        engine.gradients.accumulate(SLOTS, engine.gradients.scatter(SLOTS, grads))
+        engine.gradients.sync()
+        return engine.gradients.optimizer_rows().clone()
+
+    rows = run_threads(w.size, rank_main)
+    for group in w.config.plan.groups(w.config.plan.optimizer, w.size):
+        assert all(torch.equal(rows[group[0]], rows[rank]) for rank in group)
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> None:
+    w = world({"scheme": scheme, "quantize": {"gradients": bits, "block_size": 64}})
+    mean = mean_gradient(w, 1)
+
+    def rank_main(rank: int) -> float:
+        engine = w.engine()
+        backward(engine, w, rank, 0, [SLOTS])
+        engine.gradients.sync()
+        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, mean)).abs().max())
+
+    step = 4.5 / (127 if bits == "int8" else 7)
+    assert 1e-5 < max(run_threads(w.size, rank_main)) < 1.5 * step
+
+
+def test_accumulation_is_fp32_before_its_one_rounding() -> None:
+    w = world({"scheme": "zero3", **PLAIN})
+
+    def rank_main(rank: int) -> torch.Tensor:
+        engine = w.engine(torch.bfloat16)
+        value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
+        grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
+        engine.gradients.accumulate(SLOTS, engine.gradients.scatter(SLOTS, grads))
+        return engine.gradients.buffer[0, -1].clone()
+
+    exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()
+    assert all(torch.equal(value, exact) for value in run_threads(w.size, rank_main)[:4])
+
+
+@pytest.mark.parametrize("scheme", ["topo", "hsdp", "paper"])
+def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: str) -> None:
+    w = world({"scheme": scheme, **PLAIN})
+    first, both = mean_gradient(w, 1), mean_gradient(w, 2)
+
+    def rank_main(rank: int) -> tuple[float, float]:
+        engine = w.engine()
+        backward(engine, w, rank, 0, [SLOTS])
+        plan = w.config.plan
+        own = plan.row(rank, plan.optimizer)
+        seen = float((engine.gradients.peek() - expected_rows(w, rank, first)[own]).abs().max())
+        engine.gradients.peek()
+        backward(engine, w, rank, 1, [SLOTS])
+        engine.gradients.sync()
+        return seen, float((engine.gradients.optimizer_rows() - expected_rows(w, rank, both)).abs().max())
+
+    for seen, final in run_threads(w.size, rank_main):
+        assert seen < 1e-6 and final < 1e-6
+
+
+def test_zeroed_gradients_leave_nothing_behind() -> None:
+    w = world({"scheme": "topo", **PLAIN})
+    second = mean_gradient(w, 2)
+    first = mean_gradient(w, 1)
+
+    def rank_main(rank: int) -> float:
+        engine = w.engine()
+        backward(engine, w, rank, 0, [SLOTS])
+        engine.gradients.sync()
+        engine.end_step()
+        backward(engine, w, rank, 1, [(3,)])
+        engine.gradients.sync()
+        wanted = [b - a if i == 3 else torch.zeros_like(a) for i, (a, b) in enumerate(zip(first, second, strict=True))]
+        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max())
+
+    assert max(run_threads(w.size, rank_main)) < 1e-6

@@ -1,0 +1,197 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Weight shards: gathers bring whole parameters back, publish keeps replicas alike, secondaries are never stale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import run_threads
+from tests.ranks.worlds import NUMELS, SCHEMES, World, load_own_shards, shuffled, world
+from zero_topo.engine.agreement import checksum
+from zero_topo.quant.ops import select_quantizer
+from zero_topo.topology.presets import emulated
+
+SLOTS = tuple(range(len(NUMELS)))
+PLAIN = {"quantize": {"weights": None, "secondary": None, "gradients": None}}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
+def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, mixed_up: bool) -> None:
+    machine = emulated(2, 2, 2)
+    w = world({"scheme": scheme, **PLAIN}, shuffled(machine) if mixed_up else machine)
+
+    def rank_main(rank: int) -> bool:
+        engine, params = w.engine(), w.params()
+        load_own_shards(engine, params)
+        same = []
+        for phase in ("gather_forward", "gather_backward", "gather_exact"):
+            found = engine.weights.gather(SLOTS, phase).wait()
+            same += [torch.equal(a, b) for a, b in zip(found, params, strict=True)]
+        return all(same)
+
+    assert all(run_threads(w.size, rank_main))
+
+
+@pytest.mark.parametrize("machine", [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)], ids=str)
+def test_any_tree_gathers_exactly(machine: tuple[int, int, int]) -> None:
+    w = world({"scheme": "topo", **PLAIN}, emulated(*machine))
+
+    def rank_main(rank: int) -> bool:
+        engine, params = w.engine(torch.bfloat16), w.params(torch.bfloat16)
+        load_own_shards(engine, params)
+        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        return all(torch.equal(a, b) for a, b in zip(found, params, strict=True))
+
+    assert all(run_threads(w.size, rank_main))
+
+
+def quantized_model(w: World, params: list[torch.Tensor], degree: int, bits: str) -> list[torch.Tensor]:
+    """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan alone."""
+    plan, quantizer = w.config.plan, select_quantizer({})
+    spec = w.config.weights_spec if bits == "weights" else w.config.secondary_spec
+    assert spec is not None
+    result = []
+    for param in params:
+        width = plan.shard_numel(param.numel())
+        shards = torch.cat([param, param.new_zeros(plan.world_size * width - param.numel())]).view(-1, width)
+        out = torch.empty_like(shards)
+        for rank in plan.groups(1, degree)[0]:
+            rows = plan.rows(rank, degree)
+            piece = quantizer.quantize(shards[rows], spec)
+            out[rows] = quantizer.dequantize(piece, spec, torch.empty(len(rows), width, dtype=param.dtype))
+        result.append(out.view(-1)[: param.numel()])
+    return result
+
+
+@pytest.mark.parametrize("scheme", ["paper", "topo", "zero++"])
+@pytest.mark.parametrize("secondary", ["gpu", "node"])
+def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, secondary: str) -> None:
+    quantize = {"weights": "int8", "secondary": "int8", "block_size": 64}
+    w = world({"scheme": scheme, "secondary": secondary, "quantize": quantize}, shuffled(emulated(2, 2, 2)))
+
+    def rank_main(rank: int) -> bool:
+        engine, params = w.engine(torch.bfloat16), w.params(torch.bfloat16)
+        load_own_shards(engine, params)
+        plan = w.config.plan
+        forward = quantized_model(w, params, plan.weights, "weights")
+        assert plan.secondary is not None
+        source = params if plan.secondary % plan.weights == 0 else forward
+        backward = quantized_model(w, source, plan.secondary, "secondary")
+        ok = []
+        for buckets in ([SLOTS], [(0, 3), (1,), (4, 2)]):
+            for slots in buckets:
+                found = engine.weights.gather(slots, "gather_forward").wait()
+                ok += [torch.equal(a, forward[i]) for i, a in zip(slots, found, strict=True)]
+            for slots in buckets:
+                found = engine.weights.gather(slots, "gather_backward").wait()
+                ok += [torch.equal(a, backward[i]) for i, a in zip(slots, found, strict=True)]
+        return all(ok)
+
+    assert all(run_threads(w.size, rank_main))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> None:
+    w = world({"scheme": scheme, **PLAIN}, shuffled(emulated(2, 2, 2)))
+
+    def rank_main(rank: int) -> tuple[bool, int]:
+        engine, params = w.engine(), w.params()
+        load_own_shards(engine, params)
+        engine.weights.optimizer_rows().add_(1.0)
+        engine.weights.publish()
+        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        same = all(torch.equal(a, b + 1.0) for a, b in zip(found, params, strict=True))
+        return same, int(checksum(engine.weights.primary))
+
+    results = run_threads(w.size, rank_main)
+    assert all(same for same, _ in results)
+    plan = w.config.plan
+    for group in plan.groups(plan.weights, plan.world_size):
+        assert len({results[rank][1] for rank in group}) == 1
+
+
+@pytest.mark.parametrize("scheme", ["zero++", "topo"])
+def test_a_publish_makes_every_older_secondary_unreadable(scheme: str) -> None:
+    w = world({"scheme": scheme, "secondary": "node", **PLAIN})
+
+    def rank_main(rank: int) -> bool:
+        engine, params = w.engine(), w.params()
+        load_own_shards(engine, params)
+        engine.weights.gather(SLOTS, "gather_forward").wait()
+        engine.weights.optimizer_rows().mul_(2.0)
+        engine.weights.publish()
+        engine.weights.gather((1, 4), "gather_forward").wait()
+        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        return all(torch.equal(a, b * 2.0) for a, b in zip(found, params, strict=True))
+
+    assert all(run_threads(w.size, rank_main))
+
+
+def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> None:
+    w = world({"scheme": "topo", "secondary": "node"})
+
+    def rank_main(rank: int) -> str:
+        engine = w.engine()
+        load_own_shards(engine, w.params())
+        engine.weights.refresh_secondary = lambda slots=None: None  # type: ignore[method-assign]
+        engine.weights.publish()
+        with pytest.raises(RuntimeError, match="was not refreshed") as caught:
+            engine.weights.gather(SLOTS, "gather_backward")
+        return str(caught.value)
+
+    assert len(set(run_threads(w.size, rank_main))) == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_edit_of_a_whole_parameter_reaches_primary_and_secondary(scheme: str) -> None:
+    w = world({"scheme": scheme, **PLAIN}, shuffled(emulated(2, 2, 2)))
+
+    def rank_main(rank: int) -> bool:
+        engine, params = w.engine(), w.params()
+        load_own_shards(engine, params)
+        engine.weights.gather(SLOTS, "gather_forward").wait()
+        engine.weights.write_back(3, params[3] * 5.0)
+        found = engine.weights.gather(SLOTS, "gather_backward").wait()
+        return torch.equal(found[3], params[3] * 5.0) and torch.equal(found[2], params[2])
+
+    assert all(run_threads(w.size, rank_main))
+
+
+def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
+    w = world({"scheme": "topo", "publish": {"dtype": "bf16"}, **PLAIN}, shuffled(emulated(2, 2, 2)))
+
+    def rank_main(rank: int) -> int:
+        engine = w.engine(chunk=100)
+        load_own_shards(engine, w.params())
+        rows = engine.weights.optimizer_rows()
+        rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
+        engine.publish()
+        return int(checksum(engine.weights.primary))
+
+    sums = run_threads(w.size, rank_main)
+    for group in w.config.plan.groups(w.config.plan.weights, w.size):
+        assert len({sums[rank] for rank in group}) == 1
+
+
+def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
+    w = world({"scheme": "topo", "debug_checks": True})
+
+    def rank_main(rank: int) -> str:
+        engine = w.engine()
+        load_own_shards(engine, w.params())
+        engine.publish()
+        publish = engine.weights.publish
+
+        def damaged() -> None:
+            publish()
+            if rank == 5:
+                engine.weights.primary[0, 3] += 1e-6
+
+        engine.weights.publish = damaged  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
+            engine.publish()
+        return str(caught.value)
+
+    assert len(set(run_threads(w.size, rank_main))) == 1

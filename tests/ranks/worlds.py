@@ -1,0 +1,80 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Plans, models and engines for tests whose ranks are threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import emulated
+
+NUMELS = (1, 7, 64, 501, 1280)
+"""Parameter sizes: one element, smaller than the world, odd, and larger than a block."""
+
+SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
+
+
+@dataclass(frozen=True)
+class World:
+    """A machine and a config on it."""
+
+    config: ResolvedConfig
+    numels: tuple[int, ...] = NUMELS
+
+    def engine(self, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -> Stage3:
+        """This rank's engine, weights still zero."""
+        return Stage3(
+            self.config,
+            Setup(
+                numels=self.numels,
+                names=tuple(f"p{i}" for i in range(len(self.numels))),
+                like=torch.empty(0, dtype=dtype),
+                scatter_dtype=dtype,
+                accumulation_dtype=dtype,
+                bucket_numel=chunk,
+            ),
+        )
+
+    def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """The same whole parameters on every rank."""
+        generator = torch.Generator().manual_seed(7)
+        return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
+
+    def grads(self, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """A rank's own whole gradients."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.config.plan.world_size
+
+
+def world(block: dict[str, object], machine: Topology | None = None) -> World:
+    """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 dies."""
+    return World(ZeroTopoConfig.parse(block).resolve(machine or emulated(2, 2, 2)))
+
+
+def shuffled(machine: Topology, seed: int = 3) -> Topology:
+    """The same machine with ranks placed at random."""
+    order = torch.randperm(machine.world_size, generator=torch.Generator().manual_seed(seed)).tolist()
+    return Topology(
+        machine.name, machine.nodes, machine.gpus_per_node, machine.ranks_per_gpu, order=tuple(order), emulated=True
+    )
+
+
+def load_own_shards(engine: Stage3, params: list[Tensor]) -> None:
+    """Put the rank's own world shard of each parameter where DeepSpeed keeps it, then publish."""
+    plan, rank = engine.config.plan, engine.layout.rank
+    row = engine.weights.primary[engine.layout.row(plan.weights)]
+    for index, param in enumerate(params):
+        width = plan.shard_numel(param.numel())
+        padded = torch.cat([param, param.new_zeros(plan.world_size * width - param.numel())])
+        engine.layout.slot(row[None], index)[0].copy_(padded[rank * width : (rank + 1) * width])
+    engine.weights.publish_world()

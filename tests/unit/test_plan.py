@@ -1,0 +1,99 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The dependency rule and the nested index arithmetic, for any degrees and any rank order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.plan import Plan, divisors
+from zero_topo.topology.model import Topology
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan over up to 48 ranks, in any rank order."""
+    world = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 48]))
+    optimizer = draw(st.sampled_from(divisors(world)))
+    gradients = draw(st.sampled_from(divisors(optimizer)))
+    weights = draw(st.sampled_from(divisors(gradients)))
+    candidates = [s for s in divisors(world) if s % weights == 0 or weights % s == 0]
+    secondary = draw(st.none() | st.sampled_from(candidates))
+    order = draw(st.none() | st.permutations(range(world)))
+    return Plan(world, weights, secondary, gradients, optimizer, None if order is None else tuple(order))
+
+
+@given(plans())
+def test_shards_of_one_degree_partition_the_world(plan: Plan) -> None:
+    for degree in (plan.weights, plan.gradients, plan.optimizer):
+        for group in plan.groups(1, degree):
+            held = [shard for rank in group for shard in plan.rows(rank, degree)]
+            assert sorted(held) == list(range(plan.world_size))
+
+
+@given(plans())
+def test_each_shard_nests_in_the_next_smaller_degree_and_holds_the_ranks_own_row(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        nested = [set(plan.rows(rank, d)) for d in (plan.optimizer, plan.gradients, plan.weights)]
+        assert nested[0] <= nested[1] <= nested[2]
+        for degree in (plan.weights, plan.gradients, plan.optimizer):
+            assert plan.rows(rank, degree)[plan.row(rank, degree)] == rank
+
+
+@given(plans())
+def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
+    for lo, hi in ((1, plan.weights), (plan.weights, plan.optimizer), (plan.gradients, plan.world_size)):
+        for rank in range(plan.world_size):
+            group = plan.group(rank, lo, hi)
+            assert len(group) == hi // lo and rank in group
+            assert group in plan.groups(lo, hi)
+            for j, shard in enumerate(plan.rows(rank, lo)):
+                member = group[j % len(group)]
+                assert plan.rows(member, hi)[j // len(group)] == shard
+
+
+@given(plans(), st.lists(st.integers(1, 1000), min_size=1, max_size=5))
+def test_padding_is_what_the_world_shards_exceed_the_parameters_by(plan: Plan, numels: list[int]) -> None:
+    stored = sum(plan.shard_numel(n) * plan.world_size for n in numels)
+    assert plan.padding(numels) == stored - sum(numels)
+    assert 0 <= plan.padding(numels) < plan.world_size * len(numels)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ((2, None, 4, 3), "optimizer degree 3 does not divide the world of 8"),
+        ((4, None, 2, 8), "weights degree 4 does not divide gradients degree 2"),
+        ((2, None, 8, 4), "gradients degree 8 does not divide optimizer degree 4"),
+        ((0, None, 8, 8), "weights degree 0"),
+    ],
+)
+def test_a_broken_plan_is_refused_with_the_numbers_and_a_way_out(
+    degrees: tuple[int, int | None, int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(8, *degrees)
+
+
+def test_secondary_and_weights_must_divide_one_another() -> None:
+    with pytest.raises(ValueError, match="secondary degree 4 and weights degree 6"):
+        Plan(12, 6, 4, 12, 12)
+
+
+def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
+    machine = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
+    with pytest.raises(ValueError, match="gradients degree 4 cuts across the nodes"):
+        Plan.build(machine, (2, None, 4, "world"))
+    assert Plan.build(machine, ("gpu", "node", "node", 12)).degrees() == {
+        "weights": 2,
+        "secondary": 6,
+        "gradients": 6,
+        "optimizer": 12,
+    }
+
+
+def test_two_hops_go_through_the_node() -> None:
+    machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
+    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=True).hop_chain() == [(1, 4), (4, 16)]
+    assert Plan.build(machine, ("gpu", "node", "node", "world"), two_hop=True).hop_chain() == [(1, 4)]

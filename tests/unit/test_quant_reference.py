@@ -1,0 +1,169 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The arithmetic contract, checked against a scalar model that follows its sentences with Python floats."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_topo.quant.ops import Quantizer, select_quantizer
+from zero_topo.quant.spec import BlockSpec
+
+SPECS = [BlockSpec(b, s, sym) for b in (8, 4) for s in (64, 256) for sym in (True, False)]
+
+
+def f32(x: float) -> float:
+    """Round a Python float to FP32 (correct for one operation on FP32 inputs: double rounding is innocuous)."""
+    try:
+        return struct.unpack("f", struct.pack("f", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def scalar_block(values: list[float], spec: BlockSpec) -> tuple[list[int], float, float]:
+    """(q, scale, zero point) of one padded block, by the contract's sentences."""
+    if spec.symmetric:
+        span, base, top = max(abs(v) for v in values), 0.0, spec.levels
+    else:
+        base = min(values)
+        span, top = f32(max(values) - base), 2 * spec.levels + 1
+    if not math.isfinite(span):
+        return [0] * len(values), math.nan, 0.0
+    if span < 2.0**-100:
+        low = 0 if spec.symmetric else -spec.levels - 1
+        return [low] * len(values), 0.0, base
+    inverse = f32(top / span)
+    if spec.symmetric:
+        return [max(-top, min(top, round(f32(v * inverse)))) for v in values], f32(span / top), 0.0
+    shifted = [f32(f32(v - base) * inverse) for v in values]
+    return [max(0, min(top, round(v))) - spec.levels - 1 for v in shifted], f32(span / top), base
+
+
+def scalar_model(x: torch.Tensor, spec: BlockSpec) -> list[float]:
+    """What dequantize(quantize(x)) must give in FP32."""
+    values = x.float().tolist()
+    result = []
+    for begin in range(0, len(values), spec.block_size):
+        block = values[begin : begin + spec.block_size]
+        q, scale, zero = scalar_block(block + [0.0] * (spec.block_size - len(block)), spec)
+        if spec.symmetric:
+            result += [f32(v * scale) for v in q[: len(block)]]
+        else:
+            result += [f32(f32((v + spec.levels + 1) * scale) + zero) for v in q[: len(block)]]
+    return result
+
+
+def roundtrip(x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
+    quantizer = select_quantizer({})
+    return quantizer.dequantize(quantizer.quantize(x, spec), spec, torch.empty(x.shape))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 257, 1000])
+def test_round_trip_equals_the_scalar_model_bit_for_bit(spec: BlockSpec, dtype: torch.dtype, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    x = (torch.randn(numel, generator=generator) * torch.logspace(-3, 2, numel)).to(dtype)
+    assert roundtrip(x, spec).tolist() == scalar_model(x, spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100), min_size=1,
+             max_size=130),
+    st.sampled_from(SPECS),
+)
+def test_any_finite_values_equal_the_scalar_model(values: list[float], spec: BlockSpec) -> None:
+    x = torch.tensor(values)
+    assert roundtrip(x, spec).tolist() == scalar_model(x, spec)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.symmetric], ids=str)
+def test_ties_round_to_even(spec: BlockSpec) -> None:
+    x = torch.tensor([float(spec.levels), 0.5, 1.5, 2.5, -0.5, -1.5, -2.5])
+    assert roundtrip(x, spec).tolist() == [float(spec.levels), 0.0, 2.0, 2.0, -0.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_overflow_poisons_its_whole_block_and_no_other(spec: BlockSpec, bad: float) -> None:
+    x = torch.ones(3 * spec.block_size)
+    x[spec.block_size + 3] = bad
+    back = roundtrip(x, spec).view(3, -1)
+    assert back[1].isnan().all()
+    assert torch.equal(back[0], torch.ones(spec.block_size)) and torch.equal(back[2], torch.ones(spec.block_size))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_zeros_and_denormals_come_back_as_zero_or_their_minimum(spec: BlockSpec) -> None:
+    for value in (0.0, 1e-45, 2.0**-101):
+        x = torch.full((spec.block_size,), value)
+        expected = torch.zeros_like(x) if spec.symmetric else x
+        assert torch.equal(roundtrip(x, spec), expected)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.symmetric], ids=str)
+def test_an_error_is_at_most_half_a_step_of_its_block(spec: BlockSpec) -> None:
+    x = torch.randn(10 * spec.block_size, generator=torch.Generator().manual_seed(1))
+    step = x.view(-1, spec.block_size).abs().amax(1) / spec.levels
+    error = (roundtrip(x, spec) - x).view(-1, spec.block_size).abs().amax(1)
+    assert (error <= step * 0.5001).all()
+
+
+def test_strided_input_and_output_equal_the_packed_ones() -> None:
+    quantizer, spec = select_quantizer({}), BlockSpec(8, 64)
+    table = torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(2)).bfloat16()
+    strided = table[::2, 1]
+    message = quantizer.quantize(strided, spec)
+    assert torch.equal(message, quantizer.quantize(strided.contiguous(), spec))
+    out = torch.zeros(3, 7, 50, dtype=torch.bfloat16)
+    quantizer.dequantize(message, spec, out[:, 2])
+    expected = quantizer.dequantize(message, spec, torch.empty(3, 50, dtype=torch.bfloat16))
+    assert torch.equal(out[:, 2], expected) and out[:, 3:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_reduction_sums_in_the_order_given(spec: BlockSpec) -> None:
+    quantizer = select_quantizer({})
+    parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
+    total = quantizer.dequantize_reduce([quantizer.quantize(p, spec) for p in parts], spec, torch.empty(300))
+    expected = torch.zeros(300)
+    for part in parts:
+        expected = expected + roundtrip(part, spec)
+    assert torch.equal(total, expected)
+
+
+def test_padding_bytes_are_always_zero() -> None:
+    spec = BlockSpec(4, 64)
+    message = select_quantizer({}).quantize(torch.ones(3), spec, torch.full((spec.nbytes(3),), 255, dtype=torch.uint8))
+    assert message[2:32].sum() == 0 and message[32:128].sum() == 0 and message[132:].sum() == 0
+
+
+def test_wrong_arguments_are_refused_with_the_sizes() -> None:
+    quantizer, spec = select_quantizer({}), BlockSpec(8)
+    with pytest.raises(ValueError, match="int64"):
+        quantizer.quantize(torch.ones(3, dtype=torch.int64), spec)
+    with pytest.raises(ValueError, match="384 contiguous bytes"):
+        quantizer.dequantize(torch.zeros(383, dtype=torch.uint8), spec, torch.empty(3))
+    with pytest.raises(ValueError, match="nothing to reduce"):
+        quantizer.dequantize_reduce([], spec, torch.empty(3))
+    with pytest.raises(ValueError, match="accumulates into contiguous"):
+        quantizer.dequantize_reduce([torch.zeros(384, dtype=torch.uint8)], spec, torch.empty(3).half())
+
+
+def test_a_backend_that_is_not_there_is_an_error_not_a_fallback() -> None:
+    assert isinstance(select_quantizer({"ZERO_TOPO_QUANT": "reference"}), Quantizer)
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=warp"):
+        select_quantizer({"ZERO_TOPO_QUANT": "warp"})
+
+
+def test_spec_refuses_unknown_bits_and_blocks() -> None:
+    with pytest.raises(ValueError, match="16 bits"):
+        BlockSpec(16)
+    with pytest.raises(ValueError, match="block_size 100"):
+        BlockSpec(8, 100)

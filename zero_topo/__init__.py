@@ -1,0 +1,37 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed ZeRO-3 that knows the machine: weights over the dies of a GPU, gradients over a node, optimizer states over
+the world.
+
+``import zero_topo`` is all a training script needs; a ``"zero_topo"`` block in the DeepSpeed JSON does the rest. The
+import is cheap: torch and DeepSpeed are imported when the script imports them, and the hook is installed right then.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from zero_topo import lazy_hook
+from zero_topo._version import __version__
+
+_LAZY = {
+    "Config": ("zero_topo.config", "ZeroTopoConfig"),
+    "Init": ("zero_topo.engine.api", "init_context"),
+    "Plan": ("zero_topo.plan", "Plan"),
+    "Topology": ("zero_topo.topology", "Topology"),
+    "enable": ("zero_topo.engine.api", "enable"),
+    "initialize": ("zero_topo.engine.api", "initialize"),
+    "stats": ("zero_topo.engine.api", "stats"),
+}
+
+__all__ = ["Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zero_topo' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+lazy_hook.arm()

@@ -1,0 +1,2 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The sharded engine and its seam to DeepSpeed."""

@@ -1,0 +1,71 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checks that need every rank: the same plan everywhere, the machine as declared, replicas bit-identical.
+
+Each check gathers the evidence on every rank and judges it there, so all ranks raise the same error and none hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.plan import Plan
+from zero_topo.topology.hosts import check_hosts
+
+
+def check_agreement(config: ResolvedConfig) -> None:
+    """All ranks resolved the same plan, and ranks that the topology puts on one node are on one host.
+
+    Raises:
+        ValueError: on every rank, naming the odd rank or host.
+    """
+    own = json.dumps([config.to_json(), config.topology.to_json()], sort_keys=True, default=str)
+    seen: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(seen, (own, socket.gethostname()))
+    different = [rank for rank, (text, _) in enumerate(seen) if text != seen[0][0]]
+    if different:
+        raise ValueError(
+            f"ranks {different[:8]} resolved another zero_topo plan than rank 0: {seen[different[0]][1]} and "
+            f"{seen[0][1]} see different configs or launcher environments; give every rank the same JSON"
+        )
+    check_hosts(config.topology, [host for _, host in seen])
+
+
+def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
+    """Compare checksums of shards over the ranks that should hold the same bits.
+
+    Args:
+        plan: says who shares: ``copies[0]`` is shared within a weights position, ``copies[1]`` within a secondary one.
+        copies: this rank's shards.
+
+    Raises:
+        RuntimeError: on every rank, naming two ranks that differ.
+    """
+    sums = torch.stack([checksum(copy) for copy in copies])
+    seen = [torch.empty_like(sums) for _ in range(plan.world_size)]
+    dist.all_gather(seen, sums)
+    table = torch.stack(seen).tolist()
+    for name, degree, column in zip(("weight", "secondary"), (plan.weights, plan.secondary), range(len(copies))):
+        assert degree is not None
+        for rank in range(plan.world_size):
+            first = plan.rank_at[plan.position(rank) % degree]
+            if table[rank][column] != table[first][column]:
+                raise RuntimeError(
+                    f"ranks {first} and {rank} share a {name} shard but hold different bits after publish: the run is "
+                    "no longer valid; restart from the last checkpoint and report this with your configuration"
+                )
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Order-sensitive 64-bit checksum of a tensor's bytes (scalar int64 on its device)."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    padding = -data.numel() % 8
+    words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)
+    places = torch.arange(1, 2 * words.numel(), 2, device=words.device, dtype=torch.int64)
+    return (words * places * 0x9E3779B1).sum()

@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What the package offers a training script: ``initialize``, ``Init``, ``stats``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+
+from zero_topo.engine import hook
+from zero_topo.engine.stage3 import Stats
+
+
+def enable() -> None:
+    """Install the hook into DeepSpeed; ``import zero_topo`` does it too, as soon as DeepSpeed is imported.
+
+    Raises:
+        ImportError: if the installed DeepSpeed is not one the hook fits, naming what differs.
+    """
+    hook.install()
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the hook in place; same arguments, same results.
+
+    Raises:
+        ValueError: for an invalid ``zero_topo`` block or machine, before any process group exists.
+    """
+    enable()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def init_context(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.zero.Init`` with the hook in place: parameters are partitioned as they are built."""
+    enable()
+    return deepspeed.zero.Init(*args, **kwargs)
+
+
+def stats(engine: Any) -> Stats:
+    """What a DeepSpeed engine with a ``zero_topo`` block did and holds, on this rank. Not collective.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+
+    Raises:
+        ValueError: if the engine runs without zero_topo.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, hook.TopoStage3):
+        raise ValueError(
+            'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
+        )
+    topo = optimizer.topo
+    persistent = tuple(bool(p.ds_persist) for group in optimizer.fp16_groups for p in group)
+    micro_batches = engine.gradient_accumulation_steps()
+    return Stats(
+        config=topo.config,
+        steps=topo.meter.steps,
+        micro_batches=micro_batches,
+        step_bytes=dict(topo.meter.last_step()),
+        total_bytes=dict(topo.meter.total()),
+        memory={**topo.memory(), "optimizer": optimizer.optimizer_bytes()},
+        work=topo.workload(persistent, micro_batches),
+        calls=dict(topo.meter.calls),
+    )

@@ -1,0 +1,392 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The seam to DeepSpeed 0.19.8: the only file that names its privates.
+
+Note [The seam]
+    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
+    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`. Everything else is overriding:
+    DeepSpeed's flat parameter and gradient buffers become rows of our nested shards, so the optimizer step, clipping,
+    overflow handling, ``state_dict`` and checkpoints stay DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
+from deepspeed.runtime.zero import stage3 as ds_stage3
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.engine.initialize import check_launch, deepspeed_config_of, resolve_block, seed_everything
+from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.stage3 import Setup, Stage3
+
+Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
+
+VERSION = "0.19.8"
+# Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
+REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
+    (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
+    (Init, "_convert_to_deepspeed_param", ("self", "param")),
+    (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
+    (Stock, "_set_fp16_partitioned_groups_flat", ("self",)),
+    (Stock, "_unflatten_partitioned_parameters", ("self", "sub_group_id")),
+    (Stock, "_setup_for_real_optimizer", ("self",)),
+    (Stock, "set_grad_positions", ("self",)),
+    (Stock, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
+    (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
+    (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
+    (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
+    (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
+    (Stock, "step", ("self", "closure")),
+    (Stock, "_post_step", ("self", "timer_names")),
+    (Stock, "zero_grad", ("self", "set_to_none")),
+    (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
+    (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
+    (Stock, "get_fp32_grad_partitions", ("self",)),
+    (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
+    (Stock, "set_full_hp_param", ("self", "value", "param", "optim_state_key")),
+    (Stock, "set_local_hp_param", ("self", "value", "param", "optim_state_key")),
+    (Stock, "_rigid_state_dict", ("self",)),
+    (Stock, "load_state_dict", None),
+    (Stock, "_restore_from_bit16_weights", ("self",)),
+    (Stock, "offload_states", None),
+    (Stock, "destroy", ("self",)),
+)
+
+
+def missing_privates() -> list[str]:
+    """Names from ``REQUIRED`` that this DeepSpeed lacks or has changed, each with what is wrong."""
+    problems = []
+    for owner, name, expected in REQUIRED:
+        found = getattr(owner, name, None)
+        if found is None:
+            problems.append(f"{owner.__name__}.{name} is gone")
+        elif expected is not None and tuple(inspect.signature(found).parameters) != expected:
+            actual = ", ".join(inspect.signature(found).parameters)
+            problems.append(f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})")
+    return problems
+
+
+def check_deepspeed() -> None:
+    """Raise ImportError naming every private that is missing or changed."""
+    problems = missing_privates()
+    if problems:
+        raise ImportError(
+            f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
+            f"matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
+        )
+
+
+def install() -> None:
+    """Install the hook once; later calls do nothing.
+
+    Raises:
+        ImportError: if this DeepSpeed lacks what the hook relies on.
+    """
+    if getattr(DeepSpeedEngine, "_zero_topo_hook", False):
+        return
+    check_deepspeed()
+    DeepSpeedEngine._zero_topo_hook = True
+    DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
+    deepspeed.initialize = _checked_first(deepspeed.initialize)
+    Init.__init__ = _checked_first(Init.__init__)
+
+
+def _checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Validate the config a call carries before the call can create a process group."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        config = deepspeed_config_of(signature.bind(*args, **kwargs).arguments)
+        if config is not None:
+            check_launch(config)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(configure)
+    def wrapper(engine: Any, optimizer: Any) -> Any:
+        resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size)
+        if resolved is None:
+            return configure(engine, optimizer)
+        for note in resolved.notes:
+            log_dist(f"zero_topo: {note}", ranks=[0])
+        ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
+        try:
+            built = configure(engine, optimizer)
+        finally:
+            ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
+        if not isinstance(built, TopoStage3):
+            log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
+        seed_everything(resolved.seed, dist.get_rank())
+        return built
+
+    return wrapper
+
+
+class TopoStage3(Stock):  # type: ignore[misc]
+    """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`."""
+
+    topo: Stage3
+
+    def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
+        self._topo_config = resolved
+        self._slots: dict[int, int] = {}
+        self._stepping = False
+        super().__init__(*args, **kwargs)
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
+        params = [param for group in self.fp16_groups for param in group]
+        self._slots = {param.ds_id: index for index, param in enumerate(params)}
+        setup = Setup(
+            numels=tuple(param.ds_numel for param in params),
+            names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
+            like=self.lp_param_buffer,
+            scatter_dtype=self.communication_data_type,
+            accumulation_dtype=self.gradient_accumulation_dtype,
+            bucket_numel=self.reduce_bucket_size,
+        )
+        self.topo = Stage3(self._topo_config, setup)
+        weights = self.topo.weights
+        row = weights.primary[weights.layout.row(self._topo_config.plan.weights)]
+        row.copy_(self.lp_param_buffer)
+        self.lp_param_buffer = row
+        self.fp16_partitioned_groups_flat.clear()
+        self._set_fp16_partitioned_groups_flat()
+        for sub_group in range(len(self.fp16_groups)):
+            self._unflatten_partitioned_parameters(sub_group)
+        weights.publish_world()
+        self.topo.meter.reset_step()
+        self._gathers = ParameterGathers(self.topo, self._slots, self._write_back)
+        self._gathers.adopt(self.module.parameters())
+
+    def _setup_for_real_optimizer(self) -> None:
+        super()._setup_for_real_optimizer()
+        gradients = self.topo.gradients
+        own = gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)]
+        self.grad_partitions_flat_buffer = own
+        self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
+        views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self._slots.items()}
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
+        if self.topo.masters is not None:
+            self._replace_masters()
+
+    def _replace_masters(self) -> None:
+        assert self.topo.masters is not None
+        if self.optimizer.state:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} fills its state when it is built, which zero_topo cannot replicate; "
+                'use an Adam-like optimizer or "optimizer": "world"'
+            )
+        for i, (begin, end) in enumerate(self._sub_group_columns()):
+            stock = self.fp32_partitioned_groups_flat[i]
+            master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
+            master.ds_id = stock.ds_id
+            if stock.grad is not None:
+                master.grad = torch.zeros_like(master)
+            self.fp32_partitioned_groups_flat[i] = master
+
+    def _sub_group_columns(self) -> list[tuple[int, int]]:
+        ends = [0]
+        for numel in self.fp16_partitioned_groups_flat_numel:
+            ends.append(ends[-1] + numel)
+        return list(zip(ends, ends[1:], strict=False))
+
+    def set_grad_positions(self) -> None:
+        super().set_grad_positions()
+        if self.topo.masters is not None:
+            for position in self.grad_position.values():
+                position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
+
+    def _write_back(self, index: int, full: Tensor) -> None:
+        """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
+        weights = self.topo.weights
+        weights.write_back(index, full)
+        if self.topo.masters is not None and full.dtype == self.master_weights_and_grads_dtype:
+            for i, (begin, end) in enumerate(self._sub_group_columns()):
+                first = weights.layout.begins[index]
+                if begin <= first < end:
+                    table = self.topo.masters.table(self.fp32_partitioned_groups_flat[i].detach())
+                    rows = weights.layout.slot(weights.optimizer_rows(), index)
+                    table[:, first - begin : first - begin + rows.shape[1]].copy_(rows)
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802
+        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+    ) -> Tensor:
+        slots = [self._slots[p.ds_id] for p in params_to_reduce]
+        return self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce])
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: Tensor) -> list[Tensor]:
+        self.topo.gradients.accumulate([self._slots[p.ds_id] for p in params_to_release], grad_partitions)
+        for param in params_to_release:
+            if not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        return []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if not self._stepping:
+            self.topo.gradients.zero()
+
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        self._stepping = True
+        self.topo.gradients.sync()
+        if self.offload_optimizer:
+            self._copy_gradients_to_host()
+        super().step(closure)
+        self._stepping = False
+        self.topo.end_step()
+
+    def _copy_gradients_to_host(self) -> None:
+        rows, own = self.topo.gradients.optimizer_rows(), self.grad_partitions_flat_buffer
+        for i, (begin, end) in enumerate(self._sub_group_columns()):
+            grad = self.fp32_partitioned_groups_flat[i].grad
+            grad.view(rows.shape[0], -1).copy_(rows[:, begin:end])
+        for param in (p for group in self.fp16_groups for p in group):
+            view = self.topo.weights.layout.slot(own[None], self._slots[param.ds_id])
+            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
+
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        if self.topo.masters is None:
+            super()._prepare_fp32_grad_for_sub_group(sub_group_id)
+            return
+        begin, end = self._sub_group_columns()[sub_group_id]
+        rows = self.topo.gradients.optimizer_rows()[:, begin:end]
+        master = self.fp32_partitioned_groups_flat[sub_group_id]
+        master.grad = rows.to(master.dtype, copy=True).reshape(-1)
+        self.averaged_gradients[sub_group_id] = None
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        if self.topo.masters is None:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            return
+        begin, end = self._sub_group_columns()[sub_group_id]
+        updated = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
+        self.topo.weights.optimizer_rows()[:, begin:end].copy_(updated.to(self.topo.publish_dtype))
+
+    def _post_step(self, timer_names: Any) -> None:
+        self.topo.publish()
+        super()._post_step(timer_names)
+
+    # -- gradients and masters seen by the user (safe_get_*, safe_set_*) ---------------------------------------------
+
+    def _synced_slot(self, param: Any) -> Tensor:
+        own = self.topo.gradients.peek()
+        return self.topo.gradients.layout.slot(own[None], self._slots[param.ds_id])[0]
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
+        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        return {
+            i: {j: self._synced_slot(param).float() for j, param in enumerate(group)}
+            for i, group in enumerate(self.fp16_groups)
+        }
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
+    ) -> None:
+        for param in (p for p in param_list if p.requires_grad):
+            slot = self._synced_slot(param)
+            updated = update_func(self._fp32_state_allgather(param, slot), param)
+            layout = self.topo.gradients.layout
+            padded = torch.zeros(slot.numel() * layout.plan.world_size, dtype=slot.dtype, device=slot.device)
+            padded[: param.ds_numel].copy_(updated.reshape(-1))
+            slot.copy_(padded.narrow(0, slot.numel() * layout.rank, slot.numel()))
+
+    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_full_hp_param(value, param, optim_state_key)
+        self._share_edit(param, optim_state_key)
+
+    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        super().set_local_hp_param(value, param, optim_state_key)
+        self._share_edit(param, optim_state_key)
+
+    def _share_edit(self, param: Any, optim_state_key: str | None) -> None:
+        """Bring an edited master or optimizer state to the ranks that hold copies of it. Collective."""
+        if not param.requires_grad:
+            return
+        group, offset, width = self.grad_position[self.get_param_id(param)]
+        if self.topo.masters is not None:
+            master = self.fp32_partitioned_groups_flat[group]
+            flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
+            begin = offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group]
+            self.topo.masters.share(flat, begin, width)
+        elif optim_state_key is None:  # in FP32 the master is the parameter itself
+            self.topo.weights.publish_slot(self._slots[param.ds_id])
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stock_layout(self, share: bool) -> Iterator[None]:
+        """Masters and optimizer states in DeepSpeed's own layout, one world shard per rank."""
+        if self.topo.masters is None:
+            yield
+            return
+        union = self.fp32_partitioned_groups_flat
+        with self.topo.masters.narrowed(union, self.optimizer.state, share) as narrow:
+            self.fp32_partitioned_groups_flat = narrow
+            yield
+            self.fp32_partitioned_groups_flat = union
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        with self._stock_layout(share=False):
+            return super()._rigid_state_dict()
+
+    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
+        with self._stock_layout(share=True):
+            super().load_state_dict(state_dict_list, *args, **kwargs)
+        self.topo.weights.publish_world()
+        self.topo.gradients.zero()
+        self.topo.meter.reset_step()
+
+    def _restore_from_bit16_weights(self) -> None:
+        if self.topo.masters is None:
+            super()._restore_from_bit16_weights()
+            return
+        for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
+            rows = self.topo.weights.optimizer_rows()[:, begin:end]
+            self.topo.masters.table(master.detach()).copy_(rows)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "offload_states is not supported with zero_topo: the nested shards stay on the accelerator; "
+            'use "offload_optimizer": {"device": "cpu"} instead'
+        )
+
+    def destroy(self) -> None:
+        super().destroy()
+        self._gathers.release()
+        self.topo.mesh.destroy()
+
+    # -- accounting ------------------------------------------------------------------------------------------------
+
+    def optimizer_bytes(self) -> int:
+        """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
+        row = self.lp_param_buffer.untyped_storage().data_ptr()
+        masters = [m for m in self.fp32_partitioned_groups_flat if m.untyped_storage().data_ptr() != row]
+        states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        return sum(t.nbytes for t in (*masters, *states))

@@ -1,0 +1,79 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""From a DeepSpeed call to a resolved block: what can be checked is checked before a process group exists."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.topology.discover import resolve as resolve_topology
+
+CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
+
+
+def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The DeepSpeed JSON that a call of ``deepspeed.initialize`` or ``zero.Init`` carries, as a dict, or None.
+
+    Args:
+        arguments: the call's bound arguments.
+
+    Raises:
+        ValueError: for a missing or broken file.
+    """
+    for name in CONFIG_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return load_deepspeed_config(arguments[name])
+    path = getattr(arguments.get("args"), "deepspeed_config", None)
+    return None if path is None else load_deepspeed_config(path)
+
+
+def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
+    """Validate a DeepSpeed config against this launch, from the environment alone; None without a ``zero_topo`` block.
+
+    Raises:
+        ValueError: for whatever would make the run wrong or unsupported: the same on every rank.
+    """
+    world = env.get("WORLD_SIZE")
+    return resolve_block(dict(config), int(world) if world else None, None, env)
+
+
+def resolve_block(
+    config: dict[str, Any],
+    world_size: int | None,
+    data_parallel_size: int | None,
+    env: Mapping[str, str] = os.environ,
+) -> ResolvedConfig | None:
+    """The resolved ``zero_topo`` block of a DeepSpeed config, or None if there is none.
+
+    Args:
+        config: the DeepSpeed JSON as a dict.
+        world_size: ranks of the launch, if known.
+        data_parallel_size: ranks over which DeepSpeed shards, if known.
+        env: the launcher's environment.
+
+    Raises:
+        ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
+    """
+    block = ZeroTopoConfig.from_ds_config(config)
+    if block is None:
+        return None
+    check_deepspeed_config(config)
+    if data_parallel_size is not None and data_parallel_size != world_size:
+        raise ValueError(
+            f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "
+            "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
+        )
+    return block.resolve(resolve_topology(block.topology, env, world_size))
+
+
+def seed_everything(seed: int | None, rank: int) -> None:
+    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks, repeats between runs."""
+    if seed is None:
+        return
+    import torch
+
+    random.seed(seed + rank)
+    torch.manual_seed(seed + rank)

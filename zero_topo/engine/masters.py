@@ -1,0 +1,99 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""FP32 optimizer shards of several rows: optimizer states replicated between domains (MiCS, HSDP).
+
+DeepSpeed keeps one world shard of masters and optimizer states per rank. With ``O < N`` a rank's optimizer shard is
+``N / O`` of them. Ranks that share it compute the same update from the same bits, so nothing travels for them.
+Checkpoints keep DeepSpeed's layout: each rank saves the row that stock ZeRO-3 would, and a load gathers the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.all_gather import Counted, all_gather_rows
+from zero_topo.collectives.meter import Meter
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Mesh
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Masters:
+    """Builds union masters and converts them, with their optimizer states, from and to DeepSpeed's layout."""
+
+    def __init__(self, layout: Layout, mesh: Mesh, meter: Meter) -> None:
+        self._rows = layout.plan.world_size // layout.plan.optimizer
+        self._own = layout.row(layout.plan.optimizer)
+        self._hop = mesh.hop(layout.plan.optimizer, layout.plan.world_size)
+        self._counted = Counted(meter, "publish")
+
+    @property
+    def own_row(self) -> int:
+        """Index of the row that DeepSpeed's layout knows."""
+        return self._own
+
+    def table(self, flat: Tensor) -> Tensor:
+        """A flat master, state or gradient as ``[N / O, columns]``, a view."""
+        return flat.view(self._rows, -1)
+
+    def build(self, rows: Tensor, like: Tensor) -> Tensor:
+        """A leaf tensor of ``[N / O * columns]`` in ``like``'s dtype and device, filled from ``rows`` (a view)."""
+        master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
+        self.table(master).copy_(rows)
+        return master.requires_grad_(True)
+
+    def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
+        """Fill the other rows (of some columns) from the ranks that own them. Collective."""
+        table = self.table(flat.detach())
+        all_gather_rows(self._hop, table[:, begin : table.shape[1] if width is None else begin + width], self._counted)
+
+    @contextmanager
+    def narrowed(self, masters: list[Tensor], state: State, share: bool) -> Iterator[list[Tensor]]:
+        """Masters and optimizer states in DeepSpeed's layout for the length of a save or load.
+
+        Args:
+            masters: the union masters, one per sub-group.
+            state: the optimizer's state, keyed by master; holds the narrow entries within the context.
+            share: take what the context wrote into the narrow tensors back into all rows (a load; collective).
+
+        Yields:
+            One leaf tensor ``[columns]`` per master.
+        """
+        narrow = [self._narrow(master) for master in masters]
+        saved = [state.pop(master, None) for master in masters]
+        for small, master, entry in zip(narrow, masters, saved, strict=True):
+            if entry is not None:
+                state[small] = {key: self._narrow_value(value, master) for key, value in entry.items()}
+        yield narrow
+        for small, master, entry in zip(narrow, masters, saved, strict=True):
+            changed = state.pop(small, None)
+            if share:
+                self.table(master.detach())[self._own].copy_(small.detach())
+                self.share(master)
+                entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
+            if entry is not None:
+                state[master] = entry
+
+    def _narrow(self, master: Tensor) -> Tensor:
+        small = self.table(master.detach())[self._own].clone().requires_grad_(True)
+        if hasattr(master, "ds_id"):
+            small.ds_id = master.ds_id  # type: ignore[attr-defined]
+        return small
+
+    def _narrow_value(self, value: Any, master: Tensor) -> Any:
+        if isinstance(value, Tensor) and value.numel() == master.numel() and value.dim():
+            return self.table(value)[self._own].clone()
+        return value
+
+    def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
+        if not (isinstance(value, Tensor) and value.numel() == small.numel() and value.dim()):
+            return value
+        wide = torch.zeros(master.numel(), dtype=value.dtype, device=value.device)
+        self.table(wide)[self._own].copy_(value)
+        self.share(wide)
+        return wide

@@ -1,0 +1,137 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""How DeepSpeed's parameters reach the engine: their gather and partition calls, and their states.
+
+DeepSpeed hangs ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its coordinator, hooks,
+``GatheredParameters`` and checkpoint code call those. :class:`ParameterGathers` takes their place on every parameter of
+the module and hands the trainable ones to the engine; frozen parameters keep DeepSpeed's own calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor
+
+from zero_topo.collectives.handle import Handle
+from zero_topo.engine.stage3 import Stage3
+
+METHODS = ("all_gather", "all_gather_coalesced", "partition")
+
+
+class ParameterHandle:
+    """A gather that ends by giving each parameter its data; waits once."""
+
+    def __init__(self, params: list[Any], handle: Handle[list[Tensor]]) -> None:
+        self._params = params
+        self._handle = handle
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Block until the parameters are whole. ``handle_dependency`` is DeepSpeed's; freeing handles streams."""
+        for param, full in zip(self._params, self._handle.wait(), strict=True):
+            param.data = full.view(param.ds_shape)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        self._params = []
+        self._handle = Handle(None, (), list)
+
+
+class Handles:
+    """Several gathers waited for together."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for each, in the order in which they were started."""
+        for handle in self._handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+class ParameterGathers:
+    """Serves the gather and partition calls of a module's parameters from an engine.
+
+    Args:
+        engine: the shards.
+        slots: ``ds_id`` -> slot of each trainable parameter.
+        write_back: called with (slot, full tensor) before a parameter that every rank edited alike is partitioned.
+    """
+
+    def __init__(self, engine: Stage3, slots: dict[int, int], write_back: Callable[[int, Tensor], None]) -> None:
+        self._engine = engine
+        self._slots = slots
+        self._write_back = write_back
+        self._stock: list[tuple[Any, dict[str, Any]]] = []
+
+    def adopt(self, params: Iterable[Any]) -> None:
+        """Take over the calls of these parameters."""
+        for param in params:
+            stock = {name: getattr(param, name) for name in METHODS}
+            self._stock.append((param, stock))
+            param.all_gather = partial(self._gather_now, param, stock["all_gather"])
+            param.all_gather_coalesced = partial(self._gather_coalesced, stock["all_gather_coalesced"])
+            param.partition = partial(self._partition, param, stock["partition"])
+
+    def release(self) -> None:
+        """Give the parameters DeepSpeed's own calls back."""
+        for param, stock in self._stock:
+            for name, method in stock.items():
+                setattr(param, name, method)
+        self._stock.clear()
+
+    def _split(self, params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Trainable and other parameters, each once, ordered by ``ds_id`` as on every rank."""
+        ordered = sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id)
+        return [p for p in ordered if p.ds_id in self._slots], [p for p in ordered if p.ds_id not in self._slots]
+
+    def _gather_coalesced(
+        self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+    ) -> Handles:
+        ours, others = self._split(params)
+        phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
+        moving, resident = [p for p in ours if not p.ds_persist], [p for p in ours if p.ds_persist]
+        handles: list[Any] = [self._start(moving, phase)] if moving else []
+        if resident:
+            handles.append(self._start(resident, "gather_exact"))
+        if others:
+            self._count_stock(others, phase)
+            handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
+        return Handles(handles)
+
+    def _start(self, params: list[Any], phase: str) -> ParameterHandle:
+        for param in params:
+            if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
+            param.ds_status = ZeroParamStatus.INFLIGHT
+        return ParameterHandle(params, self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase))
+
+    def _count_stock(self, params: list[Any], phase: str) -> None:
+        world = dist.get_world_size()
+        sent = (world - 1) * sum(p.ds_tensor.nbytes for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+        self._engine.meter.record(phase, self._engine.config.topology.domain(world), sent)
+
+    def _gather_now(
+        self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+    ) -> list[Any] | None:
+        ours, others = self._split([param] if param_list is None else param_list)
+        missing = [p for p in ours if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        handles: list[Any] = [self._start(missing, "gather_exact")] if missing else []
+        if others:
+            self._count_stock(others, "gather_exact")
+            handles += stock(others, async_op=async_op, hierarchy=hierarchy) or []
+        if async_op:
+            return handles
+        for handle in handles:
+            handle.wait()
+        return None
+
+    def _partition(self, param: Any, stock: Callable[..., Any], param_list: Any = None, **options: Any) -> None:
+        params = [param] if param_list is None else list(param_list)
+        if options.get("has_been_updated"):
+            for p in params:
+                if p.ds_id in self._slots and p.ds_status == ZeroParamStatus.AVAILABLE:
+                    self._write_back(self._slots[p.ds_id], p.data)
+        stock(params, **options)

@@ -1,0 +1,63 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Where each parameter lies in a rank's nested shards.
+
+All trainable parameters are laid side by side: parameter ("slot") ``i`` owns the columns ``[begin, begin + width)`` of
+every shard, ``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``, ``F`` the sum of the widths; its
+row ``t // d`` has DeepSpeed's own layout, so DeepSpeed's flat buffers are rows of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torch import Tensor
+
+from zero_topo.plan import Plan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of the slots, and the rows of this rank.
+
+    Attributes:
+        plan: the degrees.
+        rank: this rank.
+        numels: elements of each slot, in DeepSpeed's flat order.
+    """
+
+    plan: Plan
+    rank: int
+    numels: tuple[int, ...]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of each slot."""
+        return tuple(self.plan.shard_numel(n) for n in self.numels)
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """First column of each slot."""
+        return tuple(accumulate(self.widths, initial=0))[:-1]
+
+    @cached_property
+    def columns(self) -> int:
+        """``F``: columns of all slots."""
+        return sum(self.widths)
+
+    def row(self, degree: int) -> int:
+        """Index of the rank's own world shard in its shard of ``degree``."""
+        return self.plan.row(self.rank, degree)
+
+    def shape(self, degree: int) -> tuple[int, int]:
+        """Shape of a shard of ``degree``: ``(N / degree, F)``."""
+        return self.plan.world_size // degree, self.columns
+
+    def slot(self, shard: Tensor, index: int) -> Tensor:
+        """A slot's columns of any shard: ``[rows, width]``, a view."""
+        return shard[:, self.begins[index] : self.begins[index] + self.widths[index]]
+
+    def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
+        """The rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard, ``[N / hi, columns]``."""
+        return shard[self.row(lo) % (hi // lo) :: hi // lo]

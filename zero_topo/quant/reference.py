@@ -1,0 +1,123 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The arithmetic contract in plain torch: the oracle every other backend equals bit for bit.
+
+Note [Arithmetic contract]
+    Symmetric: ``absmax`` of a block; if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still fires
+    after dequantization; if it is below 2**-100, scale = 0 and q = 0; else ``scale = absmax / L``,
+    ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly rounded: two tensors
+    are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
+    type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
+    Asymmetric: ``lo = min``, ``span = max - min`` (the zero padding of the tail takes part), scale = span / (2**b - 1),
+    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo; a span below 2**-100 gives
+    scale 0, a span that is Inf or NaN gives scale NaN and q = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant.spec import BlockSpec
+
+SMALLEST = 2.0**-100
+
+
+def quantize(x: Tensor, spec: BlockSpec, out: Tensor) -> None:
+    """Quantize ``x`` (any shape and strides, floating) into the wire message ``out`` (uint8, ``spec.nbytes(n)``).
+
+    The copy into FP32 blocks follows the strides of ``x``: an interleaved shard needs no packing pass before it.
+    """
+    numel = x.numel()
+    blocks = _blocks(x, spec)
+    if spec.symmetric:
+        q, scale = _symmetric(blocks, spec)
+    else:
+        q, scale, zero = _asymmetric(blocks, spec)
+        _floats(out, spec.zero_points_offset(numel), spec.blocks(numel)).copy_(zero)
+        _clear_padding(out, spec.zero_points_offset(numel) + 4 * spec.blocks(numel), out.numel())
+    values_end = spec.blocks(numel) * spec.block_bytes
+    out[:values_end].copy_(_pack(q, spec.bits))
+    _clear_padding(out, values_end, spec.scales_offset(numel))
+    _floats(out, spec.scales_offset(numel), spec.blocks(numel)).copy_(scale)
+    _clear_padding(out, spec.scales_offset(numel) + 4 * spec.blocks(numel), spec.zero_points_offset(numel))
+
+
+def dequantize(message: Tensor, spec: BlockSpec, out: Tensor) -> None:
+    """Dequantize one message into ``out`` (any shape and strides, floating); its ``numel`` says how many values."""
+    out.copy_(_values(message, out.numel(), spec).view(out.shape))
+
+
+def dequantize_reduce(messages: list[Tensor], spec: BlockSpec, out: Tensor) -> None:
+    """Sum of dequantized messages, in list order, into ``out`` (FP32, contiguous, 1-D)."""
+    out.copy_(_values(messages[0], out.numel(), spec))
+    for message in messages[1:]:
+        out.add_(_values(message, out.numel(), spec))
+
+
+def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
+    numel, padded = x.numel(), spec.blocks(x.numel()) * spec.block_size
+    blocks = torch.empty(padded, dtype=torch.float32, device=x.device)
+    blocks[:numel].view(x.shape).copy_(x)
+    blocks[numel:].zero_()
+    return blocks.view(-1, spec.block_size)
+
+
+def _symmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
+    absmax = blocks.abs().amax(dim=1)
+    levels = torch.full_like(absmax, spec.levels)
+    bad, tiny = ~torch.isfinite(absmax), absmax < SMALLEST
+    scale = (absmax / levels).masked_fill_(tiny, 0.0).masked_fill_(bad, torch.nan)
+    inverse = (levels / absmax).masked_fill_(tiny, 0.0)
+    q = blocks.mul_(inverse[:, None]).round_().clamp_(-spec.levels, spec.levels)
+    return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale
+
+
+def _asymmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor, Tensor]:
+    lo, hi = blocks.aminmax(dim=1)
+    span = hi - lo
+    top = 2 * spec.levels + 1
+    levels = torch.full_like(span, top)
+    bad, tiny = ~torch.isfinite(span), span < SMALLEST
+    scale = (span / levels).masked_fill_(tiny, 0.0).masked_fill_(bad, torch.nan)
+    inverse = (levels / span).masked_fill_(tiny, 0.0)
+    q = blocks.sub_(lo[:, None]).mul_(inverse[:, None]).round_().clamp_(0, top).sub_(spec.levels + 1)
+    return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale, lo.masked_fill(bad, 0.0)
+
+
+def _pack(q: Tensor, bits: int) -> Tensor:
+    flat = q.view(-1)
+    if bits == 8:
+        return flat.view(torch.uint8)
+    pairs = flat.view(torch.uint8).view(-1, 2)
+    return (pairs[:, 0] & 0xF) | (pairs[:, 1] << 4)
+
+
+def _unpack(values: Tensor, bits: int) -> Tensor:
+    signed = values.view(torch.int8)
+    if bits == 8:
+        return signed.to(torch.float32)
+    out = torch.empty(values.numel(), 2, dtype=torch.float32, device=values.device)
+    out[:, 0] = (signed << 4) >> 4
+    out[:, 1] = signed >> 4
+    return out.view(-1)
+
+
+def _values(message: Tensor, numel: int, spec: BlockSpec) -> Tensor:
+    blocks = spec.blocks(numel)
+    q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
+    scale = _floats(message, spec.scales_offset(numel), blocks)
+    if spec.symmetric:
+        q.mul_(scale[:, None])
+    else:
+        zero = _floats(message, spec.zero_points_offset(numel), blocks)
+        q.add_(spec.levels + 1).mul_(scale[:, None]).add_(zero[:, None])
+    return q.view(-1)[:numel]
+
+
+def _floats(message: Tensor, offset: int, count: int) -> Tensor:
+    return message[offset : offset + 4 * count].view(torch.float32)
+
+
+def _clear_padding(out: Tensor, begin: int, end: int) -> None:
+    if end > begin:
+        out[begin:end].zero_()

@@ -1,0 +1,10 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The modes of ``sync``: the reduction of gradient shards across gradient domains, once per optimizer step.
+
+Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
+"""
+
+from zero_topo.sync import dense
+from zero_topo.sync.base import SyncContext, SyncMode, build_mode
+
+__all__ = ["SyncContext", "SyncMode", "build_mode", "dense"]
