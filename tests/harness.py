@@ -12,6 +12,7 @@ random generator and every module-level object: draw random numbers from a `torc
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -97,7 +99,7 @@ class _Ranks:
         frames = sys._current_frames()
         for rank in late:
             frame = frames.get(self.threads[rank].ident or 0)
-            hang.add_note(f"rank {rank} is at\n{''.join(traceback.format_stack(frame)[-4:])}")
+            hang.add_note(f"rank {rank} is at\n{''.join(_frames_of_the_test(frame))}")
         ProcessLocalGroup.exception_handle(hang)
         for rank in late:
             self.threads[rank].join(GRACE_S / len(late))
@@ -112,6 +114,13 @@ class _Ranks:
         error = own[rank]
         error.add_note(f"raised on rank {rank} of {self.world_size}; ranks that failed by themselves: {sorted(own)}")
         raise error
+
+
+def _frames_of_the_test(frame: FrameType | None) -> list[str]:
+    """The last frames of a stack that are not inside torch or the threading module, innermost last."""
+    inside = (os.path.dirname(torch.__file__), threading.__file__)
+    frames = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(inside)]
+    return traceback.format_list(frames[-4:])
 
 
 class _LeftAloneError(Exception):
@@ -139,14 +148,14 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
         raise RuntimeError("run_threads needs a process without a process group: leave fake_world first")
     ranks = _Ranks(world_size)
     ProcessLocalGroup.reset()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     _install_threaded_pg()
     try:
         ranks.start(fn, args, timeout)
         ranks.join(timeout)
     finally:
         _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         ProcessLocalGroup.reset()
     ranks.raise_first()
     return ranks.results

@@ -1,0 +1,26 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Options and settings of all tests."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# One machine's scheduling must not fail a test of arithmetic.
+hypothesis.settings.register_profile("zero_topo", deadline=None)
+hypothesis.settings.load_profile("zero_topo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the launch that runs tests/launcher."""
+    group = parser.getgroup("launcher", "the launch that runs tests/launcher")
+    group.addoption("--launcher-k", default="", metavar="EXPRESSION", help="as -k, for the tests in tests/launcher")
+    group.addoption("--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)")
+    group.addoption(
+        "--launcher-timeout", type=float, default=600.0, metavar="S", help="seconds of the whole launch (default 600)"
+    )

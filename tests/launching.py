@@ -1,0 +1,166 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Real ranks: start a program under the `deepspeed` launcher, with one log per rank and a limit on its time.
+
+A launch is several processes on this machine, talking gloo over the loopback interface. Whatever happens inside, the
+launch ends: a rank that fails takes the others with it (the launcher does that), and at the time limit every rank
+prints where it is into its log and dies.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK")
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """How to launch.
+
+    Attributes:
+        log_dir: an empty or new directory for `rank<N>` logs and the launcher's own `launcher.log`.
+        world_size: number of ranks.
+        timeout_s: seconds until the launch is killed.
+        module: the program is a module name, as after `python -m`, rather than a file.
+        env: variables added to the environment of every rank.
+        on_text: called with new text of rank 0's log while the launch runs.
+    """
+
+    log_dir: Path
+    world_size: int = 8
+    timeout_s: float = 300.0
+    module: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    on_text: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that has ended.
+
+    Attributes:
+        returncode: 0, or the exit code of the first rank that failed; negative if killed by a signal.
+        seconds: wall time.
+        timed_out: it was killed at its time limit.
+        log_dir: where the logs are.
+    """
+
+    returncode: int
+    seconds: float
+    timed_out: bool
+    log_dir: Path
+
+    def log(self, rank: int) -> str:
+        """What the rank wrote to stdout and stderr."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self.log_dir.glob(f"*_rank{rank}.log")))
+
+    def logs(self) -> list[str]:
+        """Every rank's log, in rank order."""
+        ranks = [int(path.stem.rpartition("rank")[2]) for path in self.log_dir.glob("*_rank*.log")]
+        return [self.log(rank) for rank in sorted(set(ranks))]
+
+    def launcher_log(self) -> str:
+        """What the launcher itself wrote."""
+        return (self.log_dir / "launcher.log").read_text(errors="replace")
+
+    def tails(self, lines: int = 40) -> str:
+        """The end of the launcher's and of every rank's log, for the message of a failure."""
+        logs = {"launcher": self.launcher_log()} | {f"rank {rank}": text for rank, text in enumerate(self.logs())}
+        return "\n".join(f"--- {name}\n" + "\n".join(text.splitlines()[-lines:]) for name, text in logs.items())
+
+
+def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
+    """Runs `command` (a script or module and its arguments) on every rank, and waits for its end.
+
+    Never raises for what the ranks do: read `returncode`, `timed_out` and the logs.
+    """
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with open(settings.log_dir / "launcher.log", "wb") as output:
+        process = subprocess.Popen(
+            _launcher_command(command, settings),
+            env=_environment(settings),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_no_core_files,
+        )
+        try:
+            timed_out = _watch(process, settings, start + settings.timeout_s)
+        finally:
+            _end(process)
+    return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _launcher_command(command: Sequence[str], settings: LaunchSettings) -> list[str]:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
+    launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(free_port())]
+    launcher += ["--enable_each_rank_log", str(settings.log_dir)]
+    return [*launcher, *(["--module"] if settings.module else []), *command]
+
+
+def _environment(settings: LaunchSettings) -> dict[str, str]:
+    """This process's environment for CPU ranks: gloo on the loopback interface, one thread each, stacks on abort."""
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
+    return env | dict(settings.env)
+
+
+def _no_core_files() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _watch(process: subprocess.Popen[bytes], settings: LaunchSettings, deadline: float) -> bool:
+    """Follows rank 0's log until the launch ends (False) or the deadline passes (True)."""
+    log: IO[str] | None = None
+    try:
+        while True:
+            ended = process.poll() is not None
+            if log is None and settings.on_text:
+                found = sorted(settings.log_dir.glob("*_rank0.log"))
+                log = open(found[0], errors="replace") if found else None  # noqa: SIM115 (closed below)
+            if log is not None and settings.on_text and (text := log.read()):
+                settings.on_text(text)
+            if ended or time.monotonic() > deadline:
+                return not ended
+            time.sleep(0.1)
+    finally:
+        if log is not None:
+            log.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends whatever is left of the launch's process group: with stacks in the logs if it still runs."""
+    for number, patience_s in ((signal.SIGABRT, 5.0), (signal.SIGKILL, 5.0)):
+        if number == signal.SIGABRT and process.poll() is not None:
+            continue
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

@@ -1,0 +1,218 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin of a launch: every rank runs the same tests in step, in one process group.
+
+A directory of launcher tests switches it on with `from tests.rank_plugin import *` in its conftest.py. Then
+
+- the process group is initialised once (gloo, through DeepSpeed) and destroyed at the end;
+- each phase of each test passes on all ranks or fails on all of them (`tests/verdict.py`);
+- tests get the fixtures `rank`, `world_size` and `shared_path`;
+- rank 0 writes one JSON line per finished phase to the file named by ZERO_TOPO_LAUNCH_REPORT.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import re
+import tempfile
+import traceback
+from collections.abc import Generator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.verdict import Outcome, Outcomes, Seat, Verdict
+
+__all__ = [
+    "a_clean_start",
+    "pytest_collection_finish",
+    "pytest_configure",
+    "pytest_runtest_call",
+    "pytest_runtest_logreport",
+    "pytest_runtest_setup",
+    "pytest_runtest_teardown",
+    "pytest_sessionstart",
+    "pytest_unconfigure",
+    "rank",
+    "shared_path",
+    "world_size",
+]
+
+REPORT_VARIABLE = "ZERO_TOPO_LAUNCH_REPORT"
+GRACE_VARIABLE = "ZERO_TOPO_LAUNCH_GRACE"
+DIRECTORY_VARIABLE = "ZERO_TOPO_LAUNCH_DIR"
+
+_VERDICT = pytest.StashKey[Verdict]()
+_TERMINAL = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses to run outside a launch; makes hypothesis draw the same examples on every rank."""
+    if "RANK" not in os.environ:
+        raise pytest.UsageError("these tests run on every rank of a launch: `make test-launcher K=<part of a name>`")
+    config.stash[_TERMINAL] = os.dup(2)  # capturing is suspended here: this is the rank's log
+    hypothesis.settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("ranks")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Initialises the process group and joins the agreement."""
+    import deepspeed
+
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_directory(f"rank{os.environ['RANK']}"))  # tmp_path without races
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timedelta(minutes=10))
+    log = os.fdopen(session.config.stash[_TERMINAL], "w")
+    grace_s = float(os.environ.get(GRACE_VARIABLE, "20"))
+    session.config.stash[_VERDICT] = Verdict(Seat.from_environment(), grace_s, log, _report_stuck)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After the summary: leaves together with the other ranks."""
+    if verdict := config.stash.get(_VERDICT, None):
+        verdict.farewell()
+        if not verdict.broken:
+            dist.destroy_process_group()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All ranks must have collected the same tests, or the agreement would compare different ones."""
+    verdict = session.config.stash[_VERDICT]
+    names = "\n".join(item.nodeid for item in session.items)
+    outcomes = verdict.agree(Outcome("passed", hashlib.sha256(names.encode()).hexdigest()))
+    if len({outcome.detail for outcome in outcomes.values()}) > 1:
+        pytest.exit("the ranks have collected different tests", returncode=3)
+    _report({"event": "collected", "tests": [item.nodeid for item in session.items]})
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Setup passes on all ranks or on none."""
+    return (yield from _together(item, "setup"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """The test passes on all ranks or on none."""
+    return (yield from _together(item, "call"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Teardown passes on all ranks or on none."""
+    return (yield from _together(item, "teardown"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Rank 0 tells whoever started the launch how each phase ended."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    xfailed = hasattr(report, "wasxfail")
+    _report(
+        {
+            "event": "phase",
+            "test": report.nodeid,
+            "phase": report.when,
+            "outcome": "xfailed" if xfailed and report.skipped else report.outcome,
+            "seconds": report.duration,
+            "text": text,
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def rank() -> int:
+    """This process's rank in the launch."""
+    return dist.get_rank()
+
+
+@pytest.fixture(scope="session")
+def world_size() -> int:
+    """Number of ranks in the launch."""
+    return dist.get_world_size()
+
+
+@pytest.fixture
+def shared_path(request: pytest.FixtureRequest) -> Path:
+    """An empty directory that all ranks of this test share."""
+    return _directory("shared", re.sub(r"[^\w.-]+", "_", request.node.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def a_clean_start() -> Iterator[None]:
+    """Every test starts from the same random state, and leaves no garbage to the next."""
+    torch.manual_seed(20)
+    yield
+    gc.collect()
+
+
+def _directory(*parts: str) -> Path:
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or _fallback_directory()).joinpath(*parts)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _fallback_directory() -> str:
+    """For launches started by hand: one directory per launch, which its port tells apart."""
+    return os.path.join(tempfile.gettempdir(), f"zero_topo_launch_{os.environ['MASTER_PORT']}_{os.getppid()}")
+
+
+def _report(record: dict[str, Any]) -> None:
+    path = os.environ.get(REPORT_VARIABLE)
+    if path and os.environ["RANK"] == "0":
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _report_stuck(test: str, why: str) -> None:
+    _report({"event": "phase", "test": test, "phase": "call", "outcome": "failed", "seconds": 0.0, "text": why})
+
+
+def _together(item: pytest.Item, phase: str) -> Generator[None, Any, Any]:
+    """Runs one phase of a test, then agrees with the other ranks on how it ended."""
+    verdict = item.config.stash[_VERDICT]
+    error: BaseException | None = None
+    result = None
+    with verdict.inside(item.nodeid):
+        try:
+            result = yield
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except BaseException as caught:
+            error = caught
+    outcomes = verdict.agree(_outcome(error))
+    if verdict.broken:
+        item.session.shouldstop = "a rank is stuck, the process group cannot be used any more"
+    if error is not None:
+        if isinstance(error, Exception):
+            error.add_note(_summary(outcomes))
+        raise error
+    if {outcome.kind for outcome in outcomes.values()} != {"passed"}:
+        pytest.fail(f"{phase} passed on this rank, but: {_summary(outcomes)}\n{_first_reason(outcomes)}", pytrace=False)
+    return result
+
+
+def _outcome(error: BaseException | None) -> Outcome:
+    if error is None:
+        return Outcome("passed")
+    kind = "skipped" if isinstance(error, pytest.skip.Exception | pytest.xfail.Exception) else "failed"
+    return Outcome(kind, "".join(traceback.format_exception(error))[-6000:])
+
+
+def _summary(outcomes: Outcomes) -> str:
+    kinds = sorted({outcome.kind for outcome in outcomes.values()})
+    ranks = {kind: [rank for rank, outcome in outcomes.items() if outcome.kind == kind] for kind in kinds}
+    return ", ".join(f"{kind} on ranks {ranks[kind]}" for kind in kinds)
+
+
+def _first_reason(outcomes: Outcomes) -> str:
+    """The detail of the lowest rank that says why."""
+    for rank, outcome in outcomes.items():
+        if outcome.detail:
+            return f"rank {rank}:\n{outcome.detail}"
+    return "no rank says why; see the ranks' logs"
