@@ -1,0 +1,105 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Bytes, rates and seconds: the constants, and how they are written for people.
+
+Networks and published memory sizes are decimal (1 GB = 10^9 bytes), so decimal is the default; the binary units are
+there for what is counted in powers of two. No other file spells out ``1e9``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from decimal import Decimal
+
+KB = 1000
+MB = 1000 * KB
+GB = 1000 * MB
+TB = 1000 * GB
+PB = 1000 * TB
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+_DECIMAL = (("KB", KB), ("MB", MB), ("GB", GB), ("TB", TB), ("PB", PB))
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    **{name.lower(): size for name, size in _DECIMAL},
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+}
+_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2})?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def format_bytes(n: float) -> str:
+    """Write a number of bytes in the largest decimal unit that keeps it at one or more.
+
+    Args:
+        n: bytes; may be negative (a difference) or fractional (a mean).
+
+    Returns:
+        For example ``"512 B"``, ``"1.50 GB"``, ``"-2.00 KB"``.
+    """
+    size = abs(n)
+    sign = "-" if n < 0 else ""
+    if round(size) < KB:
+        digits = f"{size:.0f}" if float(size).is_integer() else f"{size:.2f}".rstrip("0").rstrip(".")
+        return f"{sign}{digits} B"
+    for name, unit in _DECIMAL:
+        # Compare the rounded value, or 999,999 bytes would be written "1000.00 KB".
+        if round(size / unit, 2) < 1000 or name == _DECIMAL[-1][0]:
+            return f"{sign}{size / unit:.2f} {name}"
+    raise AssertionError("the last unit takes any size")
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Write a rate in bytes per second, for example ``"12.50 GB/s"``."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_seconds(s: float) -> str:
+    """Write a duration, for example ``"3.2 us"``, ``"12.0 ms"``, ``"1.50 s"``, ``"2 min 05 s"``, ``"1 h 02 min"``.
+
+    Args:
+        s: seconds; may be negative (a difference).
+    """
+    if s < 0:
+        return f"-{format_seconds(-s)}"
+    if s == 0:
+        return "0 s"
+    for name, unit in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
+        if round(s / unit, 1) < 1000:
+            return f"{s / unit:.1f} {name}"
+    if round(s, 2) < 60:
+        return f"{s:.2f} s"
+    minutes, seconds = divmod(round(s), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(round(s / 60), 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes with an optional unit, decimal (``GB``) or binary (``GiB``), in any case.
+
+    Args:
+        text: for example ``"64 GB"``, ``"1.5GiB"``, ``"5e8"``, ``"512"``.
+
+    Returns:
+        Bytes, rounded to the nearest whole byte.
+
+    Raises:
+        ValueError: if the text is not a non-negative number with a known unit.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of bytes; write a number and a unit such as '64 GB' or '1.5 GiB'")
+    unit = match["unit"].lower()
+    if unit not in _BYTE_UNITS:
+        near = difflib.get_close_matches(unit, list(_BYTE_UNITS), n=1, cutoff=0.0)[0].upper().replace("IB", "iB")
+        raise ValueError(f"{text!r}: {match['unit']!r} is not a unit of bytes; did you mean {near!r}?")
+    return int((Decimal(match["number"].rstrip(".")) * _BYTE_UNITS[unit]).to_integral_value())
