@@ -1,0 +1,227 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A topology is a regular tree with a placement: its arithmetic, its checks, its JSON and its picture."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.topology.model import DOMAINS, Link, Topology
+from zero_topo.topology.render import compress
+from zero_topo.units import GB
+
+SIZES = st.integers(1, 4)
+LINKS = st.builds(Link, st.floats(1, 1e15), st.floats(0, 1e3))
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    """Any small topology, with any permutation as its order."""
+    nodes, gpus, dies = draw(st.tuples(SIZES, SIZES, SIZES))
+    hosts = st.lists(st.text("abc019-", min_size=1), min_size=nodes, max_size=nodes, unique=True)
+    return Topology(
+        name=draw(st.text(min_size=1)),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        ranks_per_gpu=dies,
+        order=draw(st.none() | st.permutations(range(nodes * gpus * dies)).map(tuple)),
+        links=draw(st.dictionaries(st.sampled_from(DOMAINS[1:]), LINKS)),
+        memory_per_rank=draw(st.none() | st.integers(1, 2**48)),
+        hosts=draw(st.none() | hosts.map(tuple)),
+        emulated=draw(st.booleans()),
+        sources=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+    )
+
+
+def tree(nodes: int = 2, gpus: int = 4, dies: int = 2, **fields: Any) -> Topology:
+    return Topology("test", nodes, gpus, dies, **fields)
+
+
+@given(topologies())
+def test_positions_and_ranks_are_inverse_permutations(topology: Topology) -> None:
+    positions = [topology.position(rank) for rank in range(topology.world_size)]
+    assert sorted(positions) == list(range(topology.world_size))
+    assert [topology.rank_at(position) for position in positions] == list(range(topology.world_size))
+
+
+@given(topologies())
+def test_coordinates_number_the_leaves_in_tree_order(topology: Topology) -> None:
+    for rank in range(topology.world_size):
+        node, gpu, die = topology.coordinates(rank)
+        assert 0 <= gpu < topology.gpus_per_node and 0 <= die < topology.ranks_per_gpu
+        assert (node * topology.gpus_per_node + gpu) * topology.ranks_per_gpu + die == topology.position(rank)
+        assert rank in topology.node_ranks(node)
+
+
+@given(topologies())
+def test_domains_nest_from_one_rank_to_the_world(topology: Topology) -> None:
+    degrees = [topology.degree(domain) for domain in DOMAINS]
+    assert degrees[0] == 1 and degrees[-1] == topology.world_size
+    assert all(larger % smaller == 0 for smaller, larger in pairwise(degrees))
+
+
+@given(topologies(), st.data())
+def test_a_degree_belongs_to_the_smallest_domain_that_its_blocks_never_leave(
+    topology: Topology, data: st.DataObject
+) -> None:
+    degree = data.draw(st.sampled_from([d for d in range(1, topology.world_size + 1) if topology.world_size % d == 0]))
+
+    def holds(domain: str) -> bool:
+        size = topology.degree(domain)
+        blocks = range(0, topology.world_size, degree)
+        return all(first // size == (first + degree - 1) // size for first in blocks)
+
+    assert topology.domain(degree) == next(domain for domain in DOMAINS if holds(domain))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 4, 2), {1: "rank", 2: "gpu", 4: "node", 8: "node", 16: "world"}),
+        ((1, 4, 2), {1: "rank", 2: "gpu", 8: "node"}),  # one node is the world
+        ((2, 4, 1), {1: "rank", 2: "node", 4: "node", 8: "world"}),  # a rank is a GPU
+        ((3, 4, 1), {3: "world", 6: "world"}),  # 3 ranks do not fit nodes of 4
+    ],
+)
+def test_coinciding_domains_go_by_the_smaller_name(shape: tuple[int, int, int], expected: dict[int, str]) -> None:
+    topology = Topology("test", *shape)
+    assert {degree: topology.domain(degree) for degree in expected} == expected
+
+
+@given(topologies())
+def test_json_round_trip(topology: Topology) -> None:
+    assert Topology.from_json(json.loads(json.dumps(topology.to_json()))) == topology
+
+
+@given(topologies())
+def test_topologies_are_values(topology: Topology) -> None:
+    """They compare, hash, pickle and draw themselves."""
+    copy: Topology = pickle.loads(pickle.dumps(topology))
+    assert copy == topology and hash(copy) == hash(topology)
+    assert topology.render().startswith(topology.name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"nodes": 0}, "nodes is 0; it must be a whole number of at least 1"),
+        ({"gpus": True}, "gpus_per_node is True"),
+        ({"dies": 2.0}, "ranks_per_gpu is 2.0"),
+        ({"memory_per_rank": -1}, "memory_per_rank (bytes) is -1"),
+        ({"order": (0, 1)}, "order has 2 entries but 2 nodes x 4 GPUs x 2 ranks are 16 ranks"),
+        ({"order": (*range(15), 16)}, "order[15] is 16; tree positions are 0 to 15"),
+        ({"order": (*range(15), 3)}, "ranks 3 and 15 both at tree position 3"),
+        ({"hosts": ("a",)}, "1 hosts are named for 2 nodes"),
+        ({"hosts": ("a", "a")}, "host 'a' is named for 2 nodes"),
+        ({"links": {"noed": Link(1.0, 0.0)}}, "did you mean 'node'?"),
+    ],
+)
+def test_impossible_topologies_are_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError) as error:
+        tree(**fields)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"), [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, -1), (1, float("nan"))]
+)
+def test_impossible_links_are_refused(bandwidth: float, latency: float) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Link(bandwidth, latency)
+
+
+def test_hosts_may_repeat_when_emulated() -> None:
+    assert tree(hosts=("a", "a"), emulated=True).hosts == ("a", "a")
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ({"nodez": 2}, "unknown key 'nodez'; did you mean 'nodes'?"),
+        ({"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}, "did you mean 'ranks_per_gpu'?"),
+        ({"nodes": 2, "gpus_per_node": 4}, "missing key 'ranks_per_gpu'"),
+        ({"nodes": "2", "gpus_per_node": 4, "ranks_per_gpu": 2}, "nodes is '2'"),
+        ({"links": {"node": {"bandwith": 1, "latency": 0}}}, "did you mean 'bandwidth'?"),
+        ({"links": {"node": {"bandwidth": 1}}}, "missing key 'latency'"),
+        ({"links": {"node": 5e9}}, "link 'node' is 5000000000.0; it must be a JSON object"),
+        ({"hosts": "ab"}, "hosts is 'ab'; it must be a list of strings"),
+        ({"order": 5}, "order is 5; it must be a list"),
+        ({"emulated": 1}, "emulated is 1; it must be true or false"),
+        ({"name": ""}, "name is ''"),
+        ({"sources": {"nodes": 1}}, "must be a list of strings"),
+    ],
+)
+def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) -> None:
+    complete = (
+        data if "nodes" in data or "nodez" in data else {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2, **data}
+    )
+    with pytest.raises(ValueError) as error:
+        Topology.from_json(complete)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda topology: topology.position(16),
+        lambda topology: topology.rank_at(-1),
+        lambda topology: topology.coordinates(99),
+        lambda topology: topology.domain(0),
+        lambda topology: topology.domain(17),
+    ],
+)
+def test_out_of_range_questions_are_refused(call: Any) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        call(tree())
+
+
+def test_an_unknown_domain_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown domain 'nod'; did you mean 'node'"):
+        tree().degree("nod")
+
+
+def test_the_picture_draws_equal_branches_once() -> None:
+    topology = tree(
+        links={"gpu": Link(200 * GB, 0), "world": Link(12.5 * GB, 14e-6)},
+        memory_per_rank=64 * GB,
+        sources={"nodes": "here"},
+    )
+    assert topology.render().splitlines() == [
+        "test: 16 ranks",
+        "world              16 ranks  12.50 GB/s per rank, 14.0 us",
+        "`- 2 x node        8 ranks",
+        "   `- 4 x gpu      2 ranks  200.00 GB/s per rank, 0 s",
+        "      `- 2 x rank  64.00 GB",
+        "  nodes <- here",
+    ]
+
+
+def test_the_picture_names_hosts_and_ranks_that_are_not_plain() -> None:
+    order = tuple(rank % 6 * 2 + rank // 6 for rank in range(12))
+    topology = Topology("c", 6, 2, 1, order=order, hosts=tuple("abcdef"), emulated=True, sources={"warning": "beware"})
+    lines = topology.render().splitlines()
+    assert lines[0] == "c: 12 ranks (emulated)"
+    assert "  node 1 (b): ranks 1,7" in lines
+    assert "  ... and 2 nodes more, the last is f" in lines
+    assert lines[-1] == "warning: beware"
+
+
+@given(st.lists(st.integers(0, 12), unique=True) | st.builds(range, SIZES, st.integers(5, 40), SIZES).map(list))
+def test_compressed_ranks_say_the_same_numbers(numbers: list[int]) -> None:
+    said: list[int] = []
+    for part in filter(None, compress(numbers).split(",")):
+        ends, _, step = part.partition(":")
+        first, _, last = ends.partition("-")
+        stride = int(step or 1)
+        said += range(int(first), int(last) + stride // abs(stride), stride) if last else [int(first)]
+    assert said == numbers
+
+
+def test_long_runs_are_compressed() -> None:
+    assert compress([0, 1, 2, 3, 8, 10, 12]) == "0-3,8-12:2"

@@ -1,0 +1,19 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What the machine is: the tree of nodes, GPUs and ranks, known machines, and discovery (never imports torch)."""
+
+from zero_topo.topology.discover import discover, resolve
+from zero_topo.topology.hosts import check_hosts
+from zero_topo.topology.model import DOMAINS, Link, Topology
+from zero_topo.topology.presets import emulated, load_preset, preset_names
+
+__all__ = [
+    "DOMAINS",
+    "Link",
+    "Topology",
+    "check_hosts",
+    "discover",
+    "emulated",
+    "load_preset",
+    "preset_names",
+    "resolve",
+]

@@ -1,0 +1,186 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""From the configuration's ``topology`` key and the launcher's environment to a :class:`Topology`.
+
+What the user states is trusted most, then a preset, then the launcher; each field's origin is kept in ``sources``. The
+result does not depend on the rank that asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zero_topo.topology.checks import check_int, nearest
+from zero_topo.topology.hosts import check_hosts
+from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import Machine, emulated_from_json, load_preset, machine_of_cluster, preset_names
+from zero_topo.topology.probes import LauncherView, slurm
+
+__all__ = ["check_hosts", "discover", "resolve"]
+
+INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
+
+
+def discover(env: Mapping[str, str]) -> Topology:
+    """The topology that the launcher's environment describes.
+
+    GPU packages and links come from the preset whose Slurm cluster the job runs on, if its nodes have as many ranks;
+    otherwise every rank is taken for a GPU of its own. Without any launcher there is one rank.
+
+    Args:
+        env: environment variables, usually ``os.environ``.
+
+    Raises:
+        ValueError: if the variables contradict each other or describe an irregular tree.
+    """
+    view = launcher_view(env)
+    if view is None:
+        return Topology("none", 1, 1, 1, sources={"nodes": "none", "gpus_per_node": "none", "ranks_per_gpu": "none"})
+    cluster = slurm.cluster(env)
+    return _from_view(view, cluster, machine_of_cluster(cluster) if cluster else None)
+
+
+def resolve(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None) -> Topology:
+    """The topology that the configuration asks for, checked against the number of ranks.
+
+    Args:
+        setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
+            File and object hold the fields of :class:`Topology`, or ``{"emulated": {"nodes", "gpus_per_node",
+            "gcds_per_gpu"}}``.
+        env: environment variables, usually ``os.environ``.
+        world_size: ranks of the job if the caller knows; otherwise what the launcher says counts.
+
+    Returns:
+        A topology of exactly as many ranks, equal on every rank. Where the setting does not say how ranks are placed,
+        the launcher's placement is used.
+
+    Raises:
+        ValueError: if the setting is wrong or its number of ranks is not the job's.
+    """
+    if world_size is not None:
+        check_int("world size", world_size)
+    if setting == "auto":
+        return _discover_world(env, world_size)
+    if isinstance(setting, Mapping):
+        return _fit(_from_object(setting), "the inline topology", env, world_size)
+    if not isinstance(setting, str):
+        raise ValueError(f"topology is {setting!r}; it must be 'auto', a preset, a path to a JSON file or an object")
+    if setting.endswith(".json") or "/" in setting:
+        return _fit(_from_file(setting), f"the topology in {setting}", env, world_size)
+    names = ["auto", *preset_names()]
+    if setting not in names:
+        raise ValueError(
+            f"topology {setting!r} is unknown; did you mean {nearest(setting, names)!r}? (known: {', '.join(names)}; a "
+            f"path to a .json file, or an object {INLINE_HINT})"
+        )
+    topology = load_preset(setting, world_size or _launched_world(env) or 1)
+    return _fit(topology, f"preset {setting!r}", env, world_size)
+
+
+def _launched_world(env: Mapping[str, str]) -> int | None:
+    view = launcher_view(env)
+    return None if view is None else view.world_size
+
+
+def _discover_world(env: Mapping[str, str], world_size: int | None) -> Topology:
+    """Discover, and check or supply the world size."""
+    view = launcher_view(env)
+    if view is None and world_size is not None and world_size > 1:
+        caller = LauncherView("caller", world_size, origins={"world_size": "the process group"})
+        return _from_view(caller, None, None)
+    topology = discover(env)
+    if world_size is not None and world_size != topology.world_size:
+        said = "no launcher" if view is None else view.origin("world_size")
+        raise ValueError(
+            f"the job has {world_size} ranks but its environment describes {topology.world_size} ({said}); start all "
+            f"ranks with the launcher (srun, deepspeed, torchrun, mpirun), or state the machine: {INLINE_HINT}"
+        )
+    return topology
+
+
+def _from_object(data: Mapping[str, Any]) -> Topology:
+    """An inline object or a file's content."""
+    if set(data) == {"emulated"} and not isinstance(data["emulated"], bool):
+        if not isinstance(data["emulated"], Mapping):
+            raise ValueError(f"topology: emulated is {data['emulated']!r}; it must be an object such as {INLINE_HINT}")
+        return emulated_from_json(data["emulated"])
+    return Topology.from_json(data)
+
+
+def _from_file(setting: str) -> Topology:
+    path = Path(setting).expanduser()
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"holds a {type(data).__name__}; it must hold an object {INLINE_HINT}")
+        return _from_object(data)
+    except OSError as error:
+        raise ValueError(
+            f"topology file {setting!r} cannot be read ({error.strerror}; looked in {path.absolute()}); give a path "
+            "that every rank can read, or a preset's name without a slash"
+        ) from error
+    except ValueError as error:  # also broken JSON and broken UTF-8
+        raise ValueError(f"topology file {setting!r}: {error}") from error
+
+
+def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int | None) -> Topology:
+    """Check a stated topology against the number of ranks and complete it with the launcher's placement.
+
+    Raises:
+        ValueError: if it has another number of ranks than the job.
+    """
+    stated = topology.emulated or topology.order is not None or topology.hosts is not None
+    view = None if stated and world_size is not None else launcher_view(env)
+    actual = world_size if world_size is not None else (view.world_size if view else None)
+    if actual is not None and actual != topology.world_size:
+        raise ValueError(
+            f"{what} has {topology.nodes} nodes x {topology.gpus_per_node} GPUs x {topology.ranks_per_gpu} ranks = "
+            f"{topology.world_size} ranks but the job has {actual}; start {topology.world_size} ranks, or change the "
+            'topology ("auto" takes it from the launcher)'
+        )
+    if stated or view is None:
+        return topology
+    if (view.world_size, view.ranks_per_node) != (topology.world_size, topology.ranks_per_node):
+        return topology
+    placed = {key: view.origin(key) for key in ("order", "hosts") if getattr(view, key) is not None}
+    return replace(topology, order=view.order, hosts=view.hosts, sources={**topology.sources, **placed})
+
+
+def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None) -> Topology:
+    """Build the tree of a launcher's view, with GPUs and links of the machine where they fit."""
+    per_node = view.ranks_per_node or view.world_size
+    sources = {"nodes": f"ranks ({view.origin('world_size')}) / ranks per node"}
+    sources["gpus_per_node"] = view.origin("ranks_per_node")
+    sources["ranks_per_gpu"] = "assumed: every rank is a GPU"
+    sources |= {key: view.origin(key) for key in ("order", "hosts") if key in view.origins}
+    if view.ranks_per_node is None:
+        sources["gpus_per_node"] = "assumed: one node"
+        sources["warning"] = (
+            f"{view.origin('world_size')} gives {view.world_size} ranks but nothing says how they spread over nodes; "
+            f"they are taken for one flat node. State the machine to profit from it: {INLINE_HINT}"
+        )
+    fits = machine is not None and machine.ranks_per_node == per_node
+    if machine is None or not fits:
+        if machine is not None:
+            sources["ranks_per_gpu"] += (
+                f"; cluster {cluster} is preset {machine.name}, but its nodes have {machine.ranks_per_node} ranks, not "
+                f"{per_node}"
+            )
+        return Topology(
+            view.source, view.world_size // per_node, per_node, 1, order=view.order, hosts=view.hosts, sources=sources
+        )
+    return Topology(
+        name=machine.name,
+        nodes=view.world_size // per_node,
+        gpus_per_node=per_node // machine.ranks_per_gpu,
+        ranks_per_gpu=machine.ranks_per_gpu,
+        order=view.order,
+        links=machine.links,
+        memory_per_rank=machine.memory_per_rank,
+        hosts=view.hosts,
+        sources={**sources, **machine.origins(f" (SLURM_CLUSTER_NAME={cluster})")},
+    )

@@ -1,0 +1,101 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""One view of the job out of everything the launchers left in the environment.
+
+Note [Launchers inside launchers]
+    A process often carries the variables of several launchers: ``srun`` or ``mpirun`` starts a ``torchrun`` or
+    ``deepspeed`` on each node, which starts the ranks; or ``srun`` starts the ranks and a script sets WORLD_SIZE from
+    Slurm's variables. The launcher closest to the process decides. A farther one either started the closer launchers
+    (it then has at most one task per node, and knows nothing of the ranks), or started the ranks itself (it then has
+    as many tasks as there are ranks, must agree in every number both give, and adds what it alone knows: hosts and
+    placement). Anything else is a contradiction, and an error.
+
+Only the checks look at this process's own rank: the view's other fields come out equal on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zero_topo.topology.probes import LauncherView, deepspeed, mpi, slurm, torchrun
+
+WAY_OUT = (
+    "start the ranks with one launcher and unset the other's variables, or describe the machine with an inline "
+    'topology that has an "order"'
+)
+
+
+def launcher_view(env: Mapping[str, str]) -> LauncherView | None:
+    """What the launchers together say, or None if there is none.
+
+    Raises:
+        ValueError: if they contradict each other, or this process's rank is not where they put it.
+    """
+    closest = torchrun.probe(env) or deepspeed.probe(env) or torchrun.probe_plain(env)
+    view = _combine(closest, mpi.probe(env))
+    # Outside a step Slurm describes the allocation; a launcher that knows its nodes may use any part of it.
+    if view is None or view.nodes is None or slurm.in_step(env):
+        view = _combine(view, slurm.probe(env))
+    if view is not None:
+        _check_placement(view)
+    return view
+
+
+def _combine(closer: LauncherView | None, farther: LauncherView | None) -> LauncherView | None:
+    """Merge two views by Note [Launchers inside launchers].
+
+    Raises:
+        ValueError: if they contradict each other.
+    """
+    if closer is None or farther is None:
+        return closer or farther
+    if closer.nodes is not None and farther.world_size <= closer.nodes and farther.ranks_per_node in (None, 1):
+        return closer  # the farther one started launchers, at most one per node
+    for key, what in (
+        ("world_size", "ranks"),
+        ("ranks_per_node", "ranks per node"),
+        ("rank", "as this process's rank"),
+    ):
+        ours, theirs = getattr(closer, key), getattr(farther, key)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise ValueError(
+                f"two launchers disagree: {ours} {what} ({closer.origin(key)}) but {theirs} ({farther.origin(key)}); "
+                f"{WAY_OUT}"
+            )
+    # LOCAL_RANK is often set by hand to a device index; the farther launcher knows the number on the node.
+    local = farther if farther.local_rank is not None else closer
+    known = {key: getattr(farther, key) for key in ("ranks_per_node", "hosts", "order", "rank", "node")}
+    filled = {key: value for key, value in known.items() if getattr(closer, key) is None}
+    theirs_read = {key: farther.origin(key) for key, value in filled.items() if value is not None}
+    if "order" in farther.origins:
+        theirs_read["order"] = farther.origin("order")
+    origins = {**closer.origins, **theirs_read, "local_rank": local.origin("local_rank")}
+    return replace(closer, **filled, local_rank=local.local_rank, origins=origins)
+
+
+def _check_placement(view: LauncherView) -> None:
+    """Check this process's rank, local rank and node number against the placement in the view.
+
+    Raises:
+        ValueError: if the launcher put the rank elsewhere.
+    """
+    if view.rank is None:
+        return
+    if view.rank >= view.world_size:
+        raise ValueError(
+            f"rank {view.rank} ({view.origin('rank')}) is out of range: there are {view.world_size} ranks "
+            f"({view.origin('world_size')}), counted from 0; {WAY_OUT}"
+        )
+    if view.ranks_per_node is None:
+        return
+    position = view.rank if view.order is None else view.order[view.rank]
+    node, local_rank = divmod(position, view.ranks_per_node)
+    for key, what, expected in (("node", "node", node), ("local_rank", "local rank", local_rank)):
+        actual = getattr(view, key)
+        if actual is not None and actual != expected:
+            raise ValueError(
+                f"rank {view.rank} has {what} {actual} ({view.origin(key)}), but with {view.ranks_per_node} ranks per "
+                f"node ({view.origin('ranks_per_node')}) in {'block' if view.order is None else 'the stated'} order it "
+                f"would have {what} {expected}; start the ranks node by node (mpirun --map-by slot, srun "
+                '--distribution=block), or describe the placement with an inline topology that has an "order"'
+            )

@@ -1,0 +1,150 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Known machines (``presets/*.json``) and the topologies they make, plus the make-believe one for a single host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from typing import Any
+
+from zero_topo.topology.checks import check_int, check_keys, nearest
+from zero_topo.topology.model import Link, Topology
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node of a machine and how it reaches the others.
+
+    Attributes:
+        name: the preset's name.
+        description: one line for people.
+        clusters: Slurm's cluster names (``SLURM_CLUSTER_NAME``) of this machine.
+        gpus_per_node: GPU packages per node; None means as many as a one-node world has ranks.
+        ranks_per_gpu: ranks (dies) per package.
+        memory_per_rank: bytes, or None if unknown.
+        links: per domain, as in :class:`Topology`, with every rank of the node in use.
+        sources: where each fact was published and what was assumed.
+    """
+
+    name: str
+    description: str
+    clusters: tuple[str, ...]
+    gpus_per_node: int | None
+    ranks_per_gpu: int
+    memory_per_rank: int | None
+    links: Mapping[str, Link]
+    sources: Mapping[str, str]
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks in each node; None means as many as a one-node world has."""
+        return None if self.gpus_per_node is None else self.gpus_per_node * self.ranks_per_gpu
+
+    def origins(self, why: str = "") -> dict[str, str]:
+        """Sources of the topology fields that this machine supplies; ``why`` says how it was chosen."""
+        supplied = {
+            "gpus_per_node": True,
+            "ranks_per_gpu": True,
+            "links": bool(self.links),
+            "memory_per_rank": self.memory_per_rank is not None,
+        }
+        return {key: f"preset {self.name}{why}" for key, known in supplied.items() if known}
+
+
+def preset_names() -> list[str]:
+    """Names of the known machines, sorted."""
+    return sorted(entry.name[:-5] for entry in _folder().iterdir() if entry.name.endswith(".json"))
+
+
+def load_machine(name: str) -> Machine:
+    """Read a preset.
+
+    Raises:
+        ValueError: if there is none of that name; the nearest one is named.
+    """
+    names = preset_names()
+    if name not in names:
+        raise ValueError(
+            f"unknown machine {name!r}; did you mean {nearest(name, names)!r}? (known: {names}; 'auto', a path to a "
+            "JSON file or an inline description work too)"
+        )
+    data = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    keys = [item.name for item in fields(Machine)]
+    check_keys(f"preset {name!r}", data, keys, required=keys)
+    links = {
+        domain: Link.from_json(f"preset {name!r}: link {domain!r}", link) for domain, link in data["links"].items()
+    }
+    return Machine(**{**data, "clusters": tuple(data["clusters"]), "links": links})
+
+
+def machine_of_cluster(cluster: str) -> Machine | None:
+    """The machine whose Slurm cluster has this name, or None."""
+    machines = (load_machine(name) for name in preset_names())
+    return next((machine for machine in machines if cluster.lower() in machine.clusters), None)
+
+
+def load_preset(name: str, world_size: int) -> Topology:
+    """The topology of a known machine with as many nodes as ``world_size`` ranks fill.
+
+    Args:
+        name: one of :func:`preset_names`.
+        world_size: ranks in all.
+
+    Raises:
+        ValueError: if the name is unknown or the ranks do not fill whole nodes.
+    """
+    machine = load_machine(name)
+    check_int("world size", world_size)
+    per_node = machine.ranks_per_node or world_size
+    if world_size % per_node:
+        why = "is less than one node" if world_size < per_node else "does not fill whole nodes"
+        raise ValueError(
+            f"world size {world_size} {why} of preset {name!r}, which has {per_node} ranks per node; start a multiple "
+            f"of {per_node} ranks, or describe what you start: an inline topology "
+            '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
+        )
+    return Topology(
+        name=name,
+        nodes=world_size // per_node,
+        gpus_per_node=per_node // machine.ranks_per_gpu,
+        ranks_per_gpu=machine.ranks_per_gpu,
+        links=machine.links,
+        memory_per_rank=machine.memory_per_rank,
+        sources={"nodes": "ranks / ranks per node", **machine.origins()},
+    )
+
+
+def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
+    """A make-believe machine, for trying a multi-node plan on one host; ``gcds_per_gpu`` ranks share a GPU.
+
+    Raises:
+        ValueError: if a number is not a positive int.
+    """
+    for key, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node), ("gcds_per_gpu", gcds_per_gpu)):
+        check_int(f"emulated: {key}", value)
+    return Topology(
+        name="emulated",
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        ranks_per_gpu=gcds_per_gpu,
+        emulated=True,
+        sources={key: "emulated" for key in ("nodes", "gpus_per_node", "ranks_per_gpu")},
+    )
+
+
+def emulated_from_json(data: Mapping[str, Any]) -> Topology:
+    """Build :func:`emulated` from ``{"nodes": ..., "gpus_per_node": ..., "gcds_per_gpu": ...}``.
+
+    Raises:
+        ValueError: if a key is unknown or missing, or a number not a positive int.
+    """
+    keys = ("nodes", "gpus_per_node", "gcds_per_gpu")
+    check_keys("topology: emulated", data, keys, required=keys)
+    return emulated(data["nodes"], data["gpus_per_node"], data["gcds_per_gpu"])
+
+
+def _folder() -> Any:
+    """The folder of preset files, also inside a zipped package."""
+    return resources.files(__package__).joinpath("presets")

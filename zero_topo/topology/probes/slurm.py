@@ -1,0 +1,221 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Slurm: hosts, tasks per node and distribution of the step (``srun``) that started the process.
+
+``srun`` describes the step in SLURM_STEP_* and, for older programs, again in SLURM_NTASKS and the like, which in a
+batch script describe the whole allocation instead; so the step's own variables are read first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import hostlist
+
+from zero_topo.topology.probes import LauncherView, first_int, read_int
+
+NODELIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+NTASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+NNODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+DISTRIBUTIONS = ("block", "cyclic", "plane", "arbitrary")
+
+
+def in_step(env: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started the process or one of its parents (in a batch script it did not)."""
+    return any(env.get(name) for name in STEP)
+
+
+def cluster(env: Mapping[str, str]) -> str | None:
+    """The name of the Slurm cluster, or None outside Slurm."""
+    return env.get("SLURM_CLUSTER_NAME", "").strip() or None
+
+
+def probe(env: Mapping[str, str]) -> LauncherView | None:
+    """What Slurm says about the step's tasks, or None if it did not say how many there are.
+
+    Raises:
+        ValueError: if its variables contradict each other, or the hosts have unequal numbers of tasks.
+    """
+    tasks, tasks_name = first_int(env, NTASKS, least=1)
+    counts, counts_name = _tasks_per_node(env)
+    if tasks is None and counts is None:
+        return None
+    hosts, hosts_name = _hosts(env)
+    if counts is None:
+        assert tasks is not None  # both missing returned above
+        counts, nodes_name = _even_counts(env, tasks, hosts)
+        counts_name = f"{tasks_name} / {nodes_name}"
+    if tasks is None:
+        tasks, tasks_name = sum(counts), counts_name
+    _check_counts(tasks, tasks_name, counts, counts_name, hosts, hosts_name)
+    order, order_name = _order(env, len(counts), counts[0], hosts)
+    read = {"world_size": tasks_name, "ranks_per_node": counts_name, "hosts": hosts_name, "order": order_name}
+    read |= {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "node": "SLURM_NODEID"}
+    return LauncherView(
+        source="slurm",
+        world_size=tasks,
+        rank=read_int(env, "SLURM_PROCID"),
+        local_rank=read_int(env, "SLURM_LOCALID"),
+        node=read_int(env, "SLURM_NODEID"),
+        ranks_per_node=counts[0],
+        hosts=tuple(hosts) if hosts else None,
+        order=order,
+        origins={key: f"slurm: {name}" for key, name in read.items() if name},
+    )
+
+
+def expand_hosts(text: str, name: str, duplicates: bool = False) -> list[str]:
+    """Expand Slurm's host list, for example ``"nid[000001-000002,000007]"``, in the order it is written.
+
+    Args:
+        text: the list.
+        name: the variable it came from, for the error.
+        duplicates: keep a host that is named again.
+
+    Raises:
+        ValueError: if it is no host list.
+    """
+    try:
+        hosts: list[str] = hostlist.expand_hostlist(text, allow_duplicates=duplicates)
+    except hostlist.BadHostlist as error:
+        raise ValueError(
+            f"{name} is {text!r}, which is no Slurm host list ({error}); it should look like 'node[01-04,07]'"
+        ) from error
+    return hosts
+
+
+def expand_tasks_per_node(text: str, name: str) -> list[int]:
+    """Expand Slurm's tasks per node, for example ``"8(x2),4"`` -> ``[8, 8, 4]``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        counts: list[int] = hostlist.parse_slurm_tasks_per_node(text)
+    except hostlist.BadHostlist as error:
+        raise ValueError(
+            f"{name} is {text!r}, which is no list of tasks per node ({error}); it should look like '8(x2),4'"
+        ) from error
+    return counts
+
+
+def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
+    """Tree position of each task when ``plane`` tasks at a time are dealt to the nodes in turn.
+
+    Cyclic distribution is a plane of one, block distribution a plane of ``per_node``; a plane that does not divide
+    ``per_node`` leaves a smaller last round (``_task_layout_plane`` in Slurm's ``slurm_step_layout.c``).
+
+    Args:
+        nodes: number of nodes.
+        per_node: tasks on each.
+        plane: tasks dealt at once; positive.
+
+    Returns:
+        A permutation, ``[nodes * per_node]``.
+    """
+    rounds = range(0, per_node, plane)
+    return tuple(
+        node * per_node + slot
+        for first in rounds
+        for node in range(nodes)
+        for slot in range(first, min(first + plane, per_node))
+    )
+
+
+def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
+    name = next((name for name in NODELIST if env.get(name)), "")
+    return (expand_hosts(env[name], name), name) if name else ([], "")
+
+
+def _tasks_per_node(env: Mapping[str, str]) -> tuple[list[int] | None, str]:
+    name = next((name for name in TASKS_PER_NODE if env.get(name)), "")
+    return (expand_tasks_per_node(env[name], name), name) if name else (None, "")
+
+
+def _even_counts(env: Mapping[str, str], tasks: int, hosts: Sequence[str]) -> tuple[list[int], str]:
+    """Tasks per node where Slurm names only the totals: even, as far as one can know."""
+    nodes, name = first_int(env, NNODES, least=1)
+    if nodes is None:
+        nodes, name = (len(hosts), "host list") if hosts else (1, "one node, as no number of nodes is set")
+    if tasks % nodes:
+        raise ValueError(
+            f"slurm: {tasks} tasks on {nodes} nodes ({name}) cannot be spread evenly: nodes with unequal numbers of "
+            "ranks have no regular tree; start equally many on every node (srun --ntasks-per-node)"
+        )
+    return [tasks // nodes] * nodes, name
+
+
+def _check_counts(
+    tasks: int, tasks_name: str, counts: Sequence[int], counts_name: str, hosts: Sequence[str], hosts_name: str
+) -> None:
+    if hosts and len(hosts) != len(counts):
+        raise ValueError(
+            f"slurm: {hosts_name} names {len(hosts)} hosts but {counts_name} has tasks on {len(counts)}; start the "
+            "ranks with srun, which describes its step in SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE"
+        )
+    usual = Counter(counts).most_common(1)[0][0]
+    for index, count in enumerate(counts):
+        if count != usual:
+            host = f"host {hosts[index]!r}" if hosts else f"node {index}"
+            raise ValueError(
+                f"slurm: {host} has {count} tasks but others have {usual} ({counts_name}): nodes with unequal numbers "
+                "of ranks have no regular tree; start equally many on every node (srun --ntasks-per-node)"
+            )
+    if sum(counts) != tasks:
+        raise ValueError(
+            f"slurm: {tasks_name} is {tasks} but {counts_name} adds up to {sum(counts)}; start the ranks with srun, or "
+            "unset the variable that was set by hand"
+        )
+
+
+def _order(
+    env: Mapping[str, str], nodes: int, per_node: int, hosts: Sequence[str]
+) -> tuple[tuple[int, ...] | None, str]:
+    """Tree position of each task and where it was read; None for block.
+
+    SLURM_DISTRIBUTION is ``nodes[:sockets[:cores]][,Pack|NoPack]``; only its first part places tasks on nodes.
+    """
+    text = env.get("SLURM_DISTRIBUTION", "").strip()
+    if not text:
+        return None, "Slurm's default distribution, block"
+    origin = f"SLURM_DISTRIBUTION={text}"
+    kind, _, size = text.lower().split(",")[0].split(":")[0].partition("=")
+    if kind in ("*", "block", "unknown", "pack", "nopack"):
+        return None, origin
+    if kind == "arbitrary":
+        return _arbitrary_order(env, per_node, hosts), origin
+    if kind not in ("cyclic", "plane"):
+        raise ValueError(
+            f"SLURM_DISTRIBUTION is {text!r}, an unknown distribution of tasks (known: {', '.join(DISTRIBUTIONS)}); "
+            'choose one with srun --distribution, or give an "order" in the topology\'s JSON'
+        )
+    plane: int | None = 1
+    if kind == "plane":
+        plane = int(size) if size.isdecimal() and int(size) else read_int(env, "SLURM_DIST_PLANESIZE", least=1)
+    if plane is None:
+        raise ValueError(
+            f"SLURM_DISTRIBUTION is {text!r} but neither it nor SLURM_DIST_PLANESIZE gives the plane's size; use srun "
+            "--distribution=plane=SIZE"
+        )
+    order = placement(nodes, per_node, plane)
+    return (None if order == tuple(range(len(order))) else order), origin
+
+
+def _arbitrary_order(env: Mapping[str, str], per_node: int, hosts: Sequence[str]) -> tuple[int, ...]:
+    """Tree positions from the list of one host per task that ``srun`` makes of SLURM_HOSTFILE."""
+    name = "SLURM_ARBITRARY_NODELIST"
+    if not env.get(name) or not hosts:
+        raise ValueError(
+            f"SLURM_DISTRIBUTION is arbitrary but {name} and the step's host list, which would say where each task "
+            'runs, are not both set; use another distribution, or give an "order" in the topology\'s JSON'
+        )
+    tasks = expand_hosts(env[name], name, duplicates=True)
+    if Counter(tasks) != Counter({host: per_node for host in hosts}):
+        raise ValueError(
+            f"{name} is {env[name]!r}, which does not put {per_node} tasks on each of {', '.join(hosts)}; start "
+            "equally many on every node"
+        )
+    slots = {host: iter(range(node * per_node, (node + 1) * per_node)) for node, host in enumerate(hosts)}
+    return tuple(next(slots[host]) for host in tasks)
