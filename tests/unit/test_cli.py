@@ -1,0 +1,206 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The ``zero-topo`` command: its numbers, its one-line errors, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.cli import main
+from zero_topo.cli.inputs import read_count
+from zero_topo.config import SCHEMES, json_schema
+from zero_topo.topology import Topology
+
+EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
+LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line outside of any launcher's job and returns (status, stdout, stderr)."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        seen = capsys.readouterr()
+        return status, seen.out, seen.err
+
+    return call
+
+
+@pytest.fixture
+def ds_config(tmp_path: Path) -> Callable[..., str]:
+    """Writes a DeepSpeed config with the given keys and returns its path."""
+
+    def write(**keys: Any) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **keys}))
+        return str(path)
+
+    return write
+
+
+def test_topology_draws_a_preset_of_the_given_size(run: Run) -> None:
+    status, out, _ = run("topology", "--from", "frontier", "--world-size", "16")
+    assert status == 0
+    assert "frontier: 16 ranks" in out and "2 x node" in out and "4 x gpu" in out
+
+
+def test_topology_json_is_read_back_by_from(run: Run, tmp_path: Path) -> None:
+    _, out, _ = run("topology", "--from", "frontier", "--world-size", "16", "--json")
+    path = tmp_path / "machine.json"
+    path.write_text(out)
+    again = run("topology", "--from", str(path), "--json")[1]
+    assert Topology.from_json(json.loads(again)) == Topology.from_json(json.loads(out))
+
+
+def test_a_preset_without_a_size_is_one_node(run: Run) -> None:
+    assert "frontier: 8 ranks" in run("topology", "--from", "frontier")[1]
+
+
+def test_an_inline_machine_may_be_given_on_the_command_line(run: Run) -> None:
+    assert "8 ranks (emulated)" in run("topology", "--from", json.dumps(EMULATED))[1]
+
+
+def test_schema_prints_and_writes_the_same_schema(run: Run, tmp_path: Path) -> None:
+    assert json.loads(run("schema")[1]) == json_schema()
+    target = tmp_path / "schema.json"
+    status, out, _ = run("schema", "--whole-file", "--output", str(target))
+    assert status == 0 and str(target) in out
+    assert json.loads(target.read_text()) == json_schema(whole_file=True)
+
+
+def test_plan_shows_all_six_schemes_with_the_papers_numbers(run: Run) -> None:
+    """20B parameters on 384 GCDs: 2psi/2, 2psi/8 and 12psi/384 bytes."""
+    status, out, _ = run("plan", "--params", "20e9", "--topology", "frontier", "--world-size", "384")
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert {line[0] for line in lines if line} >= set(SCHEMES)
+    held = next(line for line in lines if line[:3] == ["topo", "20.00", "GB"])
+    assert held[5:9] == ["5.00", "GB", "625.00", "MB"]
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+
+
+def test_plan_of_the_whole_of_frontier_fits_80_columns(run: Run) -> None:
+    out = run(
+        "plan", "--params", "1T", "--topology", "frontier", "--world-size", str(9408 * 8), "--micro-batches", "16"
+    )[1]
+    assert "world 75264 int8" in out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+
+
+def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
+    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--scheme", "topo", "--json"]
+    report = json.loads(run(*words, "--micro-batches", "3")[1])
+    (topo,) = report["schemes"]
+    assert (report["params"], report["micro_batches"], topo["scheme"]) == (8192, 3, "topo")
+    assert topo["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
+    assert topo["memory"] == {"weights": 8192, "secondary": 4224, "gradients": 4096, "optimizer": 12288}
+    assert topo["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152, "world": 2048 + 6144}
+    assert {"phase": "publish", "domain": "world", "bytes": 6144} in topo["sent"]
+
+
+def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:
+    out = run("plan", "--params", "1B", "--topology", "dgx-a100", "--scheme", "topo")[1]
+    assert 'set "weights": "node" to shard them' in out
+
+
+def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, ds_config: Callable[..., str]) -> None:
+    path = ds_config(zero_topo={"topology": EMULATED, "scheme": "topo"})
+    status, out, err = run("check", path)
+    assert (status, err) == (0, "")
+    assert "- scheme topo: weights int8 over gpu (degree 2)" in out and out.endswith("ok\n")
+    report = json.loads(run("check", path, "--json")[1])
+    assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
+
+
+def test_check_lists_every_refused_setting_one_a_line(run: Run, ds_config: Callable[..., str]) -> None:
+    path = ds_config(zero_topo={}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
+    status, out, err = run("check", path)
+    assert (status, out) == (2, "")
+    assert [line.split()[1] for line in err.splitlines()] == ["compile.deepcompile", "torch_autocast.enabled"]
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["plna"], "did you mean 'plan'"),
+    (["plan"], "--params"),
+    (["plan", "--params", "many"], "20e9, 20B or 350M"),
+    (["plan", "--params", "1B", "--scheme", "tpo", "--topology", "frontier"], "did you mean 'topo'?"),
+    (["plan", "--params", "1B", "--topology", "frontier", "--world-size", "12"], "8 ranks per node"),
+    (["plan", "--params", "1B", "--micro-batches", "0"], "--micro-batches"),
+    (["topology", "--from", "frontir"], "did you mean 'frontier'?"),
+    (["topology", "--from", "no/such.json"], "no/such.json"),
+    (["topology", "--from", "{broken"], "not valid JSON"),
+    (["topology", "--world-size", "many"], "--world-size"),
+    (["schema", "--output", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
+    (["schema", "--outptu", "x"], "--outptu"),
+    (["check", "missing.json"], "no such file"),
+    (["check", "{path}"], 'has no "zero_topo" block'),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_input_is_one_line_on_stderr_and_status_2(
+    run: Run, ds_config: Callable[..., str], words: list[str], message: str
+) -> None:
+    path = ds_config()
+    status, out, err = run(*(word.replace("{path}", path) for word in words))
+    assert (status, out) == (2, "")
+    assert err.startswith("zero-topo: ") and err.count("\n") == 1
+    assert message.lower() in err.lower()
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
+    machine = tmp_path / "m.json"
+    order = list(range(80_000))[::-1]  # more text than a pipe holds
+    machine.write_text(json.dumps({"nodes": 10_000, "gpus_per_node": 8, "ranks_per_gpu": 1, "order": order}))
+    command = f"{sys.executable} -m zero_topo.cli topology --from {machine} --json | head -c 10"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_no_command_shows_the_list_of_commands(run: Run) -> None:
+    status, out, _ = run()
+    assert status == 0
+    assert all(name in out for name in ("topology", "plan", "check", "schema"))
+
+
+def test_planning_imports_neither_torch_nor_deepspeed_nor_numpy() -> None:
+    code = (
+        "import sys; from zero_topo.cli import main\n"
+        "main(['plan', '--params', '20e9', '--topology', 'frontier', '--world-size', '384'])\n"
+        "main(['schema'])\n"
+        "sys.exit(','.join({'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@given(number=st.integers(1, 10**15))
+def test_a_count_is_read_as_written(number: int) -> None:
+    assert read_count(str(number), "n") == number
+    assert read_count(f"{number}B", "n") == number * 10**9
+    assert read_count(f"{number}e3", "n") == number * 1000
+
+
+@pytest.mark.parametrize(("text", "value"), [("1.3b", 1_300_000_000), ("350M", 350_000_000), ("2.5e9", 2_500_000_000)])
+def test_decimal_counts_are_exact(text: str, value: int) -> None:
+    assert read_count(text, "n") == value
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "20GB", "", "nan", "1e", "0.0001k"])
+def test_what_is_not_a_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a positive whole number"):
+        read_count(text, "n")

@@ -1,0 +1,67 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The list of commands, and how wrong input ends: one line on stderr, exit status 2.
+
+To add a command, write its function in a file of its own, with heavy imports (torch, matplotlib) inside the function,
+and add it to :data:`COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import typer
+
+from zero_topo.cli.check import check
+from zero_topo.cli.plan import plan
+from zero_topo.cli.schema import schema
+from zero_topo.cli.topology import topology
+
+COMMANDS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"topology": topology, "plan": plan, "check": check, "schema": schema}
+)
+
+WRONG_INPUT = 2
+INTERRUPTED = 128 + 2  # the shell's number for SIGINT
+READER_GONE = 128 + 13  # and for SIGPIPE
+# ClickException, by way of a public name: typer carries its own copy of click since 0.22.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def build() -> typer.Typer:
+    """The application with all commands."""
+    app = typer.Typer(
+        name="zero-topo",
+        help="Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for name, function in COMMANDS.items():
+        app.command(name)(function)
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = build()(args=words or ["--help"], prog_name="zero-topo", standalone_mode=False)
+    except _CommandLineError as error:
+        return _complain(error.format_message())  # type: ignore[attr-defined]
+    except BrokenPipeError:  # the reader, such as head, has seen enough; spare the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        return _complain(str(error))
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str) -> int:
+    for line in message.splitlines():
+        print(f"zero-topo: {line}", file=sys.stderr)
+    return WRONG_INPUT

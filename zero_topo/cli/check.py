@@ -1,0 +1,39 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo check``: would this DeepSpeed config start, and with which plan?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from zero_topo.cli.inputs import machine
+from zero_topo.cli.tables import places_table, show
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+
+
+def check(
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with a zero_topo block.")],
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
+) -> None:
+    """Validate a DeepSpeed config and show the plan its zero_topo block makes."""
+    loaded = load_deepspeed_config(ds_config)
+    problems = deepspeed_problems(loaded)
+    if problems:
+        raise ValueError("\n".join(problems))
+    block = ZeroTopoConfig.from_ds_config(loaded)
+    if block is None:
+        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{"scheme": "topo"}}')
+    found = machine(block.topology, world_size)
+    resolved = block.resolve(found)
+    if as_json:
+        print(json.dumps({"topology": found.to_json(), **resolved.to_json()}, indent=2))
+        return
+    print(found.render())
+    print()
+    show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
+    for note in resolved.notes:
+        print(f"- {note}")
+    print("ok")

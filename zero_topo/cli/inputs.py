@@ -1,0 +1,55 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What several commands read from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.topology import Topology, preset_names, resolve
+from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.presets import load_machine
+
+_COUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE]\+?\d+)?)(?P<suffix>[kKmMbBtT]?)")
+_SUFFIXES: Mapping[str, int] = MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12})
+
+
+def read_count(text: str, what: str) -> int:
+    """A positive whole number such as ``"20e9"``, ``"20B"`` or ``"350M"``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].lower()] if match else Decimal(0)
+    if value < 1 or value != value.to_integral_value():
+        raise ValueError(f"{what} {text!r} is not a positive whole number; write it as 20e9, 20B or 350M")
+    return int(value)
+
+
+def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:
+    """The machine that an option or a config's ``topology`` names.
+
+    A preset without a number of ranks, outside of a job, is one node of that machine.
+
+    Args:
+        setting: as the config's ``topology`` key; a string that starts with ``{`` is an inline object.
+        world_size: ranks, or None to ask the launcher.
+
+    Raises:
+        ValueError: if there is no such machine or its ranks do not add up.
+    """
+    if isinstance(setting, str) and setting.lstrip().startswith("{"):
+        try:
+            setting = json.loads(setting)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"topology {setting!r} is not valid JSON: {error}") from None
+    if world_size is None and setting in preset_names() and launcher_view(os.environ) is None:
+        assert isinstance(setting, str)
+        world_size = load_machine(setting).ranks_per_node
+    return resolve(setting, os.environ, world_size)

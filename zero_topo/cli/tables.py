@@ -1,0 +1,78 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Tables of plans and their costs; each fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zero_topo.config import ROLES, ResolvedConfig
+from zero_topo.units import format_bytes
+
+SENT_DOMAINS = ("gpu", "node", "world")
+NARROWEST = 80
+
+
+def show(table: Table) -> None:
+    """Print a table to stdout."""
+    console = Console(highlight=False)
+    console.width = max(console.width, NARROWEST)  # a cut number is worse than a broken line
+    console.print(table)
+    console.print()
+
+
+def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
+    """Scheme by role: the domain, its number of ranks, and the bits in which it travels."""
+    table = _table(title, ["", *ROLES, "sync"])
+    for name, config in rows.items():
+        specs = {
+            "weights": config.weights_spec,
+            "secondary": config.secondary_spec,
+            "gradients": config.gradients_spec,
+        }
+        cells = []
+        for role, degree in config.plan.degrees().items():
+            if degree is None:
+                cells.append("-")
+                continue
+            spec = specs.get(role)
+            bits = f" int{spec.bits}" if spec is not None and degree > 1 else ""
+            cells.append(f"{config.topology.domain(degree)} {degree}{bits}")
+        copies = config.plan.world_size // config.plan.gradients
+        table.add_row(name, *cells, config.sync.MODE if copies > 1 else "-")
+    return table
+
+
+def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
+    """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
+    table = _table("Held by each rank (shards only, no activations)", ["", *ROLES, "total", "of memory"])
+    for name, held in rows.items():
+        total = sum(held.values())
+        share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
+        table.add_row(name, *(_bytes(held[role]) for role in ROLES), format_bytes(total), share)
+    return table
+
+
+def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> Table:
+    """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each collective spans."""
+    plural = "es" if micro_batches > 1 else ""
+    title = f"Sent by each rank per step of {micro_batches} micro-batch{plural}"
+    table = _table(title, ["", *SENT_DOMAINS, "total"])
+    for name, sent in rows.items():
+        cells = [_bytes(sent.get(domain, 0)) for domain in SENT_DOMAINS]
+        table.add_row(name, *cells, format_bytes(sum(sent.values())))
+    return table
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
