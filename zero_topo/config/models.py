@@ -62,8 +62,8 @@ class ZeroTopoConfig(StrictModel):
     )
     accumulation_dtype: Dtype | None = Field(
         None,
-        description="Type of the gradient buffer; null takes DeepSpeed's data_types.grad_accum_dtype, which is the model's "
-        "own type unless set. fp32 doubles its memory in 16-bit training.",
+        description="Type of the gradient buffer; null takes DeepSpeed's data_types.grad_accum_dtype, which is the "
+        "model's own type unless set. fp32 doubles its memory in 16-bit training.",
     )
     meter: bool = Field(True, strict=True, description="Count the bytes each collective sends, by phase and domain.")
     seed: int | None = Field(
