@@ -1,0 +1,194 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The limits that keep this a house: sizes, annotations, licence lines, and one seam to DeepSpeed."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+
+from tests.house import Function, Source, function_lines, parameters, sources
+
+LICENCE = "# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0"
+
+MAX_FILE_LINES = 400
+MEDIAN_FILE_LINES = 200
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+SHORT_FUNCTION_LINES = 35
+MAX_PARAMETERS = 6
+
+SEAM = "zero_topo/engine/hook.py"
+"""The only file that may name DeepSpeed's privates; it overrides methods whose signatures DeepSpeed chose."""
+
+MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}
+
+PACKAGE = sources("zero_topo", "op_builder")
+EVERYTHING = [*PACKAGE, *sources("tests")]
+
+
+def is_kernel(function: Function) -> bool:
+    """Whether a function is a Triton kernel, which may be longer: it cannot call what is not inlined."""
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
+def test_files_start_with_the_licence_line() -> None:
+    """Every file says whose it is and under which licence, in its first line."""
+    assert not [source.name for source in EVERYTHING if source.text.splitlines()[:1] != [LICENCE]]
+
+
+def test_files_say_what_they_are_for() -> None:
+    """Every module with anything in it begins with a docstring."""
+    assert not [source.name for source in EVERYTHING if source.tree.body and not ast.get_docstring(source.tree)]
+
+
+def test_no_file_is_long() -> None:
+    """No file has over 400 lines, and the median file of the package at most 200."""
+    assert not [f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES]
+    assert statistics.median(source.lines for source in PACKAGE) <= MEDIAN_FILE_LINES
+
+
+def test_no_function_is_long() -> None:
+    """No function has over 60 lines (kernels: 120), and 9 in 10 of the package have at most 35."""
+    for where, function in functions(EVERYTHING):
+        limit = MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES
+        assert function_lines(function) <= limit, f"{where} has {function_lines(function)} lines"
+    lengths = sorted(function_lines(function) for _, function in functions(PACKAGE))
+    assert lengths[len(lengths) * 9 // 10] <= SHORT_FUNCTION_LINES
+
+
+def test_functions_say_what_they_return() -> None:
+    """Every function has a return annotation, nested ones too."""
+    assert not [where for where, function in functions(EVERYTHING) if function.returns is None]
+
+
+def test_functions_take_few_parameters() -> None:
+    """More than six parameters want to be a frozen dataclass. The seam's overrides keep DeepSpeed's signatures."""
+    mine = [source for source in PACKAGE if source.name != SEAM]
+    many = {where: parameters(function) for where, function in functions(mine)}
+    assert not {where: names for where, names in many.items() if len(names) > MAX_PARAMETERS}
+
+
+def test_no_module_level_state() -> None:
+    """No `global`, and no list, dict or set at module level that functions change."""
+    for source in PACKAGE:
+        lines = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        assert not lines, f"{source.name}: `global` on lines {lines}"
+        names = set(module_level_containers(source.tree))
+        changed = {name for function in source.functions() for name in mutated_names(function)} & names
+        assert not changed, f"{source.name}: functions change the module-level {sorted(changed)}"
+
+
+def functions(files: list[Source]) -> Iterator[tuple[str, Function]]:
+    """Every function of the files, with its place for messages."""
+    for source in files:
+        yield from ((f"{source.name}:{function.lineno} {function.name}", function) for function in source.functions())
+
+
+def module_level_containers(tree: ast.Module) -> Iterator[str]:
+    """Names bound at module level to a list, dict or set."""
+    makers = {"list", "dict", "set", "defaultdict", "OrderedDict", "Counter", "deque", "WeakKeyDictionary"}
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        call = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+        display = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+        if display or call in makers:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def mutated_names(function: Function) -> Iterator[str]:
+    """Names whose object a function changes in place and does not bind itself."""
+    bound = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    bound |= set(parameters(function))
+    for node in ast.walk(function):
+        target: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            target = node.func.value
+        if isinstance(target, ast.Name) and target.id not in bound:
+            yield target.id
+
+
+def deepspeed_privates() -> set[str]:
+    """The private names of DeepSpeed that the seam declares to rely on, in its constant REQUIRED."""
+    seam = next(source for source in PACKAGE if source.name == SEAM)
+    found: set[str] = set()
+    for node in seam.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "REQUIRED" for target in targets):
+            constants = (inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant))
+            found = {name.rpartition(".")[2] for name in constants if isinstance(name, str)}
+    return {name for name in found if name.startswith("_")}
+
+
+def test_the_seam_declares_its_privates() -> None:
+    """The check below is empty if the seam's list is not found or is renamed."""
+    assert deepspeed_privates()
+
+
+def test_only_the_seam_names_deepspeed_privates() -> None:
+    """One file touches DeepSpeed's privates, so one file changes when DeepSpeed does."""
+    privates = deepspeed_privates()
+    found = {file.name: sorted(named_privates(file.tree, privates)) for file in PACKAGE if file.name != SEAM}
+    assert not {name: named for name, named in found.items() if named}
+
+
+def named_privates(tree: ast.Module, privates: set[str]) -> Iterator[str]:
+    """Ways to name a private: attribute, method, string (getattr, patching), mangled name, import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (node.attr in privates or node.attr.startswith("_DeepSpeed")):
+            yield f"line {node.lineno}: .{node.attr}"
+        elif isinstance(node, Function) and node.name in privates:
+            yield f"line {node.lineno}: def {node.name}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in privates or node.value.startswith("_DeepSpeed"):
+                yield f"line {node.lineno}: {node.value!r}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (f"line {node.lineno}: import of {part}" for part in parts if part.startswith("_"))
+
+
+def test_the_engine_uses_no_foreign_private() -> None:
+    """In the room that sees DeepSpeed's objects, every private attribute used is one that we define ourselves."""
+    ours = {name for source in PACKAGE for name in defined_names(source.tree)}
+    room = [source for source in PACKAGE if source.name.startswith("zero_topo/engine/") and source.name != SEAM]
+    found = {source.name: sorted(set(private_attributes(source.tree)) - ours) for source in room}
+    assert not {name: used for name, used in found.items() if used}
+
+
+def private_attributes(tree: ast.Module) -> Iterator[str]:
+    """Names of the private attributes a module reads or writes, on whatever object but the torch module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield from () if ast.unparse(node).startswith("torch.") else (node.attr,)
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Names of functions, classes, variables and attributes of self that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_the_rules_catch_what_they_forbid() -> None:
+    """The checks above see violations: on a made-up file that breaks each rule they find it."""
+    tree = ast.parse(
+        "CACHE = {}\n"
+        "def put(x):\n    CACHE[x] = engine._configure_zero_optimizer\n"
+        "from deepspeed.runtime import _hidden\n"
+        "class A:\n    def __init__(self): self._own = other._theirs\n"
+    )
+    put = next(node for node in ast.walk(tree) if isinstance(node, Function))
+    assert list(module_level_containers(tree)) == ["CACHE"]
+    assert list(mutated_names(put)) == ["CACHE"]
+    assert sorted(named_privates(tree, {"_configure_zero_optimizer"})) == [
+        "line 3: ._configure_zero_optimizer",
+        "line 4: import of _hidden",
+    ]
+    assert set(private_attributes(tree)) - set(defined_names(tree)) == {"_configure_zero_optimizer", "_theirs"}
