@@ -74,6 +74,9 @@ def test_a_cyclic_step_on_frontier_is_known_to_the_last_detail() -> None:
 def test_variables_set_from_slurms_keep_slurms_placement() -> None:
     topology = discover(sample("slurm_env_script"))
     assert [topology.coordinates(rank)[0] for rank in range(4)] == [0, 1, 0, 1]
+    block = discover(sample("slurm_env_script", SLURM_DISTRIBUTION="block"))
+    assert [block.coordinates(rank)[0] for rank in range(4)] == [0, 0, 1, 1]
+    assert block.sources["order"] == "slurm: SLURM_DISTRIBUTION=block"
 
 
 def test_no_launcher_is_one_rank() -> None:
@@ -206,7 +209,7 @@ def test_a_stated_order_is_kept_even_where_launchers_contradict_each_other() -> 
 def test_an_emulated_tree_is_left_alone() -> None:
     env = sample("slurm_frontier_cyclic")
     setting = {"emulated": {"nodes": 3, "gpus_per_node": 4, "gcds_per_gpu": 2}}
-    assert resolve(setting, env, 24) == emulated(3, 4, 2)
+    assert resolve(setting, env, 24) == resolve(setting, env) == emulated(3, 4, 2)
 
 
 @pytest.mark.parametrize("name", ["machine.json", "machine"])
