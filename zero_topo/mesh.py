@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Hop:
 class Mesh:
     """The process groups of a plan.
 
-    Every rank creates its own groups in the same order, and only those (``use_local_synchronization``): a world of
+    Every rank creates its own groups in the same order, once, and only those (``use_local_synchronization``): a world of
     75,264 ranks costs each rank a handful of groups, not one per pair. Hops over the same ranks share a group.
 
     Args:
@@ -61,7 +62,6 @@ class Mesh:
         self.plan = plan
         self.topology = topology
         self.rank = dist.get_rank()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._hops = {pair: self._create(*pair) for pair in dict.fromkeys(hops)}
 
     def hop(self, lo: int, hi: int) -> Hop:
@@ -80,14 +80,8 @@ class Mesh:
         return Hop(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if len(ranks) == self.plan.world_size:
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        if ranks not in self._groups:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups[ranks] = group
-        return self._groups[ranks]
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD if len(ranks) == self.plan.world_size else _shared_group(dist.group.WORLD, ranks)
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The machine as a ``DeviceMesh`` of dimensions ("node", "gpu", "rank"), for code that speaks DTensor.
@@ -103,9 +97,15 @@ class Mesh:
         groups = [self._group(tuple(sorted(line.tolist()))) for line in lines]
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("node", "gpu", "rank"))
 
-    def destroy(self) -> None:
-        """Destroy the groups this mesh created."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
-        self._hops.clear()
+
+@cache
+def _shared_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of ascending ``ranks`` within ``world``, created once per process and never destroyed.
+
+    Engines come and go within one process (tests, sweeps) and want the same groups. Creating one anew under
+    ``use_local_synchronization`` would reuse its name, and gloo would then connect to the addresses that the destroyed
+    one left in the store. The groups end with the world's.
+    """
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

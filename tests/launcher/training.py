@@ -1,0 +1,191 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Train a small model under a DeepSpeed config and return what happened: the yardstick of every parity test."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
+PLAIN = {"weights": None, "secondary": None, "gradients": None}
+
+
+def block(scheme: str, **more: Any) -> dict[str, Any]:
+    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies; unquantized unless ``quantize`` says otherwise."""
+    return {"topology": EMULATED, "scheme": scheme, "quantize": PLAIN, "debug_checks": True, **more}
+
+
+class Net(nn.Module):
+    """A residual MLP with a norm, odd sizes and biases smaller than the world."""
+
+    def __init__(self, width: int = 37, depth: int = 3, out: int = 5) -> None:
+        super().__init__()
+        self.inp = nn.Linear(11, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth))
+        self.out = nn.Linear(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.blocks:
+            x = x + torch.tanh(layer(x))
+        return self.out(x)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        model: builds the model; called under one seed.
+        zero_topo: the block, or None for stock ZeRO-3.
+        steps: optimizer steps.
+        micro_batches: per optimizer step.
+        dtype: "fp32" or "bf16" ("fp16" with a patched accelerator).
+        ds: keys merged over the default DeepSpeed config (``zero_optimization`` is merged one level deeper).
+        zero_init: build the model under ``deepspeed.zero.Init``.
+        each_step: called with (engine, step) before the step's first micro-batch.
+        loss: of (engine, inputs, targets).
+        groups: the model -> optimizer parameter groups; None lets DeepSpeed take all trainable parameters.
+        width_in: input features.
+    """
+
+    model: Callable[[], nn.Module] = Net
+    zero_topo: dict[str, Any] | None = None
+    steps: int = 20
+    micro_batches: int = 1
+    dtype: str = "fp32"
+    ds: dict[str, Any] = field(default_factory=dict)
+    zero_init: bool = False
+    each_step: Callable[[Any, int], None] | None = None
+    after_step: Callable[[Any, int], None] | None = None
+    loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+
+    def under(self, zero_topo: dict[str, Any] | None) -> Job:
+        """The same run under another block."""
+        return replace(self, zero_topo=zero_topo)
+
+
+def ds_config(job: Job) -> dict[str, Any]:
+    """The DeepSpeed JSON of a run."""
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 200,
+        "reduce_bucket_size": 2000,
+        "overlap_comm": False,
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": job.micro_batches,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+    }
+    if job.dtype != "fp32":
+        config[job.dtype] = {"enabled": True}
+    config.update({k: v for k, v in job.ds.items() if k != "zero_optimization"})
+    config["zero_optimization"] = {**zero, **job.ds.get("zero_optimization", {})}
+    if job.zero_topo is not None:
+        config["zero_topo"] = job.zero_topo
+    return config
+
+
+def start(job: Job, seed: int = 0) -> Any:
+    """The DeepSpeed engine of a run."""
+    torch.manual_seed(seed)
+    config = ds_config(job)
+    if job.zero_init:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = job.model()
+    else:
+        model = job.model()
+    parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    return engine
+
+
+def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """This rank's inputs ``[4, 11]`` and targets ``[4, 5]`` of one micro-batch."""
+    generator = torch.Generator().manual_seed(10007 * step + 101 * micro + dist.get_rank())
+    x = torch.randn(4, 11, generator=generator)
+    y = torch.sin(2 * x[:, :5]) + x[:, 5:10]
+    return x.to(dtype), y.to(dtype)
+
+
+def mse(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of the engine's output."""
+    return torch.nn.functional.mse_loss(engine(x).float(), y.float())
+
+
+def mean(value: Tensor) -> float:
+    """Mean over ranks, in FP64."""
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
+
+
+def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
+    """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per step."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
+    losses = []
+    for step in range(begin, end):
+        if job.each_step is not None:
+            job.each_step(engine, step)
+        parts = []
+        for micro in range(job.micro_batches):
+            x, y = batch(step, micro, dtype)
+            loss = (job.loss or mse)(engine, x, y)
+            engine.backward(loss)
+            engine.step()
+            parts.append(mean(loss))
+        losses.append(sum(parts) / len(parts))
+        if job.after_step is not None:
+            job.after_step(engine, step)
+    return losses
+
+
+def train(job: Job) -> list[float]:
+    """Losses of a whole run, averaged over ranks, one per step."""
+    with running(job) as engine:
+        return advance(job, engine, 0, job.steps)
+
+
+@contextmanager
+def running(job: Job) -> Iterator[Any]:
+    """The engine of a run; destroyed at the end."""
+    engine = start(job)
+    try:
+        yield engine
+    finally:
+        close(engine)
+
+
+def close(engine: Any) -> None:
+    """Destroy an engine and let go of its memory, so that runs in one process do not disturb each other."""
+    engine.destroy()
+    del engine
+    gc.collect()
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """Whole weights by name, FP32, on every rank."""
+    result = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(param):
+            result[name] = param.detach().float().clone()
+    return result
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Largest difference of two loss curves, step by step."""
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
