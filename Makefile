@@ -1,0 +1,94 @@
+# zero_topo: `make demo` trains the example, `make test` checks everything. `make help` lists the rest.
+
+PYTHON ?= python3
+RANKS ?= 8
+K ?=
+ARGS ?=
+PYTEST_ARGS ?=
+# Where pip looks for torch besides its usual index. Without an NVIDIA GPU, the much smaller CPU builds if they can be
+# reached; for an AMD GPU say TORCH_INDEX=https://download.pytorch.org/whl/rocm<version>.
+TORCH_INDEX ?=
+TORCH_VERSION := 2.13.0
+# DeepSpeed ops that ranks would otherwise compile when they first need them.
+DEEPSPEED_OPS := ShareMemCommBuilder
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+VENV := $(CURDIR)/.venv
+STAMP := $(VENV)/.set-up
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+FREE_PORT = $$($(VENV)/bin/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+
+# Ranks of the demo and the tests are processes on this machine's CPU, one thread each.
+DS_ACCELERATOR ?= cpu
+OMP_NUM_THREADS ?= 1
+GLOO_SOCKET_IFNAME ?= lo
+TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
+export PATH := $(VENV)/bin:$(PATH)
+export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
+
+.PHONY: help setup demo test test-fast test-launcher lint format clean distclean unlock
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo                    train the example on 8 ranks of this CPU, then print its report (ARGS="--steps 50")'
+	@echo 'make test                    ruff, mypy and every test'
+	@echo 'make test-fast               the tests that need one process (unit, ranks)'
+	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
+	@echo 'make lint                    ruff and mypy'
+	@echo 'make format                  ruff format'
+	@echo 'make setup                   only make the environment: .venv and .torch_extensions'
+	@echo 'make clean, make distclean   remove what tests and builds leave; remove the environment too'
+
+setup: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml
+	@echo '[1/4] environment in .venv'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet 'setuptools>=77' wheel ninja
+	@echo '[2/4] torch $(TORCH_VERSION) (first: DeepSpeed looks at it when it is installed)'
+	@index='$(TORCH_INDEX)'; \
+	if [ -z "$$index" ] && ! command -v nvidia-smi >/dev/null && curl -sfIm 5 $(CPU_INDEX)/ >/dev/null 2>&1; then \
+		index=$(CPU_INDEX); \
+	fi; \
+	$(PIP) install --quiet torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
+	@echo '[3/4] DeepSpeed, zero_topo and the tools'
+	@$(PIP) install --quiet --no-build-isolation -e '.[dev]'
+	@echo '[4/4] compiling the collectives that DeepSpeed loads on a CPU (about a minute), so that ranks need not'
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	@log=$$(mktemp); for op in $(DEEPSPEED_OPS); do \
+		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
+			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
+	done; rm -f $$log
+	@touch $@
+
+# A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.
+unlock: $(STAMP)
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+
+demo: unlock
+	deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $(FREE_PORT) \
+		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(ARGS)
+
+lint: $(STAMP)
+	ruff check .
+	mypy
+
+format: $(STAMP)
+	ruff format .
+	ruff check --fix .
+
+test: lint unlock
+	pytest $(PYTEST_ARGS) tests
+
+test-fast: $(STAMP)
+	pytest $(PYTEST_ARGS) tests/unit tests/ranks
+
+test-launcher: unlock
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
+
+distclean: clean
+	rm -rf .venv .torch_extensions

@@ -1,0 +1,79 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a user gets who installs the wheel: native sources, presets and examples, not only the Python code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo._version import __version__
+
+NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "tests")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the checkout so that no build directory is left in it."""
+    directory = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    command += ["-w", str(directory), str(directory / "source")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(directory.glob("*.whl"))
+
+
+def run_outside(code: str, path: Path | None, cwd: Path) -> str:
+    """Runs code in a Python that does not see the checkout through its working directory; returns its output."""
+    env = {**os.environ, "PYTHONPATH": str(path) if path else ""}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
+    """Native sources, their finder, presets, example, type marker and licence are inside; tests are not."""
+    names = zipfile.ZipFile(wheel).namelist()
+    wanted = {"csrc/zt_wire.h", "op_builder/__init__.py", "py.typed", "examples/train_gpt.py", "cli/__init__.py"}
+    presets = {f"topology/presets/{path.name}" for path in (ROOT / "zero_topo/topology/presets").glob("*.json")}
+    assert presets
+    assert {f"zero_topo/{name}" for name in wanted | presets} <= set(names)
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zero_topo").rglob("*.py")}
+    assert modules <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+
+
+def test_wheel_names_its_version_and_command(wheel: Path) -> None:
+    """The version is the package's own, DeepSpeed is pinned, and the zero-topo command is registered."""
+    archive = zipfile.ZipFile(wheel)
+    info = f"zero_topo-{__version__}.dist-info"
+    metadata = archive.read(f"{info}/METADATA").decode()
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nRequires-Dist: deepspeed==0.19.8\n" in metadata
+    assert "zero-topo = zero_topo.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+
+
+def test_sources_are_found_in_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    """source_dir() of the unpacked wheel is inside it and holds the header."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    found = run_outside("from zero_topo.op_builder import source_dir; print(source_dir())", tmp_path / "site", tmp_path)
+    assert Path(found) == tmp_path / "site" / "zero_topo" / "csrc"
+    assert (Path(found) / "zt_wire.h").read_text() == (ROOT / "csrc" / "zt_wire.h").read_text()
+
+
+def test_sources_are_found_in_an_editable_install(tmp_path: Path) -> None:
+    """From elsewhere, `zero_topo.op_builder` is the checkout's op_builder and finds the checkout's csrc."""
+    code = "import importlib.util; print(importlib.util.find_spec('zero_topo') is not None)"
+    if run_outside(code, None, tmp_path) != "True":
+        pytest.skip("zero_topo is not installed in this environment: `pip install -e .`")
+    found = run_outside("from zero_topo.op_builder import source_dir; print(source_dir())", None, tmp_path)
+    assert Path(found) == ROOT / "csrc"

@@ -1,0 +1,113 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The wire format is written twice, in Python and in a C header: the two agree on every size."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from op_builder import source_dir
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+
+PROGRAM = r"""
+#include <inttypes.h>
+#include <stdio.h>
+#include "zt_wire.h"
+
+int main(void) {
+    zt_wire_spec s;
+    int64_t n;
+    while (scanf("%" SCNd32 " %" SCNd32 " %" SCNd32, &s.bits, &s.block_size, &s.symmetric) == 3 &&
+           scanf("%" SCNd64, &n) == 1) {
+        printf("%d %" PRId64 " %" PRId64, zt_wire_valid(s), zt_wire_blocks(s, n), zt_wire_scales_offset(s, n));
+        printf(" %" PRId64 " %" PRId64 "\n", zt_wire_zero_points_offset(s, n), zt_wire_nbytes(s, n));
+    }
+    return 0;
+}
+"""
+
+COMPILERS = {
+    "gcc": ["gcc", "-std=c99", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pedantic", "-x", "c"],
+    "g++": ["g++", "-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-x", "c++"],
+    "nvcc": ["nvcc", "-std=c++17", "-x", "cu"],
+    "hipcc": ["hipcc", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"],
+}
+
+Case = tuple[BlockSpec, int]
+SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
+EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 2047, 2048, 2049, 99991, 2**20 + 1]
+LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**52 + 1]
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Case]], list[list[int]]]:
+    """Asks the header, compiled as C, for (valid, blocks, scales offset, zero points offset, nbytes) of each case."""
+    program = compiled("gcc", tmp_path_factory.mktemp("wire"))
+
+    def ask(cases: Sequence[Case]) -> list[list[int]]:
+        asked = "".join(f"{spec.bits} {spec.block_size} {int(spec.symmetric)} {numel}\n" for spec, numel in cases)
+        output = subprocess.run([program], input=asked, capture_output=True, text=True, check=True).stdout
+        return [[int(word) for word in line.split()] for line in output.splitlines()]
+
+    return ask
+
+
+def compiled(compiler: str, directory: Path) -> Path:
+    """The program above, built with one of the compilers; skips, saying so, where the machine lacks it."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    source, program = directory / "wire.c", directory / "wire"
+    source.write_text(PROGRAM)
+    command = [*COMPILERS[compiler], f"-I{source_dir()}", str(source), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def expected(spec: BlockSpec, numel: int) -> list[int]:
+    """What zero_topo.quant.spec says, with 1 for a valid specification."""
+    return [1, spec.blocks(numel), spec.scales_offset(numel), spec.zero_points_offset(numel), spec.nbytes(numel)]
+
+
+def test_header_agrees_at_every_edge(header: Callable[[Sequence[Case]], list[list[int]]]) -> None:
+    """Around block and padding boundaries, and past 31, 32 and 40 bits, for every known specification."""
+    cases = [(spec, numel) for spec in SPECS for numel in [*EDGES, *LARGE]]
+    assert header(cases) == [expected(spec, numel) for spec, numel in cases]
+
+
+@given(st.lists(st.tuples(st.sampled_from(SPECS), st.integers(0, 2**52)), min_size=1, max_size=200))
+def test_header_agrees_anywhere(header: Callable[[Sequence[Case]], list[list[int]]], cases: list[Case]) -> None:
+    """Anywhere up to 2^52 elements."""
+    assert header(cases) == [expected(spec, numel) for spec, numel in cases]
+
+
+@pytest.mark.parametrize("bad", ["7 256 1 1", "8 100 1 1", "8 32 1 1", "4 4096 1 1", "8 -64 1 1", "8 256 2 1"])
+def test_header_refuses_what_the_format_does_not_know(bad: str, tmp_path: Path) -> None:
+    """zt_wire_valid is 0 for other bits, block sizes and flags; the kernels' callers check it first."""
+    program = compiled("gcc", tmp_path)
+    output = subprocess.run([program], input=bad, capture_output=True, text=True, check=True).stdout
+    assert output.split()[0] == "0"
+
+
+@pytest.mark.parametrize("compiler", ["g++", "nvcc", "hipcc"])
+def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
+    """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
+    program = compiled(compiler, tmp_path)
+    spec, numel = BlockSpec(4, 256, False), 2**33 + 5
+    output = subprocess.run([program], input=f"4 256 0 {numel}\n", capture_output=True, text=True, check=True).stdout
+    assert [int(word) for word in output.split()] == expected(spec, numel)
+
+
+def test_sources_are_found_in_the_checkout() -> None:
+    """source_dir() points at csrc, and the top-level op_builder does not pose as DeepSpeed's."""
+    import op_builder
+
+    assert (source_dir() / "zt_wire.h").is_file()
+    assert not hasattr(op_builder, "__deepspeed__")

@@ -1,0 +1,86 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Documents tell the truth about files, commands and configs: what they name exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo._version import __version__
+from zero_topo.config import ZeroTopoConfig
+
+DOCUMENTS = sorted(path for path in ROOT.glob("*.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+IMAGE = re.compile(r'(?:src|srcset)="([^"]+)"')
+PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder)/[\w./-]*\w)")
+MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
+
+
+def named(path: Path) -> str:
+    """Names a parametrized case by its document."""
+    return path.name
+
+
+def commands(text: str) -> str:
+    """The parts of a document that are code: fenced blocks and inline spans."""
+    blocks = [body for _, body in FENCE.findall(text)]
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", FENCE.sub("", text))])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_links_lead_somewhere(document: Path) -> None:
+    """Every relative link and picture is a file of the checkout."""
+    text = document.read_text()
+    targets = {target.split("#")[0] for target in [*LINK.findall(text), *IMAGE.findall(text)]}
+    relative = {target for target in targets if target and "://" not in target and not target.startswith("mailto:")}
+    assert not [target for target in sorted(relative) if not (document.parent / target).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_make_targets_exist(document: Path) -> None:
+    """Every `make something` in code is a target of the Makefile."""
+    targets = set(re.findall(r"^([a-z][a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(MAKE.findall(commands(document.read_text()))) <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_named_paths_exist(document: Path) -> None:
+    """Every path below one of our directories that is named in code exists."""
+    found = set(PATH.findall(document.read_text()))
+    assert not [path for path in sorted(found) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_json_blocks_are_valid_configs(document: Path) -> None:
+    """Every JSON block parses, and its zero_topo block is one that the package accepts."""
+    for language, body in FENCE.findall(document.read_text()):
+        if language == "json":
+            ZeroTopoConfig.from_ds_config(as_config(body))
+
+
+def as_config(body: str) -> dict[str, Any]:
+    """A JSON block as a DeepSpeed config; a fragment `"zero_topo": {...}` counts as one."""
+    text = body.strip().rstrip(",")
+    config = json.loads(text if text.startswith("{") else f"{{{text}}}")
+    assert isinstance(config, dict)
+    return config
+
+
+def test_ci_runs_the_readmes_command() -> None:
+    """CI runs what the README tells a stranger to run, and nothing gentler."""
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().splitlines()[-1] == "make test"
+    assert "make test" in commands((ROOT / "README.md").read_text())
+
+
+def test_changelog_knows_this_version() -> None:
+    """The version of the package has its section in the changelog."""
+    assert re.search(rf"^## \[{re.escape(__version__)}\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
