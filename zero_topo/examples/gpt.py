@@ -1,0 +1,104 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A small byte-level GPT in plain PyTorch: nothing in this file knows of DeepSpeed, sharding or zero_topo."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of the model; the defaults give 3.2 million parameters."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    context: int = 128
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple of it")
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)); `[batch, time, width]` in and out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Bytes in, next-byte logits (or their mean cross entropy) out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.bytes = nn.Embedding(BYTES, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, BYTES, bias=False)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Normal weights, 1/sqrt(fan-in) inside the blocks; what joins the residual stream shrinks with the joins."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            std = 1 / math.sqrt(parameter.shape[1]) if name.startswith("blocks") else 0.02
+            if name.endswith(("out.weight", "down.weight")):
+                std /= math.sqrt(2 * self.config.layers)
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next byte everywhere.
+
+        Args:
+            tokens: int64 `[batch, time]`, each in 0..255, time <= context.
+            targets: int64 `[batch, time]`, or None.
+
+        Returns:
+            The mean loss in nats per byte (FP32 scalar) if targets are given, else logits `[batch, time, 256]`.
+        """
+        x = self.bytes(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: bytes, length: int, seed: int = 0, temperature: float = 0.8) -> bytes:
+    """Continue `prompt` by `length` bytes; the same seed gives the same text on every rank."""
+    device = model.head.weight.device
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    tokens = torch.tensor(list(prompt), dtype=torch.long, device=device)[None]
+    for _ in range(length):
+        logits = model(tokens[:, -model.config.context :])[0, -1].float().cpu()
+        choice = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+        tokens = torch.cat([tokens, choice.to(device)[None]], dim=1)
+    return bytes(tokens[0].tolist())

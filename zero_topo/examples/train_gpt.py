@@ -1,0 +1,196 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Train a byte-level GPT under ZeRO-3, laid out over the machine as the JSON's "zero_topo" block says.
+
+    deepspeed --no_local_rank --num_accelerators 8 zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json
+
+To zero_topo belong the import and the report at the end; all else is plain DeepSpeed, and a JSON without the block
+trains with stock ZeRO-3. In order: arguments, data, engine, steps, evaluation, a sample of text, the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import zero_topo
+from zero_topo.config import load_deepspeed_config
+from zero_topo.examples.data import Corpus, batch
+from zero_topo.examples.gpt import GPT, GPTConfig, sample
+from zero_topo.examples.process import behave
+from zero_topo.observe.progress import Progress
+from zero_topo.observe.report import RankBytes, Result, build_report
+from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder
+from zero_topo.observe.tables import render
+
+PROMPT = b"def "
+EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--deepspeed_config` and `--local_rank` are DeepSpeed's own."""
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT on source code.")
+    parser.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
+    parser.add_argument("--warmup", type=int, default=12, help="steps until the full learning rate (default 12)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128, help="bytes the model sees (default 128)")
+    parser.add_argument("--eval-every", type=int, default=40, help="steps between evaluations (default 40)")
+    parser.add_argument("--eval-batches", type=int, default=4, help="micro-batches of each evaluation (default 4)")
+    parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end, 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
+    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to go on from")
+    parser.add_argument("--run-dir", type=Path, help="folder for the report (default runs/<config>-<time>)")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
+    args = deepspeed.add_config_arguments(parser).parse_args(argv)
+    if args.deepspeed_config is None:
+        parser.error("--deepspeed_config is missing: give a DeepSpeed JSON such as configs/demo.json")
+    if args.eval_every < 2:
+        parser.error(f"--eval-every {args.eval_every} is below 2: the report wants a step with no evaluation before it")
+    return args
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the parts of a run share."""
+
+    args: argparse.Namespace
+    config: dict[str, Any]
+    corpus: Corpus
+    engine: Any
+    rank: int
+    world: int
+
+    def micro_batch(self, text: torch.Tensor, seed: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's micro-batch of that number, on the engine's device."""
+        shape = (self.engine.train_micro_batch_size_per_gpu(), self.args.context)
+        tokens, targets = batch(text, shape, seed, number, self.rank)
+        return tokens.to(self.engine.device), targets.to(self.engine.device)
+
+    def mean(self, value: torch.Tensor) -> float:
+        """Mean of a scalar over ranks."""
+        total = value.detach().float().clone()
+        dist.all_reduce(total)
+        return total.item() / self.world
+
+
+def start(args: argparse.Namespace) -> Run:
+    """Load the data, build the model and hand it to DeepSpeed.
+
+    Raises:
+        ValueError: for wrong settings, before a process group exists.
+    """
+    config = load_deepspeed_config(args.deepspeed_config)
+    corpus = Corpus.load(args.data, args.context)
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(args.layers, args.width, context=args.context))
+
+    def schedule(step: int) -> float:  # linear warm-up, then a cosine down to a tenth
+        done = min(1.0, max(0, step - args.warmup) / max(1, args.steps - args.warmup))
+        return min(1.0, (step + 1) / max(1, args.warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+    )
+    return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
+
+
+def train(run: Run, log: RunLog, first: int) -> Any:
+    """Take optimizer steps from `first` on; returns zero_topo's stats after the last, or None under stock ZeRO-3."""
+    args, engine, stats = run.args, run.engine, None
+    accumulation = engine.gradient_accumulation_steps()
+    with Progress(args.steps, first, quiet=run.rank != 0) as progress:
+        for step in range(first, args.steps):
+            began, losses = time.perf_counter(), []
+            for number in range(step * accumulation, (step + 1) * accumulation):
+                loss = engine(*run.micro_batch(run.corpus.train, args.seed, number))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
+            stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
+            sent = None if stats is None else stats.step_bytes
+            log.step(StepRecord(step + 1, mean, engine.get_lr()[0], seconds, sent))
+            progress.advance(step + 1, mean)
+            if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+                progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
+    return stats
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean loss in nats per byte over ranks, on text the training never sees."""
+    run.engine.eval()
+    losses = [
+        run.engine(*run.micro_batch(run.corpus.evaluation, EVALUATION_SEED, i)) for i in range(run.args.eval_batches)
+    ]
+    run.engine.train()
+    return run.mean(torch.stack(losses).mean())
+
+
+def write_sample(run: Run) -> None:
+    """Rank 0 copies the gathered weights into a plain model and lets it write; the other ranks help to gather."""
+    model = run.engine.module
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        weights = {name: value.float().cpu() for name, value in model.state_dict().items()} if run.rank == 0 else None
+    if weights is not None:
+        plain = GPT(model.config)
+        plain.load_state_dict(weights)
+        text = sample(plain, PROMPT, run.args.sample, run.args.seed).decode("utf-8", errors="replace")
+        print(f"\n--- the model writes\n{text}\n---\n")
+
+
+def report(run: Run, folder: Path, stats: Any, eval_loss: float, seconds: float) -> None:
+    """Bring every rank's measurements to rank 0, which writes and prints the report."""
+    ranks: list[Any] = [None] * run.world
+    dist.all_gather_object(ranks, stats and RankBytes(stats.step_bytes, stats.memory))
+    if run.rank == 0:
+        numel = sum(parameter.ds_numel for parameter in run.engine.module.parameters())
+        title = f"Byte-level GPT, {numel:,} parameters, {len(run.corpus.train):,} bytes of text"
+        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config)
+        build_report(folder, result, stats, [rank for rank in ranks if rank is not None])
+        render(folder)
+
+
+def main() -> None:
+    """Everything, in order."""
+    began = time.perf_counter()
+    behave()
+    args = parse_arguments()
+    try:
+        run = start(args)
+    except ValueError as error:
+        sys.exit(f"train_gpt: {error}")
+    first = 0
+    if args.resume is not None:
+        path, client = run.engine.load_checkpoint(args.resume)
+        if path is None:
+            sys.exit(f"train_gpt: --resume {args.resume} holds no checkpoint: give the folder that --save wrote")
+        first = client["step"]
+    folder = args.run_dir or new_run_folder(Path(args.deepspeed_config).stem)
+    with RunLog(folder, quiet=run.rank != 0) as log:
+        stats = train(run, log, first)
+        last = log.evaluation(args.steps, evaluate(run))
+    if args.sample:
+        write_sample(run)
+    if args.save is not None:
+        run.engine.save_checkpoint(args.save, client_state={"step": args.steps})
+    report(run, folder, stats, last, time.perf_counter() - began)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

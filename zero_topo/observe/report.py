@@ -1,0 +1,187 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The report of a run: what was sent and held, beside the formulas and beside ZeRO-3 on the same machine.
+
+``build_report`` writes ``report.json``, ``loss.png`` and ``bytes.png`` beside the run's ``metrics.jsonl``; ``render``
+prints its tables, then or any time later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
+from zero_topo.observe import plots
+from zero_topo.observe.runlog import Key, read_metrics
+
+REPORT = "report.json"
+FORMAT = 1
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+DOMAINS = ("gpu", "node", "world")
+PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")  # in a step's order
+
+
+class RunStats(Protocol):
+    """What the report reads of ``zero_topo.stats(engine)``."""
+
+    @property
+    def config(self) -> ResolvedConfig: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def work(self) -> Workload: ...
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank's measurements.
+
+    Attributes:
+        sent: (phase, domain) -> bytes it sent in the last optimizer step.
+        memory: role -> bytes it holds.
+    """
+
+    sent: Mapping[Key, int]
+    memory: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the program knows of its run.
+
+    Attributes:
+        title: one line about model and data.
+        world_size: ranks.
+        eval_loss: at the end, in nats per byte.
+        seconds: of the whole run, start-up included.
+        settings: the program's arguments.
+        deepspeed: the DeepSpeed config.
+    """
+
+    title: str
+    world_size: int
+    eval_loss: float
+    seconds: float
+    settings: Mapping[str, Any]
+    deepspeed: Mapping[str, Any]
+
+
+def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+    """Write a run's ``report.json`` and plots.
+
+    Args:
+        folder: the run's folder, with its ``metrics.jsonl``.
+        result: what the program knows.
+        stats: of this rank's engine; None for a run under stock ZeRO-3.
+        ranks: every rank's measurements in rank order; empty for stock ZeRO-3.
+
+    Returns:
+        What ``report.json`` holds.
+    """
+    metrics = read_metrics(folder)
+    steps = [line for line in metrics if "loss" in line]
+    measured = None if stats is None else _measurements(stats, ranks)
+    report = {
+        "format": FORMAT,
+        "title": result.title,
+        "world_size": result.world_size,
+        "steps": len(steps),
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
+        "eval_loss": result.eval_loss,
+        "seconds": round(result.seconds, 1),
+        "seconds_per_step": _median([line["seconds"] for line in steps]),
+        "zero_topo": measured,
+        "settings": {key: _plain(value) for key, value in result.settings.items()},
+        "deepspeed": dict(result.deepspeed),
+    }
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    plots.loss_curve(metrics, folder / "loss.png")
+    if measured is not None:
+        plots.bytes_by_domain(measured, folder / "bytes.png")
+    return report
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """A run's ``report.json``.
+
+    Raises:
+        ValueError: if the folder has none, or one of another format.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under runs/")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again")
+    return dict(report)
+
+
+def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+    config, work = stats.config, stats.work
+    zero3 = ZeroTopoConfig.parse({"scheme": "zero3"}).resolve(config.topology)
+    return {
+        "config": config.to_json(),
+        "topology": config.topology.to_json(),
+        "parameters": sum(work.numels),
+        "micro_batches": stats.micro_batches,
+        "sent": _sent_rows([rank.sent for rank in ranks], step_bytes(config, work), step_bytes(zero3, work)),
+        "memory": _memory_rows(config, zero3, work, [rank.memory for rank in ranks]),
+    }
+
+
+def _sent_rows(
+    measured: Sequence[Mapping[Key, int]], formula: Mapping[Key, int], zero3: Mapping[Key, int]
+) -> list[dict[str, Any]]:
+    """One row for each phase and domain that appears anywhere; bytes per rank and optimizer step."""
+    seen = {key for table in (*measured, formula, zero3) for key in table}
+    order = {key: place for place, key in enumerate((phase, domain) for domain in DOMAINS for phase in PHASES)}
+    rows = []
+    for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
+        values = [rank.get((phase, domain), 0) for rank in measured]
+        row = {"domain": domain, "phase": phase, "min": min(values, default=0), "max": max(values, default=0)}
+        rows.append(row | {"formula": formula.get((phase, domain), 0), "zero3": zero3.get((phase, domain), 0)})
+    return rows
+
+
+def _memory_rows(
+    config: ResolvedConfig, zero3: ResolvedConfig, work: Workload, measured: Sequence[Mapping[str, int]]
+) -> list[dict[str, Any]]:
+    """One row for each role, bytes per rank; the formula is for Adam and includes the padding it names."""
+    accumulation, optimizer = accumulation_itemsize(config, work), optimizer_bytes(config, work)
+    formula = memory_bytes(config, work, accumulation, optimizer)
+    padding = padding_bytes(config, work, accumulation, optimizer)
+    stock = memory_bytes(zero3, work, accumulation, optimizer_bytes(zero3, work))
+    rows = []
+    for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
+        values = [rank.get(role, 0) for rank in measured]
+        row = {"role": role, "min": min(values, default=0), "max": max(values, default=0)}
+        rows.append(row | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)})
+    return rows
+
+
+def accumulation_itemsize(config: ResolvedConfig, work: Workload) -> int:
+    """Bytes per element of the gradient buffer: as the block says, else as sync sends it, else as the model."""
+    if config.accumulation_dtype is not None:
+        return ITEMSIZE[config.accumulation_dtype]
+    return work.sync_itemsize if getattr(config.sync, "dtype", None) is None else work.itemsize
+
+
+def optimizer_bytes(config: ResolvedConfig, work: Workload) -> int:
+    """Bytes per parameter of Adam's states and the FP32 master, unless the weights themselves are the master."""
+    plan = config.plan
+    own_master = work.itemsize == 4 and plan.optimizer == plan.world_size and config.publish.dtype in (None, "fp32")
+    return ADAM_BYTES_FP32 if own_master else ADAM_BYTES
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _plain(value: object) -> Any:
+    return value if isinstance(value, int | float | str | bool | None) else str(value)

@@ -1,0 +1,110 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A run's folder: ``metrics.jsonl``, one line per optimizer step or evaluation, written as the run goes.
+
+A line of a step holds ``step`` (from 1), ``loss`` (nats per byte, mean over ranks), ``lr``, ``seconds`` and, with
+zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``. Gathers of an evaluation
+count in the step after it. A line of an evaluation holds ``step`` and ``eval_loss``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+METRICS = "metrics.jsonl"
+RUNS = Path("runs")
+Key = tuple[str, str]
+
+
+def new_run_folder(name: str, parent: Path = RUNS) -> Path:
+    """A folder name for a run that starts now, such as ``runs/demo-20250131-235959``; nothing is created."""
+    return parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: nats per byte, mean over ranks and micro-batches.
+        lr: learning rate after the step.
+        seconds: wall time of the step.
+        sent: (phase, domain) -> bytes rank 0 sent in it; None where nothing is metered.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    seconds: float
+    sent: Mapping[Key, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the log."""
+        line: dict[str, Any] = {"step": self.step, "loss": self.loss, "lr": self.lr, "seconds": round(self.seconds, 6)}
+        if self.sent is not None:
+            line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(self.sent.items())}
+        return line
+
+
+class RunLog:
+    """Appends lines to a run's ``metrics.jsonl``; use it in a ``with`` block.
+
+    Args:
+        folder: created if missing.
+        quiet: write nothing (ranks other than 0).
+    """
+
+    def __init__(self, folder: Path, quiet: bool = False) -> None:
+        self.folder = folder
+        self._quiet = quiet
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> RunLog:
+        if not self._quiet:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.folder / METRICS, "a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def step(self, record: StepRecord) -> None:
+        """Log an optimizer step."""
+        self._write(record.to_json())
+
+    def evaluation(self, step: int, loss: float) -> float:
+        """Log an evaluation after ``step`` steps; returns ``loss``."""
+        self._write({"step": step, "eval_loss": loss})
+        return loss
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            print(json.dumps(line), file=self._file, flush=True)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log.
+
+    Raises:
+        ValueError: if the folder has no log, or a line that is not JSON.
+    """
+    path = folder / METRICS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is not JSON ({error}); remove the line") from None
+    return lines

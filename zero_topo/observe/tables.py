@@ -1,0 +1,100 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A run's report as tables on the terminal; each fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zero_topo.observe.report import read_report
+from zero_topo.units import format_bytes, format_seconds
+
+WIDTH = 80
+STOCK = 'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" block to the JSON to see bytes and memory.'
+
+
+def render(folder: Path, console: Console | None = None) -> None:
+    """Print the report of the run in ``folder``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    console = console or Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    report = read_report(folder)
+    measured = report["zero_topo"]
+    _print_run(console, report)
+    if measured is None:
+        console.print(STOCK)
+    else:
+        for note in measured["config"]["notes"]:
+            console.print(f"- {note}", markup=False)
+        console.print()
+        console.print(sent_table(measured))
+        console.print(memory_table(measured))
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
+    console.print(f"Written to {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+
+
+def _print_run(console: Console, report: Mapping[str, Any]) -> None:
+    console.print(f"\n[bold]{report['title']}[/bold]")
+    pace = report["seconds_per_step"]
+    if pace is not None:
+        console.print(
+            f"{report['steps']} steps on {report['world_size']} ranks in {format_seconds(report['seconds'])}, "
+            f"{format_seconds(pace)} per step\nloss {report['first_loss']:.3f} -> {report['last_loss']:.3f} nats/byte, "
+            f"evaluation {report['eval_loss']:.3f}"
+        )
+
+
+def sent_table(measured: Mapping[str, Any]) -> Table:
+    """Bytes per domain and phase, with a sum for each domain."""
+    batches = measured["micro_batches"]
+    per_step = f"per optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
+    table = _table(f"Sent by each rank {per_step}", ["domain", "phase", "measured", "formula", "ZeRO-3"])
+    for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
+        rows = [row for row in measured["sent"] if row["domain"] == domain]
+        for row in rows:
+            table.add_row(
+                domain,
+                row["phase"].replace("_", ", "),
+                _range(row),
+                *(_bytes(row[key]) for key in ("formula", "zero3")),
+            )
+        total = {key: sum(row[key] for row in rows) for key in ("min", "max", "formula", "zero3")}
+        cells = (domain, "all", _range(total), _bytes(total["formula"]), _bytes(total["zero3"]))
+        table.add_row(*(f"[bold]{cell}" for cell in cells), end_section=True)
+    return table
+
+
+def memory_table(measured: Mapping[str, Any]) -> Table:
+    """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
+    table = _table("Held by each rank", ["role", "measured", "formula", "of it padding", "ZeRO-3"])
+    keys = ("formula", "padding", "zero3")
+    rows = measured["memory"]
+    for row in rows:
+        table.add_row(row["role"], _range(row), *(_bytes(row[key]) for key in keys))
+    total = {key: sum(row[key] or 0 for row in rows) for key in ("min", "max", *keys)}
+    table.add_row("[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(_bytes(total[key]) for key in keys))))
+    return table
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("domain", "phase", "role") else "right", no_wrap=True)
+    return table
+
+
+def _range(row: Mapping[str, int]) -> str:
+    low, high = row["min"], row["max"]
+    return _bytes(low) if low == high else f"{_bytes(low)} .. {_bytes(high)}"
+
+
+def _bytes(nbytes: int | None) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
