@@ -1,0 +1,116 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Every config that ships loads as it stands, in zero_topo and in DeepSpeed; GPT-NeoX's twins say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.topology import resolve
+
+CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
+JSON_TWIN = {"frontier-20b": "frontier"}  # the others have their JSON's name
+SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "frontier": "topo", "dgx-h100": "topo"}
+TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
+
+
+def by_stem(paths: list[Path]) -> Any:
+    """Parametrizes a test with files, named by their stems."""
+    return pytest.mark.parametrize("path", paths, ids=[path.stem for path in paths])
+
+
+def environment(path: Path) -> dict[str, str]:
+    """A launch that fits a config: 8 ranks for the demo's emulated machine, else two nodes of 8."""
+    return EIGHT_RANKS if path.stem == "demo" else TWO_NODES_OF_8
+
+
+def resolved(path: Path) -> ResolvedConfig:
+    """What the engine would run on."""
+    config = load_deepspeed_config(path)
+    check_deepspeed_config(config)
+    block = ZeroTopoConfig.from_ds_config(config)
+    assert block is not None
+    return block.resolve(resolve(block.topology, environment(path), int(environment(path)["WORLD_SIZE"])))
+
+
+def neox_config(path: Path) -> dict[str, Any]:
+    """A GPT-NeoX config, which is YAML in its flow form: JSON but for the comment lines."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    return dict(json.loads("\n".join(lines)))
+
+
+def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
+    """A reader finds the scheme or machine they look for, and the tests below run on something."""
+    names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if path.stem not in ("demo",)}
+    assert names >= set(SCHEMES)
+    assert {"demo", "frontier", "dgx-h100"} <= {path.stem for path in CONFIGS}
+    assert {"frontier-20b", "zero3", "topo"} <= {path.stem for path in TWINS}
+
+
+@by_stem(CONFIGS)
+def test_configs_resolve_on_their_machine(path: Path) -> None:
+    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not refused beside it."""
+    config = resolved(path)
+    assert config.scheme == SCHEME_OF.get(path.stem, path.stem)
+    assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
+
+
+@by_stem(CONFIGS)
+def test_deepspeed_reads_the_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed itself accepts each file: no unknown key, batch sizes that fit, stage 3."""
+    from deepspeed.runtime import config as deepspeed_config
+
+    monkeypatch.setattr(deepspeed_config.dist, "get_world_size", lambda group=None: 8)
+    monkeypatch.setattr(deepspeed_config.dist, "get_rank", lambda group=None: 0)
+    parsed = deepspeed_config.DeepSpeedConfig(str(path))
+    batch = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * 8
+    assert parsed.train_batch_size == batch
+    assert parsed.zero_optimization_stage == 3
+
+
+@by_stem(CONFIGS)
+def test_configs_train_in_bf16_without_compiling_on_a_cpu(path: Path) -> None:
+    """The demo must not build DeepSpeed's own Adam; all configs are for 16-bit training with clipping."""
+    config = load_deepspeed_config(path)
+    assert config["bf16"] == {"enabled": True}
+    assert config["gradient_clipping"] == 1.0
+    assert path.stem != "demo" or config["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_the_demo_gathers_every_weight_twice_per_micro_batch() -> None:
+    """DeepSpeed would keep a small model's weights from forward to backward, and the formula would not hold."""
+    zero = load_deepspeed_config(ROOT / "configs" / "demo.json")["zero_optimization"]
+    kept = ("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+    assert [zero[key] for key in kept] == [0, 0, 0]
+
+
+@by_stem(TWINS)
+def test_neox_twins_equal_their_json(path: Path) -> None:
+    """GPT-NeoX hands DeepSpeed the same block, sharding, batch sizes, precision and clipping as the JSON."""
+    neox, ours = (
+        neox_config(path),
+        load_deepspeed_config(ROOT / "configs" / f"{JSON_TWIN.get(path.stem, path.stem)}.json"),
+    )
+    extra = neox["deepspeed_extra_args"]
+    assert extra["zero_topo"] == ours["zero_topo"]
+    merged = neox | extra
+    same = set(ours) - {"optimizer"}  # GPT-NeoX builds its own
+    assert {key: merged.get(key) for key in same} == {key: ours[key] for key in same}
+
+
+@by_stem(TWINS)
+def test_neox_twins_read_alike_in_yaml_and_json(path: Path) -> None:
+    """YAML 1.1 takes `1e-8` for a text and `yes` for true: the files have neither, nor tabs, nor repeated keys."""
+    text = path.read_text()
+    assert not re.search(r":\s*-?\d+[eE]|\t|:\s*(yes|no|on|off)\b", text)
+    keys = re.findall(r'^  "(\w+)":', text, re.MULTILINE)
+    assert len(keys) == len(set(keys))
+    assert neox_config(path)["pipe_parallel_size"] == 0
