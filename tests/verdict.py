@@ -111,10 +111,13 @@ class Verdict:
 
     def farewell(self, patience_s: float = 10.0) -> None:
         """Waits until every rank has got here, so that the first to leave does not make the launcher end the rest."""
+        deadline = time.monotonic() + patience_s
+        byes = [f"bye/{rank}" for rank in range(self.seat.world_size)]
         try:
-            self._store.set(f"bye/{self.seat.rank}", "1")
-            self._store.wait([f"bye/{rank}" for rank in range(self.seat.world_size)], timedelta(seconds=patience_s))
-        except dist.DistError:
+            self._store.set(byes[self.seat.rank], "1")
+            while not self._store.check(byes) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except dist.DistError:  # rank 0 has seen everybody, and left with the store
             return
 
     def _outcome(self, step: int, rank: int) -> Outcome:
@@ -123,17 +126,14 @@ class Verdict:
 
     def _wait(self, step: int, keys: Mapping[int, str]) -> set[int]:
         """Waits for the keys; once a rank has failed, at most `grace_s`. The ranks that are missing then."""
-        missing, failed_since = set(keys), None
-        while missing:
-            try:
-                self._store.wait([keys[rank] for rank in missing], timedelta(seconds=0.5))
-                return set()
-            except dist.DistStoreError:
-                missing = {rank for rank in missing if not self._store.check([keys[rank]])}
+        missing, failed_since, pause = set(keys), None, 0.002
+        while missing := {rank for rank in missing if not self._store.check([keys[rank]])}:
             if failed_since is None and self._store.check([f"{step}/failed"]):
                 failed_since = time.monotonic()
             if failed_since is not None and time.monotonic() - failed_since > self.grace_s:
-                return missing
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         return missing
 
     def _watch(self) -> None:
