@@ -49,7 +49,7 @@ class Hop:
 class Mesh:
     """The process groups of a plan.
 
-    Every rank creates its own groups in the same order, once, and only those (``use_local_synchronization``): a world of
+    Every rank creates its own groups, and only those, in the same order (``use_local_synchronization``): a world of
     75,264 ranks costs each rank a handful of groups, not one per pair. Hops over the same ranks share a group.
 
     Args:

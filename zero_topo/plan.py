@@ -20,9 +20,10 @@ Note [Hops]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Plan:
 
     def _check_dependency_rule(self) -> None:
         chain = [("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer)]
-        for (inner, low), (outer, high) in zip(chain, chain[1:], strict=False):
+        for (inner, low), (outer, high) in pairwise(chain):
             if high % low:
                 raise ValueError(
                     f"the plan breaks the dependency rule: {inner} degree {low} does not divide {outer} degree {high}, "
@@ -95,7 +96,7 @@ class Plan:
                 f"choose a multiple or a divisor of {self.weights}, or null"
             )
         steps = (1, *self.hops)
-        if self.hops[-1] != self.gradients or any(b % a or b == a for a, b in zip(steps[1:], steps[2:], strict=False)):
+        if self.hops[-1] != self.gradients or any(b % a or b == a for a, b in pairwise(steps[1:])):
             raise ValueError(f"scatter hops {self.hops} must be growing divisors of gradients degree {self.gradients}")
 
     @classmethod
@@ -179,8 +180,7 @@ class Plan:
 
     def hop_chain(self) -> list[tuple[int, int]]:
         """The scatter's hops as ``(lo, hi)`` pairs, innermost first."""
-        steps: Sequence[int] = (1, *self.hops)
-        return list(zip(steps, steps[1:], strict=False))
+        return list(pairwise((1, *self.hops)))
 
 
 def divisors(number: int) -> list[int]:

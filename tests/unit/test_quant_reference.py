@@ -74,8 +74,11 @@ def test_round_trip_equals_the_scalar_model_bit_for_bit(spec: BlockSpec, dtype: 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100), min_size=1,
-             max_size=130),
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100),
+        min_size=1,
+        max_size=130,
+    ),
     st.sampled_from(SPECS),
 )
 def test_any_finite_values_equal_the_scalar_model(values: list[float], spec: BlockSpec) -> None:

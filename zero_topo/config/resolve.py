@@ -62,6 +62,11 @@ class ResolvedConfig:
     debug_checks: bool
     notes: tuple[str, ...]
 
+    def log_lines(self) -> list[str]:
+        """What a run should say at its start: the choices made for the user, and doubts about the machine."""
+        doubt = self.topology.sources.get("warning")
+        return [*self.notes, *([f"warning: {doubt}"] if doubt else [])]
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the topology, in JSON types, for reports."""
         specs = {"weights": self.weights_spec, "secondary": self.secondary_spec, "gradients": self.gradients_spec}

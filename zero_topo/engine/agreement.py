@@ -51,7 +51,8 @@ def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
     seen = [torch.empty_like(sums) for _ in range(plan.world_size)]
     dist.all_gather(seen, sums)
     table = torch.stack(seen).tolist()
-    for name, degree, column in zip(("weight", "secondary"), (plan.weights, plan.secondary), range(len(copies))):
+    degrees = {"weight": plan.weights, "secondary": plan.secondary}
+    for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
         assert degree is not None
         for rank in range(plan.world_size):
             first = plan.rank_at[plan.position(rank) % degree]

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
 from zero_topo.engine import hook
 from zero_topo.engine.stage3 import Stats
 
@@ -61,5 +62,7 @@ def stats(engine: Any) -> Stats:
         total_bytes=dict(topo.meter.total()),
         memory={**topo.memory(), "optimizer": optimizer.optimizer_bytes()},
         work=topo.workload(persistent, micro_batches),
+        accumulation_itemsize=topo.accumulation_dtype.itemsize,
+        optimizer_itemsize=ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES,
         calls=dict(topo.meter.calls),
     )

@@ -56,9 +56,7 @@ class Gradients:
         device: torch.device,
     ) -> None:
         self.layout = layout
-        self.buffer = torch.zeros(
-            layout.shape(layout.plan.gradients), dtype=options.accumulation_dtype, device=device
-        )
+        self.buffer = torch.zeros(layout.shape(layout.plan.gradients), dtype=options.accumulation_dtype, device=device)
         self.mode = mode
         self._mesh, self._meter, self._options = mesh, meter, options
         self._dirty = False
@@ -82,10 +80,7 @@ class Gradients:
         shard: Tensor | None = None
         for lo, hi in plan.hop_chain():
             hop = self._mesh.hop(lo, hi)
-            if shard is None:
-                chunks = self._pack(slots, grads, hop.size)
-            else:
-                chunks = members(shard, hop.size).contiguous()
+            chunks = self._pack(slots, grads, hop.size) if shard is None else members(shard, hop.size).contiguous()
             total = reduce_scatter(hop, chunks.flatten(1), wire, self._meter, "scatter")
             shard = total.view(plan.world_size // hi, -1)
         assert shard is not None
@@ -96,9 +91,7 @@ class Gradients:
         ends = list(accumulate((self.layout.widths[i] for i in slots), initial=0))
         # quantization reads the values once more anyway: leave them in the gradient's own dtype for it
         dtype = self._options.wire.dtype if self._options.wire.spec is None else grads[0].dtype
-        chunks = torch.empty(
-            size, plan.world_size // size, ends[-1], dtype=dtype, device=grads[0].device
-        )
+        chunks = torch.empty(size, plan.world_size // size, ends[-1], dtype=dtype, device=grads[0].device)
         for (begin, end), grad in zip(pairwise(ends), grads, strict=True):
             chunks[:, :, begin:end].copy_(members(rows_of(grad.reshape(-1), plan), size))
         return chunks

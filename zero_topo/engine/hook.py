@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import deepspeed
@@ -27,7 +28,9 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import log_dist
 from torch import Tensor
 
+from zero_topo.collectives.pack import rows_of
 from zero_topo.config import ResolvedConfig
+from zero_topo.engine.compat import Required, differences
 from zero_topo.engine.initialize import check_launch, deepspeed_config_of, resolve_block, seed_everything
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
@@ -35,8 +38,9 @@ from zero_topo.engine.stage3 import Setup, Stage3
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
 VERSION = "0.19.8"
+MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
-REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
+REQUIRED: tuple[Required, ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
     (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
@@ -44,7 +48,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_unflatten_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "_setup_for_real_optimizer", ("self",)),
     (Stock, "set_grad_positions", ("self",)),
-    (Stock, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
+    (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
     (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
     (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
@@ -56,6 +60,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
     (Stock, "get_fp32_grad_partitions", ("self",)),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
+    (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
     (Stock, "set_full_hp_param", ("self", "value", "param", "optim_state_key")),
     (Stock, "set_local_hp_param", ("self", "value", "param", "optim_state_key")),
     (Stock, "_rigid_state_dict", ("self",)),
@@ -66,29 +71,9 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
 )
 
 
-def missing_privates() -> list[str]:
-    """Names from ``REQUIRED`` that this DeepSpeed lacks or has changed, each with what is wrong."""
-    problems = []
-    for owner, name, expected in REQUIRED:
-        found = getattr(owner, name, None)
-        if found is None:
-            problems.append(f"{owner.__name__}.{name} is gone")
-        elif expected is not None and _parameters(found) != expected:
-            actual = ", ".join(_parameters(found))
-            problems.append(f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})")
-    return problems
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    """Parameter names; looks through DeepSpeed's tracing decorator, which does not carry them over."""
-    names = tuple(inspect.signature(function).parameters)
-    inner = [c.cell_contents for c in function.__closure__ or () if inspect.isfunction(c.cell_contents)]
-    return _parameters(inner[0]) if names == ("args", "kwargs") and inner else names
-
-
 def check_deepspeed() -> None:
     """Raise ImportError naming every private that is missing or changed."""
-    problems = missing_privates()
+    problems = differences(REQUIRED)
     if problems:
         raise ImportError(
             f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
@@ -131,7 +116,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size)
         if resolved is None:
             return configure(engine, optimizer)
-        for note in resolved.notes:
+        for note in resolved.log_lines():
             log_dist(f"zero_topo: {note}", ranks=[0])
         ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
         try:
@@ -146,10 +131,13 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class TopoStage3(Stock):  # type: ignore[misc]
+class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`."""
 
     topo: Stage3
+    lp_param_buffer: Tensor
+    inf_or_nan_tracker: Tensor
+    fp32_partitioned_groups_flat: list[Any]
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
@@ -206,16 +194,13 @@ class TopoStage3(Stock):  # type: ignore[misc]
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             stock = self.fp32_partitioned_groups_flat[i]
             master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
-            master.ds_id = stock.ds_id
+            master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:
                 master.grad = torch.zeros_like(master)
             self.fp32_partitioned_groups_flat[i] = master
 
     def _sub_group_columns(self) -> list[tuple[int, int]]:
-        ends = [0]
-        for numel in self.fp16_partitioned_groups_flat_numel:
-            ends.append(ends[-1] + numel)
-        return list(zip(ends, ends[1:], strict=False))
+        return list(pairwise(accumulate(self.fp16_partitioned_groups_flat_numel, initial=0)))
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
@@ -223,21 +208,24 @@ class TopoStage3(Stock):  # type: ignore[misc]
             for position in self.grad_position.values():
                 position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
 
-    def _write_back(self, index: int, full: Tensor) -> None:
+    def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
-        weights = self.topo.weights
-        weights.write_back(index, full)
-        if self.topo.masters is not None and full.dtype == self.master_weights_and_grads_dtype:
-            for i, (begin, end) in enumerate(self._sub_group_columns()):
-                first = weights.layout.begins[index]
-                if begin <= first < end:
-                    table = self.topo.masters.table(self.fp32_partitioned_groups_flat[i].detach())
-                    rows = weights.layout.slot(weights.optimizer_rows(), index)
-                    table[:, first - begin : first - begin + rows.shape[1]].copy_(rows)
+        weights, slot = self.topo.weights, self._slots[param.ds_id]
+        weights.write_back(slot, param.data)
+        if self.topo.masters is not None and param.dtype == self.master_weights_and_grads_dtype:
+            group, begin, width = self._master_columns(param)
+            table = self.topo.masters.table(self.fp32_partitioned_groups_flat[group].detach())
+            table[:, begin : begin + width].copy_(weights.layout.slot(weights.optimizer_rows(), slot))
+
+    def _master_columns(self, param: Any) -> tuple[int, int, int]:
+        """Sub-group, first column and width of a parameter in the union masters."""
+        assert self.topo.masters is not None
+        group, offset, width = self.grad_position[self.get_param_id(param)]
+        return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> Tensor:
         slots = [self._slots[p.ds_id] for p in params_to_reduce]
@@ -317,12 +305,14 @@ class TopoStage3(Stock):  # type: ignore[misc]
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
     ) -> None:
         for param in (p for p in param_list if p.requires_grad):
-            slot = self._synced_slot(param)
-            updated = update_func(self._fp32_state_allgather(param, slot), param)
+            full = self._fp32_state_allgather(param, self._synced_slot(param))
+            self.set_fp32_grad_for_param(update_func(full, param), param)
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
+        if param.requires_grad:
             layout = self.topo.gradients.layout
-            padded = torch.zeros(slot.numel() * layout.plan.world_size, dtype=slot.dtype, device=slot.device)
-            padded[: param.ds_numel].copy_(updated.reshape(-1))
-            slot.copy_(padded.narrow(0, slot.numel() * layout.rank, slot.numel()))
+            rows = rows_of(value.reshape(-1), layout.plan)
+            self._synced_slot(param).copy_(rows[layout.plan.position(layout.rank)])
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
@@ -336,13 +326,12 @@ class TopoStage3(Stock):  # type: ignore[misc]
         """Bring an edited master or optimizer state to the ranks that hold copies of it. Collective."""
         if not param.requires_grad:
             return
-        group, offset, width = self.grad_position[self.get_param_id(param)]
         if self.topo.masters is not None:
+            group, begin, width = self._master_columns(param)
             master = self.fp32_partitioned_groups_flat[group]
             flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
-            begin = offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group]
             self.topo.masters.share(flat, begin, width)
-        elif optim_state_key is None:  # in FP32 the master is the parameter itself
+        elif optim_state_key is None and self.masters_are_weights():
             self.topo.weights.publish_slot(self._slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -390,9 +379,13 @@ class TopoStage3(Stock):  # type: ignore[misc]
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
+    def masters_are_weights(self) -> bool:
+        """Whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
+        weights = self.lp_param_buffer.untyped_storage().data_ptr()
+        return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
+
     def optimizer_bytes(self) -> int:
         """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
-        row = self.lp_param_buffer.untyped_storage().data_ptr()
-        masters = [m for m in self.fp32_partitioned_groups_flat if m.untyped_storage().data_ptr() != row]
+        masters = [] if self.masters_are_weights() else self.fp32_partitioned_groups_flat
         states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
         return sum(t.nbytes for t in (*masters, *states))

@@ -17,17 +17,21 @@ CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
 def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """The DeepSpeed JSON that a call of ``deepspeed.initialize`` or ``zero.Init`` carries, as a dict, or None.
 
+    A config that cannot be read is left to DeepSpeed, which reports it in the same call: without a ``zero_topo`` block
+    nothing about DeepSpeed may change.
+
     Args:
         arguments: the call's bound arguments.
-
-    Raises:
-        ValueError: for a missing or broken file.
     """
-    for name in CONFIG_ARGUMENTS:
-        if arguments.get(name) is not None:
-            return load_deepspeed_config(arguments[name])
-    path = getattr(arguments.get("args"), "deepspeed_config", None)
-    return None if path is None else load_deepspeed_config(path)
+    named = [arguments.get(name) for name in CONFIG_ARGUMENTS]
+    named.append(getattr(arguments.get("args"), "deepspeed_config", None))
+    config = next((value for value in named if value is not None), None)
+    if not isinstance(config, str | Mapping):
+        return None
+    try:
+        return load_deepspeed_config(config)
+    except ValueError:
+        return None
 
 
 def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
@@ -70,7 +74,7 @@ def resolve_block(
 
 
 def seed_everything(seed: int | None, rank: int) -> None:
-    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks, repeats between runs."""
+    """Seed Python's and torch's generators with ``seed + rank``: dropout differs between ranks and repeats."""
     if seed is None:
         return
     import torch

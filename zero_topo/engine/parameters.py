@@ -57,10 +57,10 @@ class ParameterGathers:
     Args:
         engine: the shards.
         slots: ``ds_id`` -> slot of each trainable parameter.
-        write_back: called with (slot, full tensor) before a parameter that every rank edited alike is partitioned.
+        write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
     """
 
-    def __init__(self, engine: Stage3, slots: dict[int, int], write_back: Callable[[int, Tensor], None]) -> None:
+    def __init__(self, engine: Stage3, slots: dict[int, int], write_back: Callable[[Any], None]) -> None:
         self._engine = engine
         self._slots = slots
         self._write_back = write_back
@@ -133,5 +133,5 @@ class ParameterGathers:
         if options.get("has_been_updated"):
             for p in params:
                 if p.ds_id in self._slots and p.ds_status == ZeroParamStatus.AVAILABLE:
-                    self._write_back(self._slots[p.ds_id], p.data)
+                    self._write_back(p)
         stock(params, **options)

@@ -59,7 +59,8 @@ class Stats:
         total_bytes: the same since the start.
         memory: role -> bytes held on this rank.
         work: the model as the cost formulas see it.
-        optimizer_itemsize: bytes per element that the optimizer role holds, by the formula's count.
+        accumulation_itemsize: bytes per element of the gradient buffer.
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves.
         calls: phase -> collectives since the start.
     """
 
@@ -70,6 +71,8 @@ class Stats:
     total_bytes: dict[tuple[str, str], int]
     memory: dict[str, int]
     work: Workload
+    accumulation_itemsize: int
+    optimizer_itemsize: int
     calls: dict[str, int]
 
 

@@ -7,8 +7,9 @@ Note [Quantized gathers]
     that DeepSpeed keeps resident (``stage3_param_persistence_threshold``) are gathered exactly.
 
 Note [Which copy is read]
-    Forward gathers read the primary shards. Every gather inside the backward pass, the recomputation of activation
-    checkpoints included, reads the secondary shards if there are any. A secondary at least as wide as the weights
+    Forward gathers read the primary shards, also when DeepSpeed's prefetch starts them in the forward pass for use in
+    the backward pass. Every gather inside the backward pass, the recomputation of activation checkpoints included,
+    reads the secondary shards if there are any. A secondary at least as wide as the weights
     domain (S a multiple of W) is a subset of the primary: it is requantized locally right after publish, and with
     S = W and equal specs the forward sends those same bytes, so weights are quantized once per optimizer step. A
     narrower one (ZeRO++: weights over the world, secondary over the node) is captured from the forward gather, and is

@@ -1,0 +1,99 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Bytes sent and bytes held equal the formulas of ``zero_topo.cost``, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zero_topo
+from tests.launcher.training import Job, advance, block, running
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes, padding_bytes
+from zero_topo.cost.volume import step_bytes
+from zero_topo.engine.stage3 import Stats
+
+SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
+
+
+def measured(scheme: str, dtype: str, micro_batches: int = 1, persistence: int = 0, **more: Any) -> Stats:
+    """Stats after three steps in which every parameter is gathered, released and reduced in one bucket."""
+    zero = {
+        "stage3_prefetch_bucket_size": 0,
+        "reduce_bucket_size": 10**6,
+        "stage3_param_persistence_threshold": persistence,
+    }
+    run = Job(zero_topo=block(scheme, **more), dtype=dtype, micro_batches=micro_batches, ds={"zero_optimization": zero})
+    with running(run) as engine:
+        advance(run, engine, 0, 3)
+        return zero_topo.stats(engine)
+
+
+def assert_bytes_equal(stats: Stats) -> None:
+    assert stats.step_bytes == step_bytes(stats.config, stats.work)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "default"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> None:
+    more: dict[str, Any] = {"quantize": {}} if quantized else {}
+    stats = measured(scheme, "bf16", 2, **more)
+    assert_bytes_equal(stats)
+    held = {role: stats.memory[role] for role in ("weights", "secondary", "gradients", "optimizer")}
+    assert held == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+
+
+def test_fp32_memory_is_counted_as_it_is_held() -> None:
+    """Stock may let FP32 weights be their own masters; the statistics say whether it did."""
+    stats = measured("topo", "fp32")
+    assert stats.memory["optimizer"] == memory_bytes(stats.config, stats.work, 4, stats.optimizer_itemsize)["optimizer"]
+    assert stats.optimizer_itemsize in (ADAM_BYTES, ADAM_BYTES_FP32)
+    assert_bytes_equal(stats)
+
+
+def test_memory_exceeds_the_ideal_by_the_padding_the_plan_reports() -> None:
+    stats = measured("zero3", "bf16")
+    plan, numels = stats.config.plan, stats.work.numels
+    total = plan.world_size * stats.memory["weights"]
+    assert total == 2 * (sum(numels) + plan.padding(numels))
+    reported = padding_bytes(stats.config, stats.work, 2)["weights"]  # per rank, rounded up to a byte
+    assert 0 <= reported * plan.world_size - 2 * plan.padding(numels) < plan.world_size
+
+
+def test_persistent_parameters_are_gathered_exactly_once_a_step() -> None:
+    stats = measured("topo", "bf16", 2, persistence=100, quantize={})
+    assert any(stats.work.persistent) and not all(stats.work.persistent)
+    assert_bytes_equal(stats)
+
+
+def test_an_int8_secondary_of_zeropp_is_counted_as_the_papers_table_does() -> None:
+    stats = measured("zero++", "bf16", 1, quantize={"secondary": "int8"})
+    assert_bytes_equal(stats)
+
+
+def test_a_wider_accumulation_type_costs_what_it_says() -> None:
+    stats = measured("topo", "bf16", 1, accumulation_dtype="fp32")
+    assert stats.memory["gradients"] == memory_bytes(stats.config, stats.work, 4, ADAM_BYTES)["gradients"]
+    assert_bytes_equal(stats)
+
+
+def test_a_meter_switched_off_counts_nothing() -> None:
+    assert measured("topo", "bf16", 1, meter=False).step_bytes == {}
+
+
+def test_statistics_of_an_engine_without_the_block_are_refused() -> None:
+    with running(Job()) as engine, pytest.raises(ValueError, match="runs without zero_topo"):
+        zero_topo.stats(engine)
+
+
+def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:
+    def draws() -> torch.Tensor:
+        with running(Job(zero_topo=block("topo", seed=11))):
+            return torch.rand(4)
+
+    first = draws()
+    assert torch.equal(first, draws())
+    others = [torch.empty(4) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(others, first)
+    assert len({tuple(o.tolist()) for o in others}) == len(others)
