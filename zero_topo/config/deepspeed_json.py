@@ -250,6 +250,19 @@ CHECKS: tuple[Check, ...] = (
     Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),
     Refusal("sequence_parallel_size", _above_one, f"Ulysses: {_WORLD}", "set it to 1"),
     Refusal("pipeline.stages", _above_one, f"pipeline parallelism: {_WORLD}", "remove pipeline"),
+    *(
+        Refusal(f"{ZERO}.{key}", _on, "zero_topo gathers each bucket in one collective of its own", "remove it")
+        for key in ("stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params")
+    ),
+    *(
+        Refusal(key, _on, "zero_topo's optimizer shards are FP32", "remove it")
+        for key in (
+            "fp16.fp16_master_weights_and_grads",
+            "bf16.bf16_master_weights_and_grads",
+            "bf16.bf16_optimizer_states",
+        )
+    ),
+    Refusal("hybrid_engine.enabled", _on, f"the hybrid engine: {_OWN_GATHER}", "remove hybrid_engine"),
     Refusal("compile.deepcompile", _on, f"DeepCompile: {_OWN_GATHER}", "set it to false; torch.compile may stay on"),
     Refusal(
         "torch_autocast.enabled",
