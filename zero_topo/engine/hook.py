@@ -148,6 +148,8 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        if self.use_muon:
+            raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
         self._slots = {param.ds_id: index for index, param in enumerate(params)}

@@ -1,0 +1,83 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Process groups: who is in which, at any size, and created alike on every rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import fake_world, run_threads
+from tests.ranks.worlds import shuffled
+from zero_topo.engine.stage3 import required_hops
+from zero_topo.mesh import Mesh
+from zero_topo.plan import Plan
+from zero_topo.topology.presets import emulated, load_preset
+
+
+def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
+    """9,408 nodes of 8 ranks: each rank creates its own handful of groups, not all 37,632 pairs."""
+    start = time.monotonic()
+    machine = load_preset("frontier", 9408 * 8)
+    plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
+    rank = 40_003
+    with fake_world(machine.world_size, rank):
+        mesh = Mesh(plan, machine, required_hops(plan))
+        pair, node = mesh.hop(1, 2), mesh.hop(1, 8)
+        across, publish = mesh.hop(8, machine.world_size), mesh.hop(2, machine.world_size)
+        assert dist.get_process_group_ranks(pair.group) == [40_002, 40_003]
+        assert dist.get_process_group_ranks(node.group) == list(range(40_000, 40_008))
+        assert dist.get_process_group_ranks(across.group) == list(range(3, 75_264, 8))
+        assert publish.size == 37_632 and publish.index == rank // 2
+        assert [hop.domain for hop in (pair, node, across)] == ["gpu", "node", "world"]
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
+def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
+    """Torch sorts a group by rank; slots lead from tree order to that."""
+    machine = shuffled(emulated(2, 2, 2)) if mixed_up else emulated(2, 2, 2)
+    plan = Plan.build(machine, ("gpu", None, "node", "world"))
+
+    def rank_main(rank: int) -> bool:
+        mesh = Mesh(plan, machine, required_hops(plan))
+        right = []
+        for lo, hi in required_hops(plan):
+            hop = mesh.hop(lo, hi)
+            if hop.group is None:
+                continue
+            seen = torch.empty(hop.size, dtype=torch.int64)
+            dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
+            right.append([int(seen[slot]) for slot in hop.slots] == plan.group(rank, lo, hi))
+            right.append(plan.group(rank, lo, hi)[hop.index] == rank)
+        return all(right)
+
+    assert all(run_threads(8, rank_main))
+
+
+def test_hops_over_the_same_ranks_share_one_group() -> None:
+    machine = emulated(2, 1, 4)
+    plan = Plan.build(machine, ("gpu", "node", "node", "world"))
+
+    def rank_main(rank: int) -> bool:
+        mesh, again = Mesh(plan, machine, [(1, 4), (4, 8)]), Mesh(plan, machine, [(1, 4)])
+        return mesh.hop(1, 4).group is again.hop(1, 4).group
+
+    assert all(run_threads(8, rank_main))
+
+
+def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
+    machine = emulated(1, 2, 2)
+    with fake_world(4), pytest.raises(KeyError):
+        Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
+
+
+def test_the_device_mesh_has_the_machines_levels() -> None:
+    machine = emulated(2, 3, 2)
+    with fake_world(12, 7):
+        mesh = Mesh(Plan(12, 2, None, 6, 12), machine, []).device_mesh("cpu")
+        assert mesh.mesh_dim_names == ("node", "gpu", "rank")
+        assert mesh.mesh.tolist() == torch.arange(12).view(2, 3, 2).tolist()
+        assert [mesh.get_local_rank(name) for name in ("node", "gpu", "rank")] == [1, 0, 1]
