@@ -9,6 +9,7 @@ prints where it is into its log and dies.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK")
+
+_PYTEST_FRAME = re.compile(r'^  File "(?:.*/(?:pluggy|_pytest|pytest)/|<frozen runpy>)')
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,10 @@ class Launch:
         return (self.log_dir / "launcher.log").read_text(errors="replace")
 
     def tails(self, lines: int = 40) -> str:
-        """The end of the launcher's and of every rank's log, for the message of a failure."""
+        """The end of the launcher's and of every rank's log, without pytest's own frames, for a failure's message."""
         logs = {"launcher": self.launcher_log()} | {f"rank {rank}": text for rank, text in enumerate(self.logs())}
-        return "\n".join(f"--- {name}\n" + "\n".join(text.splitlines()[-lines:]) for name, text in logs.items())
+        told = {name: [t for t in text.splitlines() if not _PYTEST_FRAME.search(t)] for name, text in logs.items()}
+        return "\n".join("\n".join([f"--- {name}", *text[-lines:]]) for name, text in told.items())
 
 
 def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:

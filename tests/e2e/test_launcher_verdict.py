@@ -50,6 +50,7 @@ def test_never_reached():
 def run(tmp_path_factory: pytest.TempPathFactory) -> SuiteRun:
     """One launch of three ranks in which rank 1 fails in several ways."""
     path = tmp_path_factory.mktemp("suite")
+    (path / "pytest.ini").write_text("[pytest]\n")
     (path / "conftest.py").write_text(CONFTEST)
     (path / "test_failing.py").write_text(TESTS)
     settings = LaunchSettings(path / "logs", world_size=3, timeout_s=120, env={"ZERO_TOPO_LAUNCH_GRACE": "2"})
