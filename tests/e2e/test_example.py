@@ -1,0 +1,104 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The example as a program: mistakes, training, checkpoint, report, with and without zero_topo, on four ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, Launch, LaunchSettings, launch
+
+SCRIPT = "zero_topo/examples/train_gpt.py"
+SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--eval-batches", "1", "--sample", "20", "--warmup", "2"]
+
+
+def ds_config(folder: Path, name: str, block: dict[str, Any] | None) -> Path:
+    """The demo's DeepSpeed JSON with two micro-batches and another block, or none."""
+    config = json.loads((ROOT / "configs" / "demo.json").read_text()) | {"gradient_accumulation_steps": 2}
+    del config["zero_topo"]
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config if block is None else config | {"zero_topo": block}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch]:
+    """Six steps under topo with a checkpoint, then two more from it under stock ZeRO-3: a folder and both launches."""
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "text").write_bytes((ROOT / "LICENSE").read_bytes() * 5)
+    block = {"topology": {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}, "scheme": "topo"}
+    common = [SCRIPT, *SMALL, "--data", str(folder / "text")]
+    first = ["--steps", "6", "--eval-every", "3", "--save", str(folder / "saved"), "--run-dir", str(folder / "topo")]
+    second = ["--steps", "8", "--resume", str(folder / "saved"), "--run-dir", str(folder / "stock")]
+    launches = [
+        launch(
+            [*common, "--deepspeed_config", str(config), *words],
+            LaunchSettings(log_dir=folder / f"log-{config.stem}", world_size=4, timeout_s=200),
+        )
+        for config, words in ((ds_config(folder, "topo", block), first), (ds_config(folder, "stock", None), second))
+    ]
+    return folder, launches[0], launches[1]
+
+
+def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Launch]) -> None:
+    """Loss falls, text is sampled, and the report's files lie in the run's folder."""
+    folder, topo, _ = runs
+    assert topo.returncode == 0, topo.tails()
+    report = json.loads((folder / "topo" / "report.json").read_text())
+    assert report["steps"] == 6 and report["last_loss"] < report["first_loss"] - 0.1
+    names = {path.name for path in (folder / "topo").iterdir()}
+    assert names == {"metrics.jsonl", "report.json", "loss.png", "bytes.png"}
+    log = topo.log(0)
+    assert "--- the model writes\ndef " in log and "Sent by each rank" in log and "step 3: evaluation loss" in log
+
+
+def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
+    """A run on a thousand ranks prints one report."""
+    _, topo, _ = runs
+    assert not [rank for rank in (1, 2, 3) if "loss" in topo.log(rank) or "Sent by" in topo.log(rank)]
+
+
+def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:
+    """With two micro-batches per step and evaluations between, the last step's bytes are the formula's everywhere."""
+    folder, _, _ = runs
+    measured = json.loads((folder / "topo" / "report.json").read_text())["zero_topo"]
+    assert measured["micro_batches"] == 2
+    assert {row["domain"] for row in measured["sent"] if row["max"]} == {"gpu", "world"}
+    assert [(row["min"], row["max"]) for row in measured["sent"]] == [(row["formula"],) * 2 for row in measured["sent"]]
+    for row in measured["memory"]:
+        assert row["min"] == row["max"] == row["formula"], row
+
+
+def test_a_run_goes_on_from_a_checkpoint_under_stock_zero3(runs: tuple[Path, Launch, Launch]) -> None:
+    """The example resumes at the step where it stopped, with the loss it had, and says that nothing is metered."""
+    folder, _, stock = runs
+    assert stock.returncode == 0, stock.tails()
+    before = json.loads((folder / "topo" / "report.json").read_text())
+    lines = [json.loads(line) for line in (folder / "stock" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [7, 8]
+    assert lines[0]["loss"] < before["first_loss"] - 0.1
+    assert "This run used stock ZeRO-3" in stock.log(0)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "expected"),
+    [
+        ("missing.json", [], "missing.json"),
+        ("configs/demo.json", ["--data", "nowhere"], "--data nowhere does not exist"),
+        ("configs/demo.json", [], "8 ranks but the job has 3"),
+    ],
+)
+def test_mistakes_end_in_one_line_before_any_group(config: str, words: list[str], expected: str) -> None:
+    """A missing config, missing data and a machine that does not fit the ranks: exit status not 0, no traceback."""
+    command = [sys.executable, "zero_topo/examples/train_gpt.py", "--deepspeed_config", config, *words]
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train_gpt: ")]
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert len(lines) == 1 and expected in lines[0], done.stderr

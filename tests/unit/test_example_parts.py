@@ -1,0 +1,132 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The parts of the example: its data, its model, its command line, its length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.launching import ROOT
+from zero_topo.examples import train_gpt
+from zero_topo.examples.data import EVAL_EVERY, Corpus, batch, standard_library_files
+from zero_topo.examples.gpt import GPT, GPTConfig, sample
+
+
+def write(folder: Path, names: list[str], text: str = "x = 1\n" * 20) -> None:
+    """Text files below a folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_the_example_is_short() -> None:
+    """The main program is read in one sitting: at most 200 lines."""
+    assert len((ROOT / "zero_topo/examples/train_gpt.py").read_text().splitlines()) <= 200
+
+
+def test_standard_library_leaves_out_tests_and_packages(tmp_path: Path) -> None:
+    """Only the library's own sources count, in an order that does not depend on the file system."""
+    kept = ["abc.py", "json/decoder.py", "os.py"]
+    write(tmp_path, [*reversed(kept), "site-packages/a.py", "test/b.py", "json/tests/c.py", "notes.txt"])
+    assert [path.relative_to(tmp_path).as_posix() for path in standard_library_files(tmp_path)] == kept
+
+
+def test_this_pythons_library_is_enough_to_train_on() -> None:
+    """The default data exists where Python does: some ten megabytes, mostly text, parts that differ."""
+    corpus = Corpus.load(None, 128)
+    assert len(corpus.train) > 5_000_000 and len(corpus.evaluation) > 200_000
+    assert corpus.train.dtype == torch.uint8
+    assert bytes(corpus.train[:2000].tolist()) != bytes(corpus.evaluation[:2000].tolist())
+
+
+def test_data_takes_a_file_or_a_folder(tmp_path: Path) -> None:
+    """One piece in twenty is kept for evaluation, and together the parts are the whole text."""
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(200)) * 20)
+    corpus = Corpus.load(path, 8)
+    assert len(corpus.evaluation) == 4000 // EVAL_EVERY
+    assert sorted(torch.cat([corpus.train, corpus.evaluation]).tolist()) == sorted(path.read_bytes())
+    write(tmp_path / "folder", [f"{i}.txt" for i in range(20)], "word " * 10)
+    assert len(Corpus.load(tmp_path / "folder", 8).evaluation) == 50
+
+
+def test_data_that_cannot_serve_is_refused_by_name(tmp_path: Path) -> None:
+    """A missing path and a text shorter than a sample give the path, the reason and the way out."""
+    with pytest.raises(ValueError, match="nowhere does not exist: give a text file or a folder"):
+        Corpus.load(tmp_path / "nowhere", 8)
+    (tmp_path / "short").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="one sample needs 9: give --data more text"):
+        Corpus.load(tmp_path / "short", 8)
+
+
+@given(seed=st.integers(0, 1000), step=st.integers(0, 1000), rank=st.integers(0, 64), context=st.integers(1, 30))
+def test_batches_depend_on_seed_step_and_rank_only(seed: int, step: int, rank: int, context: int) -> None:
+    """A resumed run sees the batches it would have seen; targets are the tokens one byte later, inside the text."""
+    text = torch.arange(31, dtype=torch.uint8)
+    tokens, targets = batch(text, (3, context), seed, step, rank)
+    again, _ = batch(text, (3, context), seed, step, rank)
+    assert torch.equal(tokens, again)
+    assert tokens.shape == targets.shape == (3, context)
+    assert torch.equal(targets, tokens + 1)
+
+
+def test_ranks_and_steps_draw_different_batches() -> None:
+    """Data parallelism is no use if the ranks train on the same bytes."""
+    text = torch.arange(250, dtype=torch.uint8)
+    drawn = {tuple(batch(text, (4, 1), 0, step, rank)[0].flatten().tolist()) for step in range(5) for rank in range(8)}
+    assert len(drawn) == 40
+
+
+def test_the_model_starts_at_the_loss_of_guessing() -> None:
+    """Untrained, every byte is about equally likely: log(256) = 5.55 nats; the default has three million weights."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig())
+    assert 3_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 3_500_000
+    tokens = torch.randint(256, (2, 64))
+    assert 5.4 < model(tokens, tokens).item() < 5.8
+
+
+def test_the_model_does_not_see_the_future() -> None:
+    """What comes after a byte must not change the prediction made at it."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8))
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_sampling_goes_beyond_the_context_and_repeats() -> None:
+    """Text longer than the context can be written, and one seed always writes the same."""
+    model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8))
+    text = sample(model, b"def ", 20, seed=3)
+    assert text.startswith(b"def ") and len(text) == 24
+    assert text == sample(model, b"def ", 20, seed=3)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    """The message has both numbers."""
+    with pytest.raises(ValueError, match="width 10 does not divide into 4 heads"):
+        GPTConfig(width=10)
+
+
+def test_arguments_are_deepspeeds_own() -> None:
+    """The launcher's --local_rank and DeepSpeed's --deepspeed_config are taken as any DeepSpeed script takes them."""
+    args = train_gpt.parse_arguments(["--local_rank=3", "--deepspeed", "--deepspeed_config", "a.json", "--steps", "7"])
+    assert (args.local_rank, args.deepspeed_config, args.steps) == (3, "a.json", 7)
+
+
+@pytest.mark.parametrize("words", [[], ["--deepspeed_config", "a.json", "--eval-every", "1"]])
+def test_arguments_that_cannot_work_end_before_anything_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a config, or with evaluations that would blur every step's bytes, the usage is printed; status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        train_gpt.parse_arguments(words)
+    assert stopped.value.code == 2
+    assert "--deepspeed_config" in capsys.readouterr().err

@@ -1,0 +1,219 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The report of a run: its numbers, its files, what it prints, and what it says of folders that are no runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.launching import ROOT
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.cost import Workload, memory_bytes, step_bytes
+from zero_topo.observe import tree_figure
+from zero_topo.observe.progress import Progress
+from zero_topo.observe.report import (
+    RankBytes,
+    Result,
+    accumulation_itemsize,
+    build_report,
+    optimizer_bytes,
+    read_report,
+)
+from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder, read_metrics
+from zero_topo.observe.tables import render
+from zero_topo.topology.presets import emulated
+from zero_topo.units import format_bytes
+
+RESULT = Result("A model", 8, eval_loss=2.5, seconds=61.0, settings={"data": Path("x")}, deepspeed={"bf16": {}})
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    """What `zero_topo.stats` gives, as far as the report reads it."""
+
+    config: ResolvedConfig
+    work: Workload
+    micro_batches: int
+
+
+def stats(micro_batches: int = 2, **block: Any) -> FakeStats:
+    """A run of the scheme topo on 2 nodes x 2 GPUs x 2 dies, with parameters that do not divide evenly."""
+    config = ZeroTopoConfig.parse({"scheme": "topo", **block}).resolve(emulated(2, 2, 2))
+    return FakeStats(config, Workload.uniform([100_003, 50, 7], micro_batches=micro_batches), micro_batches)
+
+
+def measured(run: FakeStats) -> RankBytes:
+    """A rank that sent and holds exactly what the formulas say."""
+    memory = memory_bytes(run.config, run.work, accumulation_itemsize=2)
+    return RankBytes(step_bytes(run.config, run.work), memory)
+
+
+def log_steps(folder: Path, losses: tuple[float, ...] = (5.5, 4.0, 3.0)) -> None:
+    """A run's log with these losses and one evaluation."""
+    with RunLog(folder) as log:
+        for step, loss in enumerate(losses, 1):
+            log.step(StepRecord(step, loss, 1e-3, 0.5, {("scatter", "node"): 10}))
+        assert log.evaluation(len(losses), 2.5) == 2.5
+
+
+def printed(folder: Path) -> str:
+    """What `render` prints, 80 columns wide."""
+    out = io.StringIO()
+    render(folder, Console(file=out, width=80))
+    return out.getvalue()
+
+
+def test_report_sets_measured_bytes_beside_the_formula_and_zero3(tmp_path: Path) -> None:
+    """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same machine and model."""
+    run = stats()
+    log_steps(tmp_path)
+    report = build_report(tmp_path, RESULT, run, [measured(run)] * 8)
+    zero3 = ZeroTopoConfig.parse({"scheme": "zero3"}).resolve(run.config.topology)
+    rows = {(row["phase"], row["domain"]): row for row in report["zero_topo"]["sent"]}
+    own, stock = step_bytes(run.config, run.work), step_bytes(zero3, run.work)
+    assert set(rows) == set(own) | set(stock)
+    for key, row in rows.items():
+        assert row["min"] == row["max"] == row["formula"] == own.get(key, 0)
+        assert row["zero3"] == stock.get(key, 0)
+    memory = {row["role"]: row for row in report["zero_topo"]["memory"]}
+    assert {role: row["formula"] for role, row in memory.items()} == dict(measured(run).memory)
+    assert memory["weights"]["zero3"] * 4 == memory["weights"]["formula"]
+
+
+def test_report_shows_ranks_that_differ(tmp_path: Path) -> None:
+    """A rank that sent more than the others is seen in the table, not averaged away."""
+    run = stats()
+    log_steps(tmp_path)
+    good = measured(run)
+    key = ("scatter", "node")
+    bad = replace(good, sent={**good.sent, key: good.sent[key] + 5_000_000})
+    build_report(tmp_path, RESULT, run, [*[good] * 7, bad])
+    low, high = format_bytes(good.sent[key]), format_bytes(bad.sent[key])
+    assert f"{low} .. {high}" in printed(tmp_path)
+
+
+def test_report_prints_every_number_again_from_its_folder(tmp_path: Path) -> None:
+    """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and losses."""
+    run = stats()
+    log_steps(tmp_path)
+    report = build_report(tmp_path, RESULT, run, [measured(run)] * 8)
+    (tmp_path / "metrics.jsonl").unlink()
+    text = printed(tmp_path)
+    assert max(map(len, text.splitlines())) <= 80 + len(str(tmp_path))
+    for row in report["zero_topo"]["sent"]:
+        assert format_bytes(max(row["max"], row["zero3"])) in text
+    for word in ("5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "secondary", "publish", "1 min 01 s"):
+        assert word in text, word
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+def test_report_of_stock_zero3_says_so(tmp_path: Path) -> None:
+    """A run without the block has losses and a plot, no bytes, and a sentence that says why."""
+    log_steps(tmp_path)
+    assert build_report(tmp_path, RESULT, None, [])["zero_topo"] is None
+    assert "stock ZeRO-3" in printed(tmp_path)
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "bytes.png").exists()
+
+
+def test_report_draws_its_plots(tmp_path: Path) -> None:
+    """Both pictures are PNG files with something in them."""
+    run = stats()
+    log_steps(tmp_path)
+    build_report(tmp_path, RESULT, run, [measured(run)])
+    for name in ("loss.png", "bytes.png"):
+        data = (tmp_path / name).read_bytes()
+        assert data.startswith(b"\x89PNG") and len(data) > 5_000
+
+
+def test_log_keeps_steps_and_evaluations_in_order(tmp_path: Path) -> None:
+    """Lines can be read back while the run goes on, and a quiet log (other ranks) writes nothing."""
+    log_steps(tmp_path / "a", (1.0, 2.0))
+    lines = read_metrics(tmp_path / "a")
+    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [1.0, 2.0, 2.5]
+    assert lines[0]["sent"] == {"scatter/node": 10}
+    with RunLog(tmp_path / "b", quiet=True) as log:
+        log.step(StepRecord(1, 1.0, 1.0, 1.0))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("read", [read_metrics, read_report, printed])
+def test_folders_that_are_no_runs_are_named(tmp_path: Path, read: Any) -> None:
+    """Asking for the report of some other folder is one line with the folder and what to give instead."""
+    with pytest.raises(ValueError, match=r"has no (metrics\.jsonl|report\.json): give the folder of a run"):
+        read(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    """A cut line and a report of another version are errors with the place, not a traceback of json."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_metrics(tmp_path)
+    (tmp_path / "report.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        read_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "itemsize", "expected"),
+    [
+        ({}, 2, (2, 12)),
+        ({"accumulation_dtype": "fp32"}, 2, (4, 12)),
+        ({"accumulation_dtype": "fp32", "sync": {"dtype": "bf16"}}, 2, (4, 12)),
+        ({"sync": {"dtype": "fp32"}}, 2, (2, 12)),
+        ({}, 4, (4, 8)),
+        ({"publish": {"dtype": "bf16"}}, 4, (4, 12)),
+        ({"optimizer": "node"}, 4, (4, 12)),
+    ],
+)
+def test_memory_formula_knows_the_buffers_types(
+    block: dict[str, Any], itemsize: int, expected: tuple[int, int]
+) -> None:
+    """Gradients are as wide as they are accumulated; FP32 weights are their own master only if nothing rounds them."""
+    config = ZeroTopoConfig.parse({"scheme": "topo", **block}).resolve(emulated(2, 2, 2))
+    work = Workload.uniform([64], itemsize=itemsize)
+    if isinstance(block.get("sync"), dict):
+        work = replace(work, sync_itemsize={"fp32": 4, "bf16": 2}[block["sync"]["dtype"]])
+    assert (accumulation_itemsize(config, work), optimizer_bytes(config, work)) == expected
+
+
+def test_progress_writes_lines_where_there_is_no_terminal() -> None:
+    """A log file gets the first step, the last and some between, and other ranks write nothing."""
+    out = io.StringIO()
+    with Progress(100, console=Console(file=out, width=200)) as progress:
+        for step in range(1, 101):
+            progress.advance(step, 3.0)
+    lines = out.getvalue().splitlines()
+    assert 5 <= len(lines) <= 20
+    assert lines[0].startswith("step   1/100") and lines[-1].startswith("step 100/100")
+    quiet = io.StringIO()
+    with Progress(1, quiet=True, console=Console(file=quiet)) as progress:
+        progress.advance(1, 3.0)
+    assert quiet.getvalue() == ""
+
+
+def test_run_folders_are_named_after_config_and_time() -> None:
+    """Two configs' runs do not overwrite each other, and naming a folder creates none."""
+    folder = new_run_folder("demo")
+    assert folder.parent == Path("runs") and folder.name.startswith("demo-2")
+    assert not folder.exists()
+
+
+def test_the_readmes_picture_is_what_the_script_draws() -> None:
+    """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture again."""
+    committed = (ROOT / "zero_topo" / "observe" / "figures" / "tree.svg").read_text()
+    assert committed == tree_figure.tree_svg(tree_figure.readme_config()), (
+        "run: python -m zero_topo.observe.tree_figure zero_topo/observe/figures/tree.svg"
+    )
+
+
+def test_the_picture_fills_as_much_as_the_degrees_say() -> None:
+    """Each rank's bar is filled by 1 / degree: 4, 4, 2 and 1 of 8 pieces under the scheme topo."""
+    svg = tree_figure.tree_svg(tree_figure.readme_config())
+    pieces = {role: svg.count(f'rx="0" fill="{colour}"') for role, colour in tree_figure.COLOURS.items()}
+    assert pieces == {"weights": 8 * 4, "secondary": 8 * 4, "gradients": 8 * 2, "optimizer": 8 * 1}
