@@ -78,7 +78,7 @@ format: $(STAMP)
 	ruff check --fix .
 
 test: lint unlock
-	pytest $(PYTEST_ARGS) tests
+	pytest $(PYTEST_ARGS) tests/unit tests/ranks tests/kernels tests/e2e
 
 test-fast: $(STAMP)
 	pytest $(PYTEST_ARGS) tests/unit tests/ranks
