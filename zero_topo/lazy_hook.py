@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,5 @@ def arm() -> None:
 
 
 def _install() -> None:
-    from zero_topo.engine import hook
-
-    hook.install()
+    """Import the hook, which installs itself; if DeepSpeed is imported by the hook's own import, that goes on to it."""
+    importlib.import_module("zero_topo.engine.hook")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+from torch import Tensor
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
 from zero_topo.engine import hook
@@ -60,9 +61,16 @@ def stats(engine: Any) -> Stats:
         micro_batches=micro_batches,
         step_bytes=dict(topo.meter.last_step()),
         total_bytes=dict(topo.meter.total()),
-        memory={**topo.memory(), "optimizer": optimizer.optimizer_bytes()},
+        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer)},
         work=topo.workload(persistent, micro_batches),
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
         optimizer_itemsize=ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES,
         calls=dict(topo.meter.calls),
     )
+
+
+def _optimizer_bytes(optimizer: hook.TopoStage3) -> int:
+    """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
+    masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
+    states = [v for s in optimizer.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+    return sum(t.nbytes for t in (*masters, *states))

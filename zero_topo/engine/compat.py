@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 Required = tuple[type, str, tuple[str, ...] | None]
+Assigned = tuple[type, Sequence[str]]
 
 
 def differences(required: Iterable[Required]) -> list[str]:
@@ -32,3 +35,32 @@ def _parameters(function: Any) -> tuple[str, ...]:
     names = tuple(inspect.signature(function).parameters)
     inner = [c.cell_contents for c in function.__closure__ or () if inspect.isfunction(c.cell_contents)]
     return _parameters(inner[0]) if names == ("args", "kwargs") and inner else names
+
+
+def unassigned(required: Iterable[Assigned]) -> list[str]:
+    """Attributes of instances that no method of their class sets, one phrase each.
+
+    Args:
+        required: (class, names of attributes).
+    """
+    problems = []
+    for owner, names in required:
+        functions = [f for base in owner.__mro__ for f in vars(base).values() if inspect.isfunction(f)]
+        codes = [code for function in functions for code in _codes(function)]
+        gone = [name for name in names if not hasattr(owner, name) and not any(_sets(code, name) for code in codes)]
+        problems += [f"{owner.__name__}.{name} is gone" for name in gone]
+    return problems
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    """Whether code sets an attribute of this name, on whatever object."""
+    steps = dis.get_instructions(code) if name in code.co_names else ()
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+
+
+def _codes(function: FunctionType) -> Iterator[CodeType]:
+    """Code of a function and of those it decorates."""
+    yield function.__code__
+    for cell in function.__closure__ or ():
+        if inspect.isfunction(cell.cell_contents):
+            yield from _codes(cell.cell_contents)

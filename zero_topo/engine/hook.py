@@ -30,8 +30,8 @@ from torch import Tensor
 
 from zero_topo.collectives.pack import rows_of
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.compat import Required, differences
-from zero_topo.engine.initialize import check_launch, deepspeed_config_of, resolve_block, seed_everything
+from zero_topo.engine.compat import Assigned, Required, differences, unassigned
+from zero_topo.engine.initialize import check_call, resolve_block, seed_everything
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
 
@@ -43,14 +43,16 @@ MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 REQUIRED: tuple[Required, ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
+    (Stock, "load_state_dict", None),
+    (Stock, "offload_states", None),
+    *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
+    *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
+    *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
     (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
-    (Stock, "_set_fp16_partitioned_groups_flat", ("self",)),
-    (Stock, "_unflatten_partitioned_parameters", ("self", "sub_group_id")),
-    (Stock, "_setup_for_real_optimizer", ("self",)),
-    (Stock, "set_grad_positions", ("self",)),
     (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
     (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
     (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
+    (Stock, "_unflatten_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
@@ -58,22 +60,27 @@ REQUIRED: tuple[Required, ...] = (
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
-    (Stock, "get_fp32_grad_partitions", ("self",)),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
     (Stock, "set_full_hp_param", ("self", "value", "param", "optim_state_key")),
     (Stock, "set_local_hp_param", ("self", "value", "param", "optim_state_key")),
-    (Stock, "_rigid_state_dict", ("self",)),
-    (Stock, "load_state_dict", None),
-    (Stock, "_restore_from_bit16_weights", ("self",)),
-    (Stock, "offload_states", None),
-    (Stock, "destroy", ("self",)),
+    (Stock, "get_param_id", ("self", "param")),
+)
+# Attributes of instances relied on: some method of the class must set them.
+ATTRIBUTES: tuple[Assigned, ...] = (
+    (DeepSpeedEngine, ("_config", "dp_world_size")),
+    (deepspeed.DeepSpeedConfig, ("_param_dict",)),
+    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "module")),
+    (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
+    (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
+    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "master_weights_and_grads_dtype")),
+    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon")),
 )
 
 
 def check_deepspeed() -> None:
     """Raise ImportError naming every private that is missing or changed."""
-    problems = differences(REQUIRED)
+    problems = [*differences(REQUIRED), *unassigned(ATTRIBUTES)]
     if problems:
         raise ImportError(
             f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
@@ -102,9 +109,7 @@ def _checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        config = deepspeed_config_of(signature.bind(*args, **kwargs).arguments)
-        if config is not None:
-            check_launch(config)
+        check_call(signature.bind(*args, **kwargs).arguments)
         return function(*args, **kwargs)
 
     return checked
@@ -386,8 +391,5 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         weights = self.lp_param_buffer.untyped_storage().data_ptr()
         return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
 
-    def optimizer_bytes(self) -> int:
-        """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
-        masters = [] if self.masters_are_weights() else self.fp32_partitioned_groups_flat
-        states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
-        return sum(t.nbytes for t in (*masters, *states))
+
+install()  # importing this module is enough, whichever import of DeepSpeed comes first

@@ -34,6 +34,58 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
+def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> None:
+    """Validate a call of ``deepspeed.initialize`` or ``zero.Init`` whose config carries a block.
+
+    Args:
+        arguments: the call's bound arguments.
+        env: the launcher's environment.
+
+    Raises:
+        ValueError: as :func:`check_launch`, and for arguments that zero_topo cannot work with.
+    """
+    config = deepspeed_config_of(arguments)
+    if config is not None and check_launch(config, env) is not None:
+        for check in (_model_parallel, _sequence_parallel, _remote_parameters):
+            check(arguments)
+
+
+def _model_parallel(arguments: Mapping[str, Any]) -> None:
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        size = _ask(arguments.get("mpu"), name)
+        if size > 1:
+            raise ValueError(
+                f"mpu = {type(arguments['mpu']).__name__} with {size} tensor-parallel ranks: zero_topo shards over all "
+                "ranks of the launch, which this would divide; set the tensor-parallel size to 1"
+            )
+
+
+def _ask(mpu: Any, name: str) -> int:
+    """The size an mpu gives; 1 if there is none or it cannot say yet (DeepSpeed's own sizes are checked later)."""
+    try:
+        return int(getattr(mpu, name)())
+    except (AttributeError, AssertionError, RuntimeError, ValueError):
+        return 1
+
+
+def _sequence_parallel(arguments: Mapping[str, Any]) -> None:
+    mesh = arguments.get("mesh_param")
+    if mesh and len(mesh) > 1 and mesh[1] > 1:
+        raise ValueError(
+            f"mesh_param = {tuple(mesh)}, so {mesh[1]} sequence-parallel ranks: zero_topo shards over all ranks of the "
+            "launch, which this would divide; leave mesh_param out"
+        )
+
+
+def _remote_parameters(arguments: Mapping[str, Any]) -> None:
+    device = arguments.get("remote_device")
+    if device not in (None, "none"):
+        raise ValueError(
+            f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
+            'such as "zero_topo": {"weights": "node"}'
+        )
+
+
 def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
     """Validate a DeepSpeed config against this launch, from the environment alone; None without a ``zero_topo`` block.
 

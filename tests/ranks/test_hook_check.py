@@ -1,0 +1,173 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The hook gets into DeepSpeed once, whatever is imported first, and refuses a DeepSpeed it was not built for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.engine import hook
+from zero_topo.engine.compat import unassigned
+
+# -- what the hook relies on -------------------------------------------------------------------------------------------
+
+SEAM = ast.parse(inspect.getsource(hook.TopoStage3))
+OWN_STATE = {"topo", "_topo_config", "_slots", "_stepping", "_gathers"}
+
+
+def declared(required: tuple[Any, ...] = hook.REQUIRED) -> list[tuple[type, str]]:
+    return [(owner, name) for owner, name, _ in required]
+
+
+@pytest.mark.parametrize(("owner", "name"), declared(), ids=[name for _, name in declared()])
+def test_a_missing_private_is_named(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method declared is really looked for, on its class."""
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ImportError, match=rf"{owner.__name__}\.{name} is gone") as caught:
+        hook.check_deepspeed()
+    assert "Install deepspeed==0.19.8" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(owner, name) for owner, name, parameters in hook.REQUIRED if parameters is not None],
+    ids=[name for _, name, parameters in hook.REQUIRED if parameters is not None],
+)
+def test_a_changed_signature_is_named(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that takes something else would be called wrongly: refused, with both signatures."""
+
+    def changed(self: Any, surprise: int) -> None: ...
+
+    monkeypatch.setattr(owner, name, changed)
+    with pytest.raises(ImportError, match=rf"{owner.__name__}\.{name}\(self, surprise\) was expected as \(self"):
+        hook.check_deepspeed()
+
+
+def test_a_renamed_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes exist only on instances: one that no method of the class sets any more is missed all the same."""
+    monkeypatch.setattr(hook, "ATTRIBUTES", ((hook.Stock, ("lp_param_buffer", "lp_param_bufer")),))
+    with pytest.raises(ImportError, match=r"matters: DeepSpeedZeroOptimizer_Stage3\.lp_param_bufer is gone\. Install"):
+        hook.check_deepspeed()
+
+
+def test_attributes_are_found_wherever_they_are_set() -> None:
+    """In a base class, behind a decorator, on the class itself; reading one is not setting it."""
+
+    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(*args)
+
+    class Base:
+        def prepare(self) -> None:
+            self.inherited = 1
+
+    class Owner(Base):
+        constant = 2
+
+        @traced
+        def build(self) -> None:
+            self.decorated = self.only_read  # type: ignore[attr-defined]
+
+    names = ("inherited", "decorated", "constant", "only_read")
+    assert unassigned([(Owner, names)]) == ["Owner.only_read is gone"]
+
+
+def test_the_installed_deepspeed_fits() -> None:
+    """The tests above fail for what they break, not for what is broken anyway."""
+    hook.check_deepspeed()
+
+
+def test_all_that_the_hook_uses_is_checked() -> None:
+    """Whatever our class takes from DeepSpeed's is declared, so that a change cannot pass unseen."""
+    ours = {node.name for node in ast.walk(SEAM) if isinstance(node, ast.FunctionDef)} | OWN_STATE
+    used = {
+        node.attr
+        for node in ast.walk(SEAM)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
+    }
+    stock = {name for name in used if name not in ours or hasattr(hook.Stock, name)}
+    checked = {name for _, name in declared()} | {name for _, names in hook.ATTRIBUTES for name in names}
+    assert sorted(stock - checked - {"__init__"}) == []
+
+
+def test_a_stranger_is_refused_before_anything_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DeepSpeed that does not fit stays as it is."""
+    monkeypatch.setattr(hook.DeepSpeedEngine, "_zero_topo_hook", False)
+    monkeypatch.delattr(hook.Stock, "_post_step")
+    before = hook.DeepSpeedEngine._configure_zero_optimizer
+    with pytest.raises(ImportError, match="_post_step is gone"):
+        hook.install()
+    assert hook.DeepSpeedEngine._configure_zero_optimizer is before
+    assert not hook.DeepSpeedEngine._zero_topo_hook
+
+
+# -- ways to install it ------------------------------------------------------------------------------------------------
+
+REPORT = """
+import inspect, json, sys
+from deepspeed.runtime.engine import DeepSpeedEngine
+def layers(function):
+    count = 0
+    while function.__code__.co_filename.endswith("zero_topo/engine/hook.py"):
+        count, function = count + 1, function.__wrapped__
+    return count
+places = DeepSpeedEngine._configure_zero_optimizer, deepspeed.initialize, deepspeed.zero.Init.__init__
+print(json.dumps([layers(place) for place in places]))
+"""
+WAYS = {
+    "zero_topo_first": "import zero_topo, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)\nimport deepspeed",
+    "deepspeed_first": "import deepspeed\nimport zero_topo; zero_topo.enable(); zero_topo.enable()",
+    "enable_alone": "import zero_topo; zero_topo.enable(); import deepspeed, importlib; importlib.reload(zero_topo)",
+    "hook_module_first": "import zero_topo.engine.hook, deepspeed",
+    "run": "import deepspeed",
+}
+Running = dict[str, subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One process for each way, all at once: importing DeepSpeed takes seconds."""
+    path = tmp_path_factory.mktemp("ways")
+    running = {name: start(name, path) for name in WAYS}
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+def start(name: str, path: Path) -> subprocess.Popen[str]:
+    script = path / f"{name}.py"
+    script.write_text(f"{WAYS[name]}\n{REPORT}")
+    command = [sys.executable, *(["-m", "zero_topo.run"] if name == "run" else []), str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_installs_the_hook_once(name: str, programs: Running) -> None:
+    """One layer of ours around each of the three functions."""
+    out, err = programs[name].communicate(timeout=120)
+    assert programs[name].returncode == 0, err
+    assert json.loads(out.splitlines()[-1]) == [1, 1, 1]
+
+
+def test_installing_again_changes_nothing() -> None:
+    """`enable`, `initialize` and every import may call it."""
+    places: list[Callable[[], Any]] = [
+        lambda: hook.DeepSpeedEngine._configure_zero_optimizer,
+        lambda: deepspeed.initialize,
+        lambda: deepspeed.zero.Init.__init__,
+    ]
+    before = [place() for place in places]
+    hook.install()
+    assert [place() for place in places] == before
