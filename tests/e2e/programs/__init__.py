@@ -1,0 +1,1 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0

@@ -1,0 +1,152 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What cannot work is refused in one line, on every rank alike, before any process group exists, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import Launch, LaunchSettings, launch
+
+RANKS = 2
+TIMEOUT_S = 240.0
+PROGRAMS = Path(__file__).parent / "programs"
+
+TREE = {"emulated": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": RANKS}}
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+    "zero_topo": {"topology": TREE},
+}
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    """GOOD with keys of ``zero_optimization``."""
+    return {**GOOD, "zero_optimization": {"stage": 3, **keys}}
+
+
+def topo(**keys: Any) -> dict[str, Any]:
+    """GOOD with keys of the block."""
+    return {**GOOD, "zero_topo": {"topology": TREE, **keys}}
+
+
+# name -> (config, what the line names, the way out it offers)
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "hpz": (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size = 2", "zero_topo.secondary"),
+    "qwz": (zero(zero_quantized_weights=True), "zero_quantized_weights = true", "zero_topo.quantize.weights"),
+    "qgz": (zero(zero_quantized_gradients=True), "zero_quantized_gradients", "zero_topo.quantize.gradients"),
+    "quantized_frozen": (zero(zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable", "remove"),
+    "stock_mics": (zero(mics_shard_size=2), "mics_shard_size = 2", '"scheme": "mics"'),
+    "stage_2": (zero(stage=2), "zero_optimization.stage = 2", "set it to 3"),
+    "no_stage": ({key: GOOD[key] for key in GOOD if key != "zero_optimization"}, "stage is not set", '"stage": 3'),
+    "no_reduce_scatter": (zero(reduce_scatter=False), "reduce_scatter = false", "set it to true"),
+    "param_offload": (zero(offload_param={"device": "cpu"}), "parameter offload", '"weights": "node"'),
+    "param_nvme": (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "parameter offload", '"weights": "node"'),
+    "optimizer_nvme": (zero(offload_optimizer={"device": "nvme"}), "NVMe offload", 'set it to "cpu"'),
+    "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "ZenFlow", "offload_optimizer"),
+    "muon": ({**GOOD, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "Muon", '"AdamW"'),
+    "autotp": ({**GOOD, "tensor_parallel": {"autotp_size": 2}}, "AutoTP", "remove tensor_parallel"),
+    "autoep": ({**GOOD, "expert_parallel": {"enabled": True}}, "AutoEP", "remove expert_parallel"),
+    "deepcompile": ({**GOOD, "compile": {"deepcompile": True}}, "DeepCompile", "set it to false"),
+    "ulysses": ({**GOOD, "sequence_parallel_size": 2}, "sequence_parallel_size = 2", "set it to 1"),
+    "rule_gradients": (topo(weights=2, gradients=1, optimizer=2), "gradients", "weights"),
+    "rule_optimizer": (topo(weights=1, gradients=2, optimizer=1), "optimizer", "gradients"),
+    "indivisible": (topo(weights=3, gradients="world", optimizer="world"), "3", "2"),
+    "world_size": (topo(topology={"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}), "8 ranks", "2"),
+    "small_for_preset": (topo(topology="frontier"), "frontier", "8"),
+    "unknown_preset": (topo(topology="fronteer"), "fronteer", "frontier"),
+    "no_such_file": (topo(topology="no/such/machine.json"), "no/such/machine.json", "preset"),
+    "unknown_key": (topo(wieghts=2), "zero_topo.wieghts", "weights"),
+    "unknown_inner_key": (topo(quantize={"weight": "int8"}), "zero_topo.quantize.weight", "weights"),
+    "unknown_scheme": (topo(scheme="top"), '"top"', "'topo'"),
+    "misplaced": (zero(zero_topo={}), "zero_optimization.zero_topo", "top level"),
+    "misspelt": ({**GOOD, "zero-topo": {}}, "zero-topo", 'write it "zero_topo"'),
+}
+ARGUMENTS = {"mpu": "mpu", "mesh_param": "mesh_param", "remote_device": "remote_device"}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, list[dict[str, Any]]]:
+    """One launch that tries every case in every way; what each rank was told."""
+    path = tmp_path_factory.mktemp("refused")
+    (path / "cases.json").write_text(json.dumps({"good": GOOD, **{name: case[0] for name, case in CASES.items()}}))
+    command = [str(PROGRAMS / "refused.py"), str(path / "cases.json"), str(path)]
+    done = launch(command, LaunchSettings(path / "logs", RANKS, TIMEOUT_S))
+    files = [path / f"{rank}.json" for rank in range(RANKS)]
+    assert all(file.is_file() for file in files), done.tails()
+    return done, [json.loads(file.read_text()) for file in files]
+
+
+Refused = tuple[Launch, list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_is_refused_in_one_line_everywhere(name: str, refused: Refused) -> None:
+    """Whichever call gets the config and in whichever form, on whichever rank: one line, and no process group yet."""
+    _, what, instead = CASES[name]
+    ways = {(rank, way): said for rank, ways in enumerate(refused[1]) for way, said in ways[name].items()}
+    assert len(ways) == 6 * RANKS
+    first = ways[0, "deepspeed.initialize"]
+    assert {key: said for key, said in ways.items() if said != first} == {}
+    assert first["type"] == "ValueError", first
+    assert first["group"] is False
+    assert "\n" not in first["text"]
+    assert what in first["text"]
+    assert instead in first["text"]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_refused_in_one_line_everywhere(name: str, refused: Refused) -> None:
+    """What contradicts zero_topo in a call's arguments rather than in the JSON is refused as early."""
+    said = [ways["arguments"][name] for ways in refused[1]]
+    assert said == [said[0]] * RANKS
+    assert (said[0]["type"], said[0]["group"]) == ("ValueError", False), said[0]
+    assert ARGUMENTS[name] in said[0]["text"]
+    assert "\n" not in said[0]["text"]
+
+
+def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
+    """The hook alone changes nothing."""
+    stock = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+    assert [ways["without_block"] for ways in refused[1]] == [stock] * RANKS
+
+
+def test_ranks_with_different_configs_are_told_alike(refused: Refused) -> None:
+    """A rank that read another JSON is named on every rank, and none waits for it."""
+    said = [ways["odd_rank"] for ways in refused[1]]
+    assert said == [said[0]] * RANKS
+    assert said[0]["type"] == "ValueError"
+    assert "ranks [1] resolved another zero_topo plan than rank 0" in said[0]["text"]
+    assert "\n" not in said[0]["text"]
+
+
+def test_a_machine_that_is_not_there_ends_the_launch(refused: Refused) -> None:
+    """Two nodes are declared, all ranks see one host: each prints the line, and the launch ends by itself."""
+    assert_ended_with(refused[0], f"ValueError: all {RANKS} ranks run on host ", "pretend them with")
+
+
+def test_an_escaping_refusal_ends_the_launch(tmp_path: Path) -> None:
+    """A script that may not be edited, run by `zero_topo.run`: every rank prints the refusal."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(topo(weights=2, gradients=1, optimizer=2)))
+    command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(config), str(tmp_path / "meeting")]
+    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True))
+    assert_ended_with(done, "ValueError: ", "gradients")
+
+
+def assert_ended_with(done: Launch, begin: str, part: str) -> None:
+    """The launch failed by itself, in time, and every rank printed the error, in one line."""
+    assert not done.timed_out, done.tails()
+    assert done.returncode != 0
+    assert done.seconds < TIMEOUT_S
+    logs = done.logs()
+    assert len(logs) == RANKS
+    for log in logs:
+        lines = [line for line in log.splitlines() if re.match(rf"(\[rank\d\]: )?{begin}", line)]
+        assert len(lines) == 1, done.tails()
+        assert part in lines[0]
