@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zero_topo
+
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
@@ -54,7 +56,7 @@ class Job:
         each_step: called with (engine, step) before the step's first micro-batch.
         loss: of (engine, inputs, targets).
         groups: the model -> optimizer parameter groups; None lets DeepSpeed take all trainable parameters.
-        width_in: input features.
+        batch: of (step, micro-batch, dtype): this rank's inputs and targets.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -68,6 +70,7 @@ class Job:
     after_step: Callable[[Any, int], None] | None = None
     loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    batch: Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]] | None = None
 
     def under(self, zero_topo: dict[str, Any] | None) -> Job:
         """The same run under another block."""
@@ -111,6 +114,8 @@ def start(job: Job, seed: int = 0) -> Any:
         model = job.model()
     parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    if job.zero_topo is not None:
+        zero_topo.stats(engine)  # raises for a stock engine: else a test could compare stock with itself
     return engine
 
 
@@ -143,7 +148,7 @@ def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
             job.each_step(engine, step)
         parts = []
         for micro in range(job.micro_batches):
-            x, y = batch(step, micro, dtype)
+            x, y = (job.batch or batch)(step, micro, dtype)
             loss = (job.loss or mse)(engine, x, y)
             engine.backward(loss)
             engine.step()
