@@ -195,3 +195,34 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1
+
+
+def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU gathers run on another stream than publish; events keep the order (here a stand-in records them)."""
+    w = world({"scheme": "zero3", **PLAIN}, emulated(1, 1, 1))
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            log.append(f"wait {self.number}")
+
+    def record(device: torch.device) -> Event:
+        log.append("record")
+        return Event(log.count("record"))
+
+    monkeypatch.setattr("zero_topo.engine.weights.recorded_event", record)
+
+    def rank_main(rank: int) -> None:
+        engine = w.engine()
+        load_own_shards(engine, w.params())
+        engine.weights.gather(SLOTS, "gather_forward")
+        engine.weights.publish()
+        engine.weights.gather(SLOTS, "gather_backward")
+        engine.weights.write_back(0, torch.ones(1))
+        engine.weights.gather(SLOTS, "gather_exact")
+
+    run_threads(1, rank_main)
+    assert log == ["record", "wait 1", "record", "wait 2", "record", "wait 3"]

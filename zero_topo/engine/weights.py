@@ -15,6 +15,11 @@ Note [Which copy is read]
     narrower one (ZeRO++: weights over the world, secondary over the node) is captured from the forward gather, and is
     stamped with the version of the weights: a slot that no forward has gathered since the last publish is gathered
     from the primary again, never from a stale copy.
+
+Note [Publish before gather]
+    On a GPU DeepSpeed starts gathers on a stream of its own, which knows nothing of the stream that publishes. Every
+    change of the primary shards therefore records an event, and every gather makes its stream wait for it first. On a
+    CPU collectives block, and there is no event.
 """
 
 from __future__ import annotations
@@ -73,6 +78,7 @@ class Weights:
         self._primary_source = Source(mesh.hop(1, plan.weights), self.primary, options.primary)
         self._exact_source = Source(mesh.hop(1, plan.weights), self.primary, None)
         self._version = 0
+        self._updated: torch.Event | None = None
         self._captured = [-1] * len(layout.numels)
         self._ends: list[int] = []  # where each slot's message begins in a stored secondary, plus the end
         self._secondary = self._build_secondary()
@@ -139,6 +145,8 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
         """
+        if self._updated is not None:
+            self._updated.wait()  # see Note [Publish before gather]
         if phase == "gather_backward" and self._secondary is not None:
             fresh = [i for i in slots if self._is_fresh(i)]
             if len(fresh) < len(slots):
@@ -262,11 +270,13 @@ class Weights:
             self._captured[index] = -1
         else:
             self.refresh_secondary([index])
+        self._updated = recorded_event(self.primary.device)
 
     def mark_updated(self) -> None:
         """The primary shards changed: older secondaries are stale, and those cut from the primary are cut anew."""
         self._version += 1
         self.refresh_secondary()
+        self._updated = recorded_event(self.primary.device)
 
     def write_back(self, index: int, full: Tensor) -> None:
         """Take over a parameter that every rank holds whole and alike (an edit under ``GatheredParameters``)."""
@@ -292,3 +302,12 @@ class Weights:
         source = self._secondary
         stored = source.stored if source is not None and not self._captures else None
         return [self.primary] if stored is None else [self.primary, stored]
+
+
+def recorded_event(device: torch.device) -> torch.Event | None:
+    """An event recorded on the device's current stream; None on a CPU, which has no streams."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
