@@ -24,9 +24,9 @@ from zero_topo.observe.report import (
     build_report,
     optimizer_bytes,
     read_report,
+    render,
 )
 from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder, read_metrics
-from zero_topo.observe.tables import render
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
 

@@ -27,9 +27,8 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
 from zero_topo.examples.process import behave
 from zero_topo.observe.progress import Progress
-from zero_topo.observe.report import RankBytes, Result, build_report
+from zero_topo.observe.report import RankBytes, Result, build_report, render
 from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder
-from zero_topo.observe.tables import render
 
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
@@ -39,12 +38,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--deepspeed_config` and `--local_rank` are DeepSpeed's own."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on source code.")
     parser.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
-    parser.add_argument("--warmup", type=int, default=12, help="steps until the full learning rate (default 12)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default 150)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps until the full learning rate (default 10)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--context", type=int, default=128, help="bytes the model sees (default 128)")
-    parser.add_argument("--eval-every", type=int, default=40, help="steps between evaluations (default 40)")
+    parser.add_argument("--context", type=int, default=64, help="bytes the model sees (default 64)")
+    parser.add_argument("--eval-every", type=int, default=25, help="steps between evaluations (default 25)")
     parser.add_argument("--eval-batches", type=int, default=4, help="micro-batches of each evaluation (default 4)")
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to write at the end, 0 for none")
     parser.add_argument("--seed", type=int, default=0)

@@ -17,10 +17,11 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
 from zero_topo.observe import plots
-from zero_topo.observe.runlog import Key, read_metrics
+from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
+from zero_topo.observe.tables import render
 
-REPORT = "report.json"
-FORMAT = 1
+__all__ = ["RankBytes", "Result", "RunStats", "build_report", "read_report", "render"]
+
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 DOMAINS = ("gpu", "node", "world")
 PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")  # in a step's order
@@ -105,21 +106,6 @@ def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Se
     if measured is not None:
         plots.bytes_by_domain(measured, folder / "bytes.png")
     return report
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """A run's ``report.json``.
-
-    Raises:
-        ValueError: if the folder has none, or one of another format.
-    """
-    path = folder / REPORT
-    if not path.is_file():
-        raise ValueError(f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under runs/")
-    report = json.loads(path.read_text(encoding="utf-8"))
-    if report.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again")
-    return dict(report)
 
 
 def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:

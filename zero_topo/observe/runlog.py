@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import IO, Any
 
 METRICS = "metrics.jsonl"
+REPORT = "report.json"
+FORMAT = 1  # of report.json
 RUNS = Path("runs")
 Key = tuple[str, str]
 
@@ -108,3 +110,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} line {number} is not JSON ({error}); remove the line") from None
     return lines
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """A run's ``report.json``.
+
+    Raises:
+        ValueError: if the folder has none, or one of another format.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under runs/")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again")
+    return dict(report)

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.report import read_report
+from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
 WIDTH = 80
