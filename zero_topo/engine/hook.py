@@ -32,6 +32,7 @@ from zero_topo.collectives.pack import rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.compat import Assigned, Required, differences, unassigned
 from zero_topo.engine.initialize import check_call, resolve_block, seed_everything
+from zero_topo.engine.masters import clean
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
 
@@ -175,8 +176,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         self._set_fp16_partitioned_groups_flat()
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
-        weights.publish_world()
-        self.topo.meter.reset_step()
+        self.topo.restart(row)
         self._gathers = ParameterGathers(self.topo, self._slots, self._write_back)
         self._gathers.adopt(self.module.parameters())
 
@@ -218,11 +218,12 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
         weights, slot = self.topo.weights, self._slots[param.ds_id]
+        rows = weights.layout.slot(weights.optimizer_rows(), slot)
+        before = rows.clone()
         weights.write_back(slot, param.data)
         if self.topo.masters is not None and param.dtype == self.master_weights_and_grads_dtype:
-            group, begin, width = self._master_columns(param)
-            table = self.topo.masters.table(self.fp32_partitioned_groups_flat[group].detach())
-            table[:, begin : begin + width].copy_(weights.layout.slot(weights.optimizer_rows(), slot))
+            group, begin, _ = self._master_columns(param)
+            self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
     def _master_columns(self, param: Any) -> tuple[int, int, int]:
         """Sub-group, first column and width of a parameter in the union masters."""
@@ -350,7 +351,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             yield
             return
         union = self.fp32_partitioned_groups_flat
-        with self.topo.masters.narrowed(union, self.optimizer.state, share) as narrow:
+        with self.topo.masters.narrowed(union, self.optimizer, share) as narrow:
             self.fp32_partitioned_groups_flat = narrow
             yield
             self.fp32_partitioned_groups_flat = union
@@ -362,14 +363,14 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
-        self.topo.weights.publish_world()
-        self.topo.gradients.zero()
-        self.topo.meter.reset_step()
+            clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
+        self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
+        self.topo.restart(self.lp_param_buffer)
 
     def _restore_from_bit16_weights(self) -> None:
-        if self.topo.masters is None:
-            super()._restore_from_bit16_weights()
-            return
+        narrow = self.fp32_partitioned_groups_flat[0].numel() == self.fp16_partitioned_groups_flat_numel[0]
+        if self.topo.masters is None or narrow:
+            return super()._restore_from_bit16_weights()
         for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
             rows = self.topo.weights.optimizer_rows()[:, begin:end]
             self.topo.masters.table(master.detach()).copy_(rows)

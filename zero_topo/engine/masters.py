@@ -8,7 +8,7 @@ Checkpoints keep DeepSpeed's layout: each rank saves the row that stock ZeRO-3 w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,11 +26,12 @@ State = MutableMapping[Tensor, dict[str, Any]]
 class Masters:
     """Builds union masters and converts them, with their optimizer states, from and to DeepSpeed's layout."""
 
-    def __init__(self, layout: Layout, mesh: Mesh, meter: Meter) -> None:
+    def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self._own = layout.row(layout.plan.optimizer)
         self._hop = mesh.hop(layout.plan.optimizer, layout.plan.world_size)
         self._counted = Counted(meter, "publish")
+        self._device = device
 
     @property
     def own_row(self) -> int:
@@ -41,6 +42,14 @@ class Masters:
         """A flat master, state or gradient as ``[N / O, columns]``, a view."""
         return flat.view(self._rows, -1)
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError for an optimizer whose state exists before the masters do."""
+        if optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} fills its state when it is built, which zero_topo cannot replicate; use "
+                'an Adam-like optimizer or "optimizer": "world"'
+            )
+
     def build(self, rows: Tensor, like: Tensor) -> Tensor:
         """A leaf tensor of ``[N / O * columns]`` in ``like``'s dtype and device, filled from ``rows`` (a view)."""
         master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
@@ -48,28 +57,50 @@ class Masters:
         return master.requires_grad_(True)
 
     def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
-        """Fill the other rows (of some columns) from the ranks that own them. Collective."""
+        """Fill the other rows (of some columns) from the ranks that own them; offloaded ones by way of the accelerator.
+
+        Collective.
+        """
         table = self.table(flat.detach())
-        all_gather_rows(self._hop, table[:, begin : table.shape[1] if width is None else begin + width], self._counted)
+        columns = table[:, begin : table.shape[1] if width is None else begin + width]
+        moved = columns.to(self._device)
+        all_gather_rows(self._hop, moved, self._counted)
+        if moved is not columns:
+            columns.copy_(moved)
+
+    def follow(self, flat: Tensor, begin: int, rows: Tensor, edited: Tensor) -> None:
+        """Take over edited weights; masters of the others stay, exact where the weights are published rounded.
+
+        Args:
+            flat: a master.
+            begin: the first column.
+            rows: ``[N / O, width]``, weights.
+            edited: which of them were; bool of the same shape.
+        """
+        masters = self.table(flat.detach())[:, begin : begin + rows.shape[1]]
+        masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
 
     @contextmanager
-    def narrowed(self, masters: list[Tensor], state: State, share: bool) -> Iterator[list[Tensor]]:
+    def narrowed(self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool) -> Iterator[list[Tensor]]:
         """Masters and optimizer states in DeepSpeed's layout for the length of a save or load.
 
         Args:
             masters: the union masters, one per sub-group.
-            state: the optimizer's state, keyed by master; holds the narrow entries within the context.
+            optimizer: its state is keyed by master, and holds the narrow entries within the context. Loading a state
+                dict gives an optimizer a new state, so it is looked up again at the end.
             share: take what the context wrote into the narrow tensors back into all rows (a load; collective).
 
         Yields:
             One leaf tensor ``[columns]`` per master.
         """
+        state = optimizer.state
         narrow = [self._narrow(master) for master in masters]
         saved = [state.pop(master, None) for master in masters]
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             if entry is not None:
                 state[small] = {key: self._narrow_value(value, master) for key, value in entry.items()}
         yield narrow
+        state = optimizer.state
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             changed = state.pop(small, None)
             if share:
@@ -97,3 +128,25 @@ class Masters:
         self.table(wide)[self._own].copy_(value)
         self.share(wide)
         return wide
+
+
+def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
+    """After a load: zero the padding (Note [Padding] in ``shards.py``), and give each master a step count of its own.
+
+    A universal checkpoint gives all masters one tensor to count in, which each of their updates would increment.
+
+    Args:
+        layout: the slots.
+        masters: one world shard per sub-group, in flat order.
+        state: optimizer states by master.
+    """
+    world, first = layout.plan.world_size, 0
+    for master in masters:
+        entry = state.get(master, {})
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                entry[key] = value.clone()
+        tensors = [v for v in entry.values() if isinstance(v, Tensor) and v.dim() and v.numel() == master.numel()]
+        for flat in (master.detach(), *tensors):
+            layout.clear_padding(flat.view(1, -1), world, first)
+        first += master.numel()

@@ -4,6 +4,10 @@
 All trainable parameters are laid side by side: parameter ("slot") ``i`` owns the columns ``[begin, begin + width)`` of
 every shard, ``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``, ``F`` the sum of the widths; its
 row ``t // d`` has DeepSpeed's own layout, so DeepSpeed's flat buffers are rows of ours.
+
+Note [Padding]
+    The last world shards go beyond a parameter's end. DeepSpeed leaves there what it finds in memory, and saves and
+    loads it. We zero it at the start and after a load; gradients are padded with zeros, so it stays zero.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from zero_topo.plan import Plan
@@ -61,3 +66,18 @@ class Layout:
     def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
         """The rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard, ``[N / hi, columns]``."""
         return shard[self.row(lo) % (hi // lo) :: hi // lo]
+
+    def clear_padding(self, shard: Tensor, degree: int, first: int = 0) -> None:
+        """Zero what lies beyond the ends of the parameters: it would set the scale of the block it is quantized in.
+
+        Args:
+            shard: ``[N / degree, n]``, columns ``first .. first + n`` of the rank's shard of ``degree``.
+            degree: ranks that share the whole.
+            first: the first column; slots are not cut.
+        """
+        owners = torch.tensor(self.plan.rows(self.rank, degree), device=shard.device)
+        for numel, begin, width in zip(self.numels, self.begins, self.widths, strict=True):
+            if width * self.plan.world_size > numel and first <= begin < first + shard.shape[1]:
+                held = (numel - owners * width).clamp(0, width)
+                beyond = torch.arange(width, device=shard.device) >= held[:, None]
+                shard[:, begin - first : begin - first + width].masked_fill_(beyond, 0)

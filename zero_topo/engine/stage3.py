@@ -98,7 +98,7 @@ class Stage3:
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
         self.weights = self._build_weights()
         self.gradients = self._build_gradients()
-        self.masters = Masters(self.layout, self.mesh, self.meter) if self.separate_masters else None
+        self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device) if self.separate_masters else None
 
     @property
     def separate_masters(self) -> bool:
@@ -130,6 +130,17 @@ class Stage3:
     def sync_dtype(self) -> torch.dtype:
         """Type in which dense sync values travel."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
+
+    def restart(self, row: Tensor) -> None:
+        """Take each rank's own world shard as the truth, at start-up and after a load. Collective.
+
+        Args:
+            row: ``[F]``, this rank's own row of the primary shard; its padding is zeroed.
+        """
+        self.layout.clear_padding(row[None], self.config.plan.world_size)
+        self.weights.publish_world()
+        self.gradients.zero()
+        self.meter.reset_step()
 
     def end_step(self) -> None:
         """After an optimizer step, skipped or not: zero the gradients and close the meter's step."""

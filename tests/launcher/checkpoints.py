@@ -1,0 +1,143 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Runs that are saved half-way and taken up again, and what lies in the files: tools of the checkpoint tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.launcher.training import Job, Net, advance, close, start, weights
+
+SAVED_AT = 2
+STEPS = 4
+TAG = "half-way"
+
+
+def net() -> nn.Module:
+    """The harness's network with one frozen parameter."""
+    model = Net()
+    model.inp.bias.requires_grad_(False)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, the rest without: two parameter groups."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def job(zero_topo: dict[str, Any] | None, dtype: str = "fp32", **zero: Any) -> Job:
+    """A run with much to save: two parameter groups, several sub-groups, a scheduler, frozen and resident parameters.
+
+    Args:
+        zero_topo: the block, or None for stock ZeRO-3.
+        dtype: "fp32" or "bf16".
+        zero: keys for ``zero_optimization``.
+    """
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2, "warmup_type": "linear"}}
+    zero = {"sub_group_size": 250, "stage3_param_persistence_threshold": 20, **zero}
+    ds = {"scheduler": scheduler, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    return Job(net, zero_topo, STEPS, micro_batches=2, dtype=dtype, ds=ds, groups=groups)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run that was saved after ``SAVED_AT`` steps and went on undisturbed.
+
+    Attributes:
+        job: the run.
+        path: the directory given to ``save_checkpoint``.
+        losses: of the steps after the save.
+        weights: whole weights by name, when it was saved.
+    """
+
+    job: Job
+    path: Path
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def save(run: Job, path: Path) -> Saved:
+    """Train, save into ``path``, train on. Collective."""
+    engine = start(run)
+    try:
+        advance(run, engine, 0, SAVED_AT)
+        engine.save_checkpoint(str(path), tag=TAG, client_state={"note": "from the test"})
+        kept = weights(engine)
+        return Saved(run, path, advance(run, engine, SAVED_AT, run.steps), kept)
+    finally:
+        close(engine)
+
+
+@contextmanager
+def loaded(run: Job, path: Path, **options: Any) -> Iterator[Any]:
+    """An engine built from other random weights that has loaded the checkpoint. Collective."""
+    engine = start(run, seed=99)
+    try:
+        found, _ = engine.load_checkpoint(str(path), **options)
+        assert found is not None
+        yield engine
+    finally:
+        close(engine)
+
+
+def resume(run: Job, path: Path, **options: Any) -> list[float]:
+    """Losses of the steps after the save, of a run taken up from the checkpoint."""
+    with loaded(run, path, **options) as engine:
+        return advance(run, engine, SAVED_AT, run.steps)
+
+
+def assert_same_bits(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """The same names, and tensors equal bit for bit."""
+    assert sorted(mine) == sorted(theirs)
+    different = {name: float((mine[name].float() - theirs[name].float()).abs().max()) for name in mine}
+    assert not {name: value for name, value in different.items() if value != 0}
+    assert {name: value.shape for name, value in mine.items()} == {name: value.shape for name, value in theirs.items()}
+
+
+def files_of(path: Path, rank: int) -> dict[str, dict[str, str]]:
+    """What a rank saved: file name -> place in it -> type, shape and size of what lies there."""
+    found = sorted((path / TAG).glob(f"*zero_pp_rank_{rank}_*.pt"))
+    return {file.name: contents(torch.load(file, weights_only=False)) for file in found}
+
+
+def contents(state: dict[str, Any]) -> dict[str, str]:
+    """Place in a saved state -> type, shape and bytes in the file, but for the config that ran."""
+    left_out = ("ds_config", "ds_version")
+    places = {place: value for place, value in walk(state) if place.split(".")[0] not in left_out}
+    return {place: describe(value) for place, value in places.items()}
+
+
+def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dicts and lists, with the path to it."""
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        items = enumerate(value)
+    else:
+        yield place, value
+        return
+    for key, inner in items:
+        yield from walk(inner, f"{place}.{key}" if place else str(key))
+
+
+def describe(value: Any) -> str:
+    """Type of a leaf; for a tensor also dtype, shape, and the bytes its storage takes in the file."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__} {value}" if isinstance(value, torch.Size | str) else type(value).__name__
+    return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in {value.untyped_storage().nbytes()} bytes"
+
+
+def common_directory(local: Path) -> Path:
+    """Rank 0's directory, told to all ranks. Collective."""
+    told = [str(local)]
+    dist.broadcast_object_list(told)
+    return Path(told[0])

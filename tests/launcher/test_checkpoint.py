@@ -1,0 +1,175 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are stock ZeRO-3's: same files, loadable by it and from it; a resumed run repeats the unbroken one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor
+
+from tests.launcher.checkpoints import (
+    SAVED_AT,
+    Saved,
+    assert_same_bits,
+    common_directory,
+    files_of,
+    job,
+    loaded,
+    resume,
+    save,
+)
+from tests.launcher.training import advance, block, largest_difference, running, weights
+
+CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
+
+PLAIN_BLOCKS: dict[str, dict[str, Any] | None] = {
+    "zero++": block("zero++"),
+    "mics": block("mics", weights=2),
+    "hsdp": block("hsdp"),
+    "topo": block("topo"),
+}
+RESUMED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "topo": (block("topo", quantize={}), "fp32", {}),
+    "topo_bf16": (block("topo", quantize={}), "bf16", {}),
+    "topo_offload": (block("topo", quantize={}), "bf16", {"offload_optimizer": {"device": "cpu"}}),
+    "paper": (block("paper", quantize={}), "bf16", {}),
+    "zero++": (block("zero++", quantize={}), "fp32", {}),
+    "hsdp_bf16": (block("hsdp"), "bf16", {}),
+    "hsdp_offload": (block("hsdp"), "fp32", {"offload_optimizer": {"device": "cpu"}}),
+    "mics_published_in_bf16": (block("mics", weights=2, optimizer=4, publish={"dtype": "bf16"}), "fp32", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Saved]]:
+    """A run of stock ZeRO-3 in a dtype, with its checkpoint; made when first asked for, the same on every rank."""
+    made: dict[str, Saved] = {}
+
+    def get(dtype: str) -> Saved:
+        if dtype not in made:
+            path = common_directory(tmp_path_factory.mktemp(f"stock_{dtype}"))
+            made[dtype] = save(job(None, dtype), path)
+        return made[dtype]
+
+    yield get
+    made.clear()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("topo", "fp32"), ("hsdp", "fp32"), ("mics", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")]
+)
+def test_stock_zero3_goes_on_from_our_checkpoint(
+    scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
+) -> None:
+    """Stock loads the very weights we saved, and trains on as our run did."""
+    saved = save(job(PLAIN_BLOCKS[scheme], dtype), shared_path)
+    with loaded(job(None, dtype), shared_path) as engine:
+        assert_same_bits(weights(engine), saved.weights)
+        losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
+    assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_repeats_the_unbroken_one(
+    name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
+) -> None:
+    """Bit for bit, quantized or not, from files whose every tensor has the type, shape and size that stock's has."""
+    zero_topo, dtype, zero = RESUMED[name]
+    saved = save(job(zero_topo, dtype, **zero), shared_path)
+    with loaded(saved.job, shared_path) as engine:
+        assert_same_bits(weights(engine), saved.weights)
+        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
+    if not zero:
+        assert files_of(shared_path, rank) == files_of(saved_by_stock(dtype).path, rank)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("topo", "fp32"), ("hsdp", "fp32"), ("zero++", "fp32"), ("mics", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")],
+)
+def test_a_stock_checkpoint_goes_on_under_a_block(
+    scheme: str, dtype: str, saved_by_stock: Callable[[str], Saved]
+) -> None:
+    """A run begun with stock ZeRO-3 goes on as stock's own does."""
+    saved = saved_by_stock(dtype)
+    with loaded(job(PLAIN_BLOCKS[scheme], dtype), saved.path) as engine:
+        assert_same_bits(weights(engine), saved.weights)
+        losses = advance(saved.job, engine, SAVED_AT, saved.job.steps)
+    assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
+    """An engine that has trained has secondary copies, gradients and optimizer states; none of them survives a load."""
+    saved = save(job(block(scheme, quantize={})), shared_path)
+    with running(saved.job) as engine:
+        advance(saved.job, engine, 10, 12)
+        engine.load_checkpoint(str(shared_path))
+        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"load_optimizer_states": False},
+        {"load_module_only": True, "load_optimizer_states": False},
+        {"load_module_only": True},
+    ],
+    ids=["no_optimizer_states", "module_only_no_optimizer_states", "module_only"],
+)
+def test_a_partial_load_does_what_stock_does(
+    options: dict[str, bool], scheme: str, dtype: str, saved_by_stock: Callable[[str], Saved]
+) -> None:
+    """Weights without optimizer states: masters are refilled from the weights, on every rank that holds a copy."""
+    saved = saved_by_stock(dtype)
+    theirs = resume(job(None, dtype), saved.path, **options)
+    mine = resume(job(PLAIN_BLOCKS[scheme], dtype), saved.path, **options)
+    assert largest_difference(mine, theirs) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")])
+def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_path: Path) -> None:
+    """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for bit."""
+    run = job(block(scheme, quantize={}), dtype, stage3_gather_16bit_weights_on_model_save=True)
+    with running(run) as engine:
+        advance(run, engine, 0, SAVED_AT)
+        engine.save_checkpoint(str(shared_path))
+        assert engine.save_16bit_model(str(shared_path))
+        gathered, masters = weights(engine), full_masters(engine)
+        assert {n: p.shape for n, p in masters.items()} == {n: p.shape for n, p in gathered.items()}
+    converted = get_fp32_state_dict_from_zero_checkpoint(str(shared_path))
+    assert_same_bits(converted, masters)
+    half = torch.load(shared_path / "pytorch_model.bin")
+    assert {tensor.dtype for tensor in half.values()} == {torch.float32 if dtype == "fp32" else torch.bfloat16}
+    assert_same_bits(half, gathered)
+
+
+def full_masters(engine: Any) -> dict[str, Tensor]:
+    """Whole FP32 masters by name; of a frozen parameter, which has none, the weight itself."""
+    whole = weights(engine)
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    return {**whole, **{name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}}
+
+
+@pytest.mark.parametrize("name", ["topo_bf16", "hsdp_bf16", "mics_published_in_bf16"])
+def test_saving_changes_nothing(name: str, shared_path: Path) -> None:
+    """A run that saves and exports all along has the losses of one that never does."""
+    zero_topo, dtype, _ = RESUMED[name]
+    run = job(zero_topo, dtype, stage3_gather_16bit_weights_on_model_save=True)
+    with running(run) as engine:
+        unsaved = advance(run, engine, 0, run.steps)
+    with running(run) as engine:
+        losses = []
+        for step in range(run.steps):
+            losses += advance(run, engine, step, step + 1)
+            engine.save_16bit_model(str(shared_path), f"{step}.bin")
+            engine.save_checkpoint(str(shared_path))
+    assert losses == unsaved
