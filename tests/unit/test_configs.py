@@ -17,7 +17,7 @@ from zero_topo.topology import resolve
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 JSON_TWIN = {"frontier-20b": "frontier"}  # the others have their JSON's name
-SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "frontier": "topo", "dgx-h100": "topo"}
+SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": "topo"}
 TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 
@@ -29,7 +29,7 @@ def by_stem(paths: list[Path]) -> Any:
 
 def environment(path: Path) -> dict[str, str]:
     """A launch that fits a config: 8 ranks for the demo's emulated machine, else two nodes of 8."""
-    return EIGHT_RANKS if path.stem == "demo" else TWO_NODES_OF_8
+    return EIGHT_RANKS if path.stem.startswith("demo") else TWO_NODES_OF_8
 
 
 def resolved(path: Path) -> ResolvedConfig:
@@ -49,7 +49,7 @@ def neox_config(path: Path) -> dict[str, Any]:
 
 def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
     """A reader finds the scheme or machine they look for, and the tests below run on something."""
-    names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if path.stem not in ("demo",)}
+    names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if not path.stem.startswith("demo")}
     assert names >= set(SCHEMES)
     assert {"demo", "frontier", "dgx-h100"} <= {path.stem for path in CONFIGS}
     assert {"frontier-20b", "zero3", "topo"} <= {path.stem for path in TWINS}
@@ -82,7 +82,7 @@ def test_configs_train_in_bf16_without_compiling_on_a_cpu(path: Path) -> None:
     config = load_deepspeed_config(path)
     assert config["bf16"] == {"enabled": True}
     assert config["gradient_clipping"] == 1.0
-    assert path.stem != "demo" or config["optimizer"]["params"]["torch_adam"] is True
+    assert not path.stem.startswith("demo") or config["optimizer"]["params"]["torch_adam"] is True
 
 
 def test_the_demo_gathers_every_weight_twice_per_micro_batch() -> None:
@@ -90,6 +90,13 @@ def test_the_demo_gathers_every_weight_twice_per_micro_batch() -> None:
     zero = load_deepspeed_config(ROOT / "configs" / "demo.json")["zero_optimization"]
     kept = ("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
     assert [zero[key] for key in kept] == [0, 0, 0]
+
+
+def test_the_two_demos_differ_in_the_scheme_only() -> None:
+    """What the README sets side by side is one run with two plans."""
+    demo, zero3 = (load_deepspeed_config(ROOT / "configs" / f"{name}.json") for name in ("demo", "demo-zero3"))
+    assert demo["zero_topo"].pop("scheme") == "topo" and zero3["zero_topo"].pop("scheme") == "zero3"
+    assert demo == zero3
 
 
 @by_stem(TWINS)

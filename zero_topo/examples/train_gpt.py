@@ -179,6 +179,8 @@ def main() -> None:
         if path is None:
             sys.exit(f"train_gpt: --resume {args.resume} holds no checkpoint: give the folder that --save wrote")
         first = client["step"]
+        if first >= args.steps:
+            sys.exit(f"train_gpt: --resume {args.resume} has {first} steps behind it: give --steps more than that")
     folder = args.run_dir or new_run_folder(Path(args.deepspeed_config).stem)
     with RunLog(folder, quiet=run.rank != 0) as log:
         stats = train(run, log, first)

@@ -1,0 +1,128 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The README keeps its word: its commands run, its numbers are the formulas', its keys are all there are."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.cli.app import run as zero_topo_command
+from zero_topo.config import ROLES, SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config
+from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.examples.train_gpt import parse_arguments
+from zero_topo.topology import preset_names
+from zero_topo.topology.presets import load_preset
+from zero_topo.units import format_bytes
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for body in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in body.splitlines()]
+OF_ZERO_TOPO = [line for line in COMMANDS if line.startswith("zero-topo ")]
+OF_MAKE = sorted({line for line in COMMANDS if line.startswith("make ")})
+PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
+TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5"
+
+
+def test_every_command_is_of_a_kind_that_is_run() -> None:
+    """A command in a shell block that none of the tests below would run does not slip in."""
+    assert COMMANDS and sorted(set(COMMANDS)) == sorted({*OF_ZERO_TOPO, *OF_MAKE})
+    assert {"make demo", "make test"} <= set(OF_MAKE)
+
+
+@pytest.mark.parametrize("line", OF_ZERO_TOPO)
+def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `zero-topo` command succeeds in the checkout and prints something."""
+    monkeypatch.chdir(ROOT)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert zero_topo_command(shlex.split(line)[1:]) == 0
+    assert len(out.getvalue().splitlines()) > 5
+
+
+def dry_run(line: str) -> list[str]:
+    """The commands that a `make` line would execute, but for setting up."""
+    command = [*shlex.split(line), "--dry-run", f"--old-file={ROOT}/.venv/.set-up"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("line", [line for line in OF_MAKE if "demo" in line])
+def test_demo_lines_start_the_example_with_a_config_that_loads(line: str) -> None:
+    """Each `make demo` gives the example arguments it understands, and a config with a zero_topo block."""
+    (launch,) = [text for text in dry_run(line) if "train_gpt.py" in text]
+    args = parse_arguments(shlex.split(launch.partition("train_gpt.py")[2]))
+    assert ZeroTopoConfig.from_ds_config(load_deepspeed_config(ROOT / args.deepspeed_config))
+
+
+def test_make_test_runs_every_test_and_ci_runs_make_test() -> None:
+    """`make test` itself cannot run inside a test: it is what CI runs, and it leaves nothing out."""
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake test")
+    words = {word for text in dry_run("make test") if text.startswith("pytest") for word in text.split()}
+    with_tests = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests" / "launcher"}
+    left_out = {folder for folder in with_tests if not {folder, *folder.parents} & {ROOT / word for word in words}}
+    assert with_tests and not left_out  # tests/launcher is started by tests/e2e
+
+
+def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
+    """The first command a stranger types works, here with a small model and two steps on the demo's eight ranks."""
+    words = f"{TINY} --run-dir {tmp_path / 'run'}"
+    command = ["make", "demo", f"--old-file={ROOT}/.venv/.set-up", f"ARGS={words}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "2 steps on 8 ranks" in done.stdout and "Sent by each rank" in done.stdout
+    assert (tmp_path / "run" / "bytes.png").exists()
+
+
+def place(config: ResolvedConfig, role: str) -> str:
+    """Where a role is held: its domain, and the bits it travels in."""
+    degree = config.plan.degrees()[role]
+    if degree is None:
+        return "-"
+    spec = {"weights": config.weights_spec, "secondary": config.secondary_spec, "gradients": config.gradients_spec}
+    quantized = spec.get(role)
+    return config.topology.domain(degree) + (f", INT{quantized.bits}" if quantized else "")
+
+
+def scheme_row(name: str) -> str:
+    """A scheme's row of the README's table, from the formulas."""
+    config = ZeroTopoConfig.parse({"scheme": name}).resolve(load_preset("frontier", RANKS))
+    work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
+    held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
+    sent = by_domain(step_bytes(config, work))
+    numbers = [held, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
+    cells = [f"`{name}`", *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_schemes_is_the_formulas() -> None:
+    """What the README promises of each scheme is what the cost formulas say; on failure, paste the rows printed."""
+    expected = [scheme_row(name) for name in SCHEMES]
+    (table,) = re.findall(r"<!-- schemes.*?-->\n(.*?)<!-- end -->", README, re.S)
+    assert table.splitlines()[2:] == expected, "\n" + "\n".join(expected)
+
+
+def test_the_remark_on_single_micro_batches_is_true() -> None:
+    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, and more at four."""
+    topology = load_preset("frontier", RANKS)
+    sent = {}
+    for name in ("zero++", "topo"):
+        config = ZeroTopoConfig.parse({"scheme": name}).resolve(topology)
+        for batches in (1, MICRO_BATCHES):
+            work = Workload.uniform([PARAMETERS], micro_batches=batches)
+            sent[name, batches] = by_domain(step_bytes(config, work))["world"]
+    assert sent["zero++", 1] < sent["topo", 1] and sent["zero++", 4] > sent["topo", 4]
+
+
+def test_the_table_of_keys_names_every_key() -> None:
+    """Each key of the block and each preset is explained, and none that does not exist."""
+    section = README.partition("these are all keys")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(ZeroTopoConfig.model_fields)
+    assert {name for name in preset_names() if f"`{name}`" in section} == set(preset_names())
