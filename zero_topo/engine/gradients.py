@@ -5,7 +5,8 @@ Note [Zeroed, then added]
     Every micro-batch adds into the gradient buffer, and the buffer is zeroed after each optimizer step, after a
     skipped one (overflow) and by ``zero_grad``. Stock stage 3 instead overwrites on the first micro-batch; a parameter
     that gets no gradient in that micro-batch would keep what the last step left behind, and one whose hook fires twice
-    in a backward pass (reentrant checkpointing) would lose the first part.
+    in a backward pass (used inside and outside a reentrant checkpoint) would lose the first part. Where the first part
+    still waits in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
     ``safe_get_full_grad`` and friends want the synced gradient before the step. A peek syncs and then zeroes every row
@@ -117,6 +118,12 @@ class Gradients:
             self.buffer[own + 1 :].zero_()
         self._dirty = True
         return self.buffer[own]
+
+    def replace(self, index: int, full: Tensor) -> None:
+        """Make a whole tensor, alike on every rank, the synced gradient of a slot; collective."""
+        plan = self.layout.plan
+        rows = rows_of(full.reshape(-1), plan)
+        self.layout.slot(self.peek()[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:
         """The synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""

@@ -28,7 +28,6 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import log_dist
 from torch import Tensor
 
-from zero_topo.collectives.pack import rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.compat import Assigned, Required, differences, unassigned
 from zero_topo.engine.initialize import check_call, resolve_block, seed_everything
@@ -63,9 +62,8 @@ REQUIRED: tuple[Required, ...] = (
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
     (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
-    (Stock, "set_full_hp_param", ("self", "value", "param", "optim_state_key")),
-    (Stock, "set_local_hp_param", ("self", "value", "param", "optim_state_key")),
-    (Stock, "get_param_id", ("self", "param")),
+    *((Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key")) for part in ("full", "local")),
+    *((Stock, name, ("self", "param")) for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")),
 )
 # Attributes of instances relied on: some method of the class must set them.
 ATTRIBUTES: tuple[Assigned, ...] = (
@@ -75,7 +73,7 @@ ATTRIBUTES: tuple[Assigned, ...] = (
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "master_weights_and_grads_dtype")),
-    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon")),
+    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon", "ipg_buckets")),
 )
 
 
@@ -193,11 +191,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _replace_masters(self) -> None:
         assert self.topo.masters is not None
-        if self.optimizer.state:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} fills its state when it is built, which zero_topo cannot replicate; "
-                'use an Adam-like optimizer or "optimizer": "world"'
-            )
+        self.topo.masters.check_optimizer(self.optimizer)
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             stock = self.fp32_partitioned_groups_flat[i]
             master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
@@ -232,6 +226,11 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
     # -- gradients -------------------------------------------------------------------------------------------------
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        """A gradient's second part (Note [Zeroed, then added]) may already be in the bucket, added in place."""
+        if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
@@ -274,8 +273,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
         if self.topo.masters is None:
-            super()._prepare_fp32_grad_for_sub_group(sub_group_id)
-            return
+            return super()._prepare_fp32_grad_for_sub_group(sub_group_id)
         begin, end = self._sub_group_columns()[sub_group_id]
         rows = self.topo.gradients.optimizer_rows()[:, begin:end]
         master = self.fp32_partitioned_groups_flat[sub_group_id]
@@ -284,8 +282,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if self.topo.masters is None:
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-            return
+            return super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         begin, end = self._sub_group_columns()[sub_group_id]
         updated = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         self.topo.weights.optimizer_rows()[:, begin:end].copy_(updated.to(self.topo.publish_dtype))
@@ -318,9 +315,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
         if param.requires_grad:
-            layout = self.topo.gradients.layout
-            rows = rows_of(value.reshape(-1), layout.plan)
-            self._synced_slot(param).copy_(rows[layout.plan.position(layout.rank)])
+            self.topo.gradients.replace(self._slots[param.ds_id], value)
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
@@ -332,14 +327,12 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _share_edit(self, param: Any, optim_state_key: str | None) -> None:
         """Bring an edited master or optimizer state to the ranks that hold copies of it. Collective."""
-        if not param.requires_grad:
-            return
-        if self.topo.masters is not None:
+        if self.topo.masters is not None and param.requires_grad:
             group, begin, width = self._master_columns(param)
             master = self.fp32_partitioned_groups_flat[group]
             flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
             self.topo.masters.share(flat, begin, width)
-        elif optim_state_key is None and self.masters_are_weights():
+        elif optim_state_key is None and param.requires_grad and self.masters_are_weights():
             self.topo.weights.publish_slot(self._slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
