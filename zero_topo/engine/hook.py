@@ -192,6 +192,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     def _replace_masters(self) -> None:
         assert self.topo.masters is not None
         self.topo.masters.check_optimizer(self.optimizer)
+        self._edits_reach_masters = self.masters_are_weights()
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             stock = self.fp32_partitioned_groups_flat[i]
             master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
@@ -215,7 +216,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         rows = weights.layout.slot(weights.optimizer_rows(), slot)
         before = rows.clone()
         weights.write_back(slot, param.data)
-        if self.topo.masters is not None and param.dtype == self.master_weights_and_grads_dtype:
+        if self.topo.masters is not None and self._edits_reach_masters:
             group, begin, _ = self._master_columns(param)
             self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
