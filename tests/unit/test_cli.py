@@ -204,3 +204,23 @@ def test_decimal_counts_are_exact(text: str, value: int) -> None:
 def test_what_is_not_a_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a positive whole number"):
         read_count(text, "n")
+
+
+def test_report_prints_a_run_again_and_as_json(run: Run, tmp_path: Path) -> None:
+    written = {
+        "format": 1,
+        "title": "A model",
+        "world_size": 8,
+        "steps": 2,
+        "zero_topo": None,
+        "seconds_per_step": None,
+    }
+    (tmp_path / "report.json").write_text(json.dumps(written))
+    status, out, _ = run("report", str(tmp_path))
+    assert status == 0 and "A model" in out and "stock ZeRO-3" in out
+    assert json.loads(run("report", str(tmp_path), "--json")[1]) == written
+
+
+def test_report_of_a_folder_without_a_run_is_wrong_input(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("report", str(tmp_path))
+    assert status == 2 and "has no report.json" in err

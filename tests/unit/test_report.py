@@ -20,9 +20,7 @@ from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import (
     RankBytes,
     Result,
-    accumulation_itemsize,
     build_report,
-    optimizer_bytes,
     read_report,
     render,
 )
@@ -40,6 +38,8 @@ class FakeStats:
     config: ResolvedConfig
     work: Workload
     micro_batches: int
+    accumulation_itemsize: int = 2
+    optimizer_itemsize: int = 12
 
 
 def stats(micro_batches: int = 2, **block: Any) -> FakeStats:
@@ -159,27 +159,13 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("block", "itemsize", "expected"),
-    [
-        ({}, 2, (2, 12)),
-        ({"accumulation_dtype": "fp32"}, 2, (4, 12)),
-        ({"accumulation_dtype": "fp32", "sync": {"dtype": "bf16"}}, 2, (4, 12)),
-        ({"sync": {"dtype": "fp32"}}, 2, (2, 12)),
-        ({}, 4, (4, 8)),
-        ({"publish": {"dtype": "bf16"}}, 4, (4, 12)),
-        ({"optimizer": "node"}, 4, (4, 12)),
-    ],
-)
-def test_memory_formula_knows_the_buffers_types(
-    block: dict[str, Any], itemsize: int, expected: tuple[int, int]
-) -> None:
-    """Gradients are as wide as they are accumulated; FP32 weights are their own master only if nothing rounds them."""
-    config = ZeroTopoConfig.parse({"scheme": "topo", **block}).resolve(emulated(2, 2, 2))
-    work = Workload.uniform([64], itemsize=itemsize)
-    if isinstance(block.get("sync"), dict):
-        work = replace(work, sync_itemsize={"fp32": 4, "bf16": 2}[block["sync"]["dtype"]])
-    assert (accumulation_itemsize(config, work), optimizer_bytes(config, work)) == expected
+def test_memory_formula_takes_the_buffers_types_from_the_engine(tmp_path: Path) -> None:
+    """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the engine says."""
+    run = replace(stats(), accumulation_itemsize=4, optimizer_itemsize=8)
+    log_steps(tmp_path)
+    report = build_report(tmp_path, RESULT, run, [measured(run)])
+    rows = {row["role"]: row["formula"] for row in report["zero_topo"]["memory"]}
+    assert rows == memory_bytes(run.config, run.work, 4, 8)
 
 
 def test_progress_writes_lines_where_there_is_no_terminal() -> None:

@@ -16,11 +16,12 @@ import typer
 
 from zero_topo.cli.check import check
 from zero_topo.cli.plan import plan
+from zero_topo.cli.report import report
 from zero_topo.cli.schema import schema
 from zero_topo.cli.topology import topology
 
 COMMANDS: Mapping[str, Callable[..., None]] = MappingProxyType(
-    {"topology": topology, "plan": plan, "check": check, "schema": schema}
+    {"topology": topology, "plan": plan, "check": check, "schema": schema, "report": report}
 )
 
 WRONG_INPUT = 2

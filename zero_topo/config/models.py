@@ -67,7 +67,11 @@ class ZeroTopoConfig(StrictModel):
     )
     meter: bool = Field(True, strict=True, description="Count the bytes each collective sends, by phase and domain.")
     seed: int | None = Field(
-        None, ge=0, strict=True, description="Seed of the random choices of the modes of sync; null takes a fixed one."
+        None,
+        ge=0,
+        strict=True,
+        description="Seed Python's and torch's generators of rank r with seed + r when the engine is built; null "
+        "leaves them alone.",
     )
     debug_checks: bool = Field(
         False, strict=True, description="After each step check that all holders of a weight shard agree bit for bit."

@@ -15,14 +15,12 @@ from typing import Any, Protocol
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
 from zero_topo.observe import plots
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render
 
 __all__ = ["RankBytes", "Result", "RunStats", "build_report", "read_report", "render"]
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 DOMAINS = ("gpu", "node", "world")
 PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")  # in a step's order
 
@@ -36,6 +34,10 @@ class RunStats(Protocol):
     def micro_batches(self) -> int: ...
     @property
     def work(self) -> Workload: ...
+    @property
+    def accumulation_itemsize(self) -> int: ...
+    @property
+    def optimizer_itemsize(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]
         "parameters": sum(work.numels),
         "micro_batches": stats.micro_batches,
         "sent": _sent_rows([rank.sent for rank in ranks], step_bytes(config, work), step_bytes(zero3, work)),
-        "memory": _memory_rows(config, zero3, work, [rank.memory for rank in ranks]),
+        "memory": _memory_rows(stats, zero3, [rank.memory for rank in ranks]),
     }
 
 
@@ -135,34 +137,18 @@ def _sent_rows(
     return rows
 
 
-def _memory_rows(
-    config: ResolvedConfig, zero3: ResolvedConfig, work: Workload, measured: Sequence[Mapping[str, int]]
-) -> list[dict[str, Any]]:
+def _memory_rows(stats: RunStats, zero3: ResolvedConfig, measured: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
     """One row for each role, bytes per rank; the formula is for Adam and includes the padding it names."""
-    accumulation, optimizer = accumulation_itemsize(config, work), optimizer_bytes(config, work)
-    formula = memory_bytes(config, work, accumulation, optimizer)
-    padding = padding_bytes(config, work, accumulation, optimizer)
-    stock = memory_bytes(zero3, work, accumulation, optimizer_bytes(zero3, work))
+    itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
+    formula = memory_bytes(stats.config, stats.work, *itemsizes)
+    padding = padding_bytes(stats.config, stats.work, *itemsizes)
+    stock = memory_bytes(zero3, stats.work, *itemsizes)
     rows = []
     for role in dict.fromkeys([*formula, *(role for rank in measured for role in rank)]):
         values = [rank.get(role, 0) for rank in measured]
         row = {"role": role, "min": min(values, default=0), "max": max(values, default=0)}
         rows.append(row | {"formula": formula.get(role), "padding": padding.get(role), "zero3": stock.get(role)})
     return rows
-
-
-def accumulation_itemsize(config: ResolvedConfig, work: Workload) -> int:
-    """Bytes per element of the gradient buffer: as the block says, else as sync sends it, else as the model."""
-    if config.accumulation_dtype is not None:
-        return ITEMSIZE[config.accumulation_dtype]
-    return work.sync_itemsize if getattr(config.sync, "dtype", None) is None else work.itemsize
-
-
-def optimizer_bytes(config: ResolvedConfig, work: Workload) -> int:
-    """Bytes per parameter of Adam's states and the FP32 master, unless the weights themselves are the master."""
-    plan = config.plan
-    own_master = work.itemsize == 4 and plan.optimizer == plan.world_size and config.publish.dtype in (None, "fp32")
-    return ADAM_BYTES_FP32 if own_master else ADAM_BYTES
 
 
 def _median(values: Sequence[float]) -> float | None:
