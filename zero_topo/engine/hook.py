@@ -72,7 +72,7 @@ ATTRIBUTES: tuple[Assigned, ...] = (
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "module")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
-    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "master_weights_and_grads_dtype")),
+    (Stock, ("communication_data_type", "gradient_accumulation_dtype")),
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon", "ipg_buckets")),
 )
 
