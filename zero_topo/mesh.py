@@ -1,11 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Topology and plan -> process groups, one per hop, and a torch ``DeviceMesh`` of the machine's levels."""
+"""Topology and plan -> process groups, one per hop, and a torch ``DeviceMesh`` of the machine's levels.
+
+Note [Every rank creates every group]
+    ``new_group`` numbers groups by how many a rank has created, so all ranks create all groups of a hop in one order;
+    those of others cost a rank microseconds. The tempting ``use_local_synchronization``, by which a rank creates only
+    its own, hangs as soon as ranks are members of unequally many groups, be it only in the user's own code: torch
+    derives the name of such a group from that number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -49,9 +56,6 @@ class Hop:
 class Mesh:
     """The process groups of a plan.
 
-    Every rank creates its own groups, and only those, in the same order (``use_local_synchronization``): a world of
-    75,264 ranks costs each rank a handful of groups, not one per pair. Hops over the same ranks share a group.
-
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
@@ -62,6 +66,7 @@ class Mesh:
         self.plan = plan
         self.topology = topology
         self.rank = dist.get_rank()
+        self._created: list[dist.ProcessGroup] = []
         self._hops = {pair: self._create(*pair) for pair in dict.fromkeys(hops)}
 
     def hop(self, lo: int, hi: int) -> Hop:
@@ -74,38 +79,43 @@ class Mesh:
 
     def _create(self, lo: int, hi: int) -> Hop:
         ranks = self.plan.group(self.rank, lo, hi)
-        ascending = sorted(ranks)
-        slots = tuple(ascending.index(r) for r in ranks) if ascending != ranks else tuple(range(len(ranks)))
-        group = self._group(tuple(ascending)) if len(ranks) > 1 else None
+        place = {rank: slot for slot, rank in enumerate(sorted(ranks))}
+        slots = tuple(place[rank] for rank in ranks)
+        group = self._group(lo, hi) if len(ranks) > 1 else None
         return Hop(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD if len(ranks) == self.plan.world_size else _shared_group(dist.group.WORLD, ranks)
+    def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
+        """This rank's group of a hop; creates those of all ranks, see Note [Every rank creates every group]."""
+        if hi // lo == self.plan.world_size:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        own: dist.ProcessGroup | None = None
+        for ranks in self.plan.groups(lo, hi):
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                own = group
+        assert own is not None
+        self._created.append(own)
+        return own
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The machine as a ``DeviceMesh`` of dimensions ("node", "gpu", "rank"), for code that speaks DTensor.
 
         Collective: every rank must call it, in the same place.
         """
-        shape = (self.topology.nodes, self.topology.gpus_per_node, self.topology.ranks_per_gpu)
+        topology = self.topology
+        shape = (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu)
         ranks = torch.tensor(self.plan.rank_at, dtype=torch.int).view(shape)
-        position = self.plan.position(self.rank)
-        node, rest = divmod(position, shape[1] * shape[2])
-        gpu, die = divmod(rest, shape[2])
-        lines = (ranks[:, gpu, die], ranks[node, :, die], ranks[node, gpu, :])
-        groups = [self._group(tuple(sorted(line.tolist()))) for line in lines]
-        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("node", "gpu", "rank"))
+        degrees = (1, topology.degree("gpu"), topology.degree("node"), topology.world_size)
+        gpu, node, world = (self._group(lo, hi) for lo, hi in pairwise(degrees))
+        return DeviceMesh.from_group(
+            [world, node, gpu], device_type, mesh=ranks, mesh_dim_names=("node", "gpu", "rank")
+        )
 
-
-@cache
-def _shared_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of ascending ``ranks`` within ``world``, created once per process and never destroyed.
-
-    Engines come and go within one process (tests, sweeps) and want the same groups. Creating one anew under
-    ``use_local_synchronization`` would reuse its name, and gloo would then connect to the addresses that the destroyed
-    one left in the store. The groups end with the world's.
-    """
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    def destroy(self) -> None:
+        """Destroy the groups this mesh created; every rank must call it, in the same place."""
+        for group in self._created:
+            dist.destroy_process_group(group)
+        self._created.clear()
+        self._hops.clear()

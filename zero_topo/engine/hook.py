@@ -378,6 +378,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     def destroy(self) -> None:
         super().destroy()
         self._gathers.release()
+        self.topo.mesh.destroy()
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
