@@ -1,0 +1,107 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Small models for the feature tests, each with one thing that sharded training can get wrong.
+
+All take ``[batch, 11]`` inputs and give ``[batch, 5]`` outputs, as `tests.launcher.training.batch` wants them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.launcher.training import Net
+
+TOKENS = 13
+
+
+class Tied(nn.Module):
+    """Embedding and output head are one parameter."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (3 * x + TOKENS // 2).long().clamp(0, TOKENS - 1)
+        return self.head(torch.tanh(self.mix(self.embed(tokens).mean(1))))[:, :5]
+
+
+class TwiceUsed(nn.Module):
+    """One layer runs outside a checkpointed region and again inside it."""
+
+    def __init__(self, reentrant: bool, width: int = 10) -> None:
+        super().__init__()
+        self.inp = nn.Linear(11, width)
+        self.shared = nn.Linear(width, width)
+        self.out = nn.Linear(width, 5)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.shared(self.inp(x)))
+        inner: Tensor = checkpoint(lambda h: torch.tanh(self.shared(h)), x, use_reentrant=self.reentrant)
+        return self.out(inner)
+
+
+class Checkpointed(Net):
+    """Every block is recomputed in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(width=13)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.blocks:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
+        return self.out(x)
+
+
+class Branching(nn.Module):
+    """Runs `left`, `right` or both, as told: a parameter of the other branch gets no gradient."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.inp = nn.Linear(11, width)
+        self.left = nn.Linear(width, width)
+        self.right = nn.Linear(width, width)
+        self.out = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        h = torch.tanh(self.inp(x))
+        parts = [layer(h) for name, layer in (("left", self.left), ("right", self.right)) if name in branch]
+        return self.out(h + torch.stack(parts).sum(0))
+
+
+class Tiny(nn.Module):
+    """Parameters of 1, 3, 5, 7 and 9 elements: most ranks of 8 hold nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.7))
+        self.inp = nn.Linear(11, 3)
+        self.square = nn.Parameter(torch.randn(3, 3) / 2)
+        self.gain = nn.Parameter(torch.ones(3))
+        self.mid = nn.Linear(3, 7)
+        self.out = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.scale * self.inp(x)) @ self.square * self.gain
+        return self.out(torch.tanh(self.mid(x)))
+
+
+def partly_frozen() -> Net:
+    """A whole module frozen, a bias only, a weight only: modules of one kind and mixed ones."""
+    net = Net(width=13)
+    frozen = (*net.inp.parameters(), net.out.weight, *(b for n, b in net.blocks.named_parameters() if "1.bias" in n))
+    for param in frozen:
+        param.requires_grad_(False)
+    return net
+
+
+SMALL = partial(Net, width=13, depth=2)

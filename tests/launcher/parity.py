@@ -1,0 +1,82 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Compare a whole run, losses and final weights, with the same run under stock ZeRO-3 or in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.launcher.training import Job, advance, batch, block, running, weights
+
+Case = Callable[[], Job]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Losses of a run, one per step, and its final weights by name."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def run(job: Job) -> Result:
+    """Train a job and gather its weights."""
+    with running(job) as engine:
+        return Result(advance(job, engine, 0, job.steps), weights(engine))
+
+
+@cache
+def stock(case: Case) -> Result:
+    """A case under stock ZeRO-3; run once, on every rank alike."""
+    return run(case())
+
+
+def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    """Losses and weights, each within ``tolerance`` of the expected (relative where that is above 1)."""
+    torch.testing.assert_close(mine.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine.weights, expected.weights, rtol=tolerance, atol=tolerance)
+
+
+def assert_parity(case: Case, scheme: str, tolerance: float = 1e-5, **more: Any) -> None:
+    """A case trains under a scheme as under stock ZeRO-3."""
+    assert_equal(run(case().under(block(scheme, **more))), stock(case), tolerance)
+
+
+def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Tensor]) -> Result:
+    """The same training by one process that sees every rank's data: AdamW, a parameter without gradient has zero.
+
+    Args:
+        job: FP32; its model, steps and micro-batches are used, with the harness's default optimizer.
+        forward: of (model, all ranks' inputs, step, micro-batch): the outputs.
+    """
+    torch.manual_seed(0)
+    model = job.model()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(job.steps):
+        parts = []
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for micro in range(job.micro_batches):
+            x, y = (everyones(part) for part in batch(step, micro, torch.float32))
+            loss = nn.functional.mse_loss(forward(model, x, step, micro), y)
+            (loss / job.micro_batches).backward()
+            parts.append(float(loss))
+        nn.utils.clip_grad_norm_(params, 0.5)
+        optimizer.step()
+        losses.append(sum(parts) / len(parts))
+    return Result(losses, {name: param.detach().clone() for name, param in model.named_parameters()})
+
+
+def everyones(own: Tensor) -> Tensor:
+    """All ranks' tensors, one after the other."""
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts)

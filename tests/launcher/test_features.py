@@ -1,0 +1,234 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What models do: shared, frozen, unused and tiny parameters, recomputation, edits. All as under stock ZeRO-3, in FP32.
+
+Where stock ZeRO-3 itself is wrong the yardstick is plain torch, and the test says so.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from tests.launcher.models import SMALL, Branching, Checkpointed, Tied, Tiny, TwiceUsed, partly_frozen
+from tests.launcher.parity import Result, assert_equal, assert_parity, in_plain_torch, run, stock
+from tests.launcher.training import Job, block, largest_difference, mse, train
+
+STEPS = 8
+TWO = pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+WITH_CAPTURE = pytest.mark.parametrize("scheme", ["topo", "hsdp", "zero++"])
+"""zero++ keeps in the secondary what forward gathers brought: also where forward and backward gathers do not pair."""
+
+
+def tied() -> Job:
+    return Job(model=Tied, steps=STEPS)
+
+
+@WITH_CAPTURE
+def test_tied_weights(scheme: str) -> None:
+    """Embedding and head share one parameter: gathered for either, one gradient."""
+    assert_parity(tied, scheme)
+
+
+@cache
+def twice_used_in_torch() -> Result:
+    return in_plain_torch(Job(model=partial(TwiceUsed, False), steps=STEPS), lambda model, x, step, micro: model(x))
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "bucket", "scheme"),
+    [(True, 60, "topo"), (True, 60, "zero++"), (True, 2000, "topo"), (True, 2000, "hsdp"), (False, 2000, "zero++")],
+)
+def test_parameter_used_inside_and_outside_a_checkpointed_region(reentrant: bool, bucket: int, scheme: str) -> None:
+    """A reentrant backward pass delivers such a gradient in two parts, which must be added.
+
+    Stock ZeRO-3 fails here: it keeps the last part only if the bucket went out in between, and raises AssertionError
+    if not. Compared with plain torch.
+    """
+    ds = {"zero_optimization": {"reduce_bucket_size": bucket}}
+    mine = run(Job(model=partial(TwiceUsed, reentrant), steps=STEPS, ds=ds, zero_topo=block(scheme)))
+    assert_equal(mine, twice_used_in_torch())
+
+
+def frozen() -> Job:
+    return Job(model=partly_frozen, steps=STEPS)
+
+
+@WITH_CAPTURE
+def test_frozen_parameters(scheme: str) -> None:
+    """A whole module frozen, a bias only, a weight only: they stay as they are and the others learn."""
+    assert_parity(frozen, scheme)
+
+
+def branch(step: int, micro: int) -> str:
+    return ("left right", "left", "right")[(step + micro) % 3]
+
+
+def branching(micro_batches: int) -> Job:
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        output = engine(x, branch(*divmod(engine.micro_steps, micro_batches)))
+        return torch.nn.functional.mse_loss(output, y)
+
+    return Job(model=Branching, steps=STEPS, micro_batches=micro_batches, loss=loss)
+
+
+@cache
+def branching_in_torch(micro_batches: int) -> Result:
+    return in_plain_torch(branching(micro_batches), lambda model, x, step, micro: model(x, branch(step, micro)))
+
+
+@TWO
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_parameter_unused_in_some_steps(micro_batches: int, scheme: str) -> None:
+    """Its gradient is zero in those steps.
+
+    Stock ZeRO-3 is wrong here: its gradient buffer is overwritten, never zeroed, so a parameter without a gradient in
+    the (first micro-batch of the) step takes the last step's once more. Compared with plain torch, one process that
+    sees every rank's data and gives such a parameter a zero gradient.
+    """
+    assert_equal(run(branching(micro_batches).under(block(scheme))), branching_in_torch(micro_batches))
+
+
+def tiny() -> Job:
+    return Job(model=Tiny, steps=STEPS)
+
+
+@WITH_CAPTURE
+def test_parameters_smaller_than_the_world_and_of_odd_size(scheme: str) -> None:
+    """1, 3, 5, 7 and 9 elements over 8 ranks: ranks that hold only padding take part in everything."""
+    assert_parity(tiny, scheme)
+
+
+def recomputing() -> Job:
+    return Job(model=partial(Checkpointed, True), steps=STEPS)
+
+
+@WITH_CAPTURE
+def test_reentrant_activation_checkpointing(scheme: str) -> None:
+    """The backward pass is many small ones; recomputation gathers from the copy that backward reads."""
+    assert_parity(recomputing, scheme)
+
+
+def recomputing_without_reentry() -> Job:
+    return Job(model=partial(Checkpointed, False), steps=STEPS)
+
+
+@WITH_CAPTURE
+def test_activation_checkpointing_without_reentry(scheme: str) -> None:
+    """Recomputation runs within the one backward pass."""
+    assert_parity(recomputing_without_reentry, scheme)
+
+
+def sharded_from_the_start() -> Job:
+    return Job(model=SMALL, steps=STEPS, zero_init=True)
+
+
+@TWO
+def test_zero_init(scheme: str) -> None:
+    """Parameters partitioned as they are built are adopted as they are."""
+    assert_parity(sharded_from_the_start, scheme)
+
+
+def edit(engine: Any, step: int) -> None:
+    """Before step 3 rank 0 doubles a weight, an odd-sized bias and the first layer; the others' edits are ignored."""
+    if step != 3:
+        return
+    model = engine.module
+    edited = [model.blocks[0][1].weight, model.out.bias, *model.inp.parameters()]
+    with deepspeed.zero.GatheredParameters(edited, modifier_rank=0):
+        for param in edited:
+            param.data.mul_(2.0 if dist.get_rank() == 0 else -5.0)
+
+
+def edited(dtype: str = "fp32") -> Job:
+    return Job(model=SMALL, steps=STEPS, each_step=edit, dtype=dtype)
+
+
+@WITH_CAPTURE
+def test_edit_of_gathered_parameters(scheme: str) -> None:
+    """An edit reaches every copy of the weights; the step after it returns to the masters' values, as in stock."""
+    assert_parity(edited, scheme)
+    assert largest_difference(stock(edited).losses, stock(sharded_from_the_start).losses) > 0.01
+
+
+def edited_with_masters() -> Job:
+    return edited()
+
+
+@WITH_CAPTURE
+def test_edit_of_gathered_parameters_that_are_the_masters(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit of such weights stays, as in stock; where ours are separate (several rows per rank), they follow.
+
+    DeepSpeed makes an FP32 model's weights its masters where their device equals the accelerator's, mostly a string.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
+        assert_parity(edited_with_masters, scheme)
+    assert largest_difference(stock(edited_with_masters).losses, stock(edited).losses) > 0.01
+
+
+@cache
+def edited_in_bf16() -> list[float]:
+    return train(edited("bf16"))
+
+
+@WITH_CAPTURE
+def test_edit_of_gathered_parameters_in_bf16(scheme: str) -> None:
+    """The same where the masters have another precision."""
+    mine = train(edited("bf16").under(block(scheme)))
+    assert largest_difference(mine, edited_in_bf16()) <= 3e-3
+
+
+def edited_before_backward() -> Job:
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        value = mse(engine, x, y)
+        edit(engine, engine.global_steps)
+        return value
+
+    # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock neither
+    return Job(model=SMALL, steps=5, loss=loss, ds={"zero_optimization": {"stage3_prefetch_bucket_size": 0}})
+
+
+@WITH_CAPTURE
+def test_edit_between_forward_and_backward(scheme: str) -> None:
+    """Backward reads the edited weights, not copies of what forward read."""
+    assert_parity(edited_before_backward, scheme)
+
+
+def evaluating(seen: list[float]) -> Job:
+    """Evaluates before every step, and before the second micro-batch of every step."""
+
+    def evaluate(engine: Any, step: int) -> None:
+        engine.eval()
+        with torch.no_grad():
+            seen.append(float(mse(engine, torch.full((4, 11), step / 10), torch.zeros(4, 5))))
+        engine.train()
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        if engine.micro_steps % 2:
+            evaluate(engine, engine.global_steps)
+        return mse(engine, x, y)
+
+    return Job(model=SMALL, steps=5, micro_batches=2, loss=loss, each_step=evaluate)
+
+
+@cache
+def stock_evaluating() -> tuple[Result, list[float]]:
+    seen: list[float] = []
+    return run(evaluating(seen)), seen
+
+
+@WITH_CAPTURE
+def test_evaluation_within_training(scheme: str) -> None:
+    """Forward passes without gradients see the new weights and leave nothing behind."""
+    seen: list[float] = []
+    mine = run(evaluating(seen).under(block(scheme)))
+    expected, expected_seen = stock_evaluating()
+    assert_equal(mine, expected)
+    assert largest_difference(seen, expected_seen) <= 1e-5
