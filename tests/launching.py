@@ -91,10 +91,10 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     Never raises for what the ranks do: read `returncode`, `timed_out` and the logs.
     """
     settings.log_dir.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
+    start, port = time.monotonic(), free_port()
     with open(settings.log_dir / "launcher.log", "wb") as output:
         process = subprocess.Popen(
-            _launcher_command(command, settings),
+            _launcher_command(command, settings, port),
             env=_environment(settings),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -107,6 +107,7 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
             timed_out = _watch(process, settings, start + settings.timeout_s)
         finally:
             _end(process)
+            _free_shared_memory(port)
     return Launch(process.returncode, time.monotonic() - start, timed_out, settings.log_dir)
 
 
@@ -117,9 +118,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _launcher_command(command: Sequence[str], settings: LaunchSettings) -> list[str]:
+def _launcher_command(command: Sequence[str], settings: LaunchSettings, port: int) -> list[str]:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
-    launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(free_port())]
+    launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(port)]
     launcher += ["--enable_each_rank_log", str(settings.log_dir)]
     return [*launcher, *(["--module"] if settings.module else []), *command]
 
@@ -168,3 +169,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(patience_s)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+
+
+def _free_shared_memory(port: int) -> None:
+    """Removes the buffers DeepSpeed's CPU collectives leave in memory: 66 MB a rank, for ever, under the port's name."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        path.unlink(missing_ok=True)
