@@ -172,6 +172,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_shared_memory(port: int) -> None:
-    """Removes the buffers DeepSpeed's CPU collectives leave in memory: 66 MB a rank, for ever, under the port's name."""
+    """Removes what DeepSpeed's CPU collectives leave in memory for ever: 66 MB a rank, under the port's name."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         path.unlink(missing_ok=True)
