@@ -42,9 +42,13 @@ def job(zero_topo: dict[str, Any] | None, dtype: str = "fp32", **zero: Any) -> J
         dtype: "fp32" or "bf16".
         zero: keys for ``zero_optimization``.
     """
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2, "warmup_type": "linear"}}
+    warmup = {"warmup_num_steps": 5, "warmup_min_lr": 4e-3, "warmup_max_lr": 1e-2, "warmup_type": "linear"}
     zero = {"sub_group_size": 250, "stage3_param_persistence_threshold": 20, **zero}
-    ds = {"scheduler": scheduler, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    ds = {
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
     return Job(net, zero_topo, STEPS, dtype=dtype, ds=ds, groups=groups)
 
 

@@ -24,7 +24,7 @@ from tests.launcher.checkpoints import (
     resume,
     save,
 )
-from tests.launcher.training import advance, block, largest_difference, running, weights
+from tests.launcher.training import advance, batch, block, largest_difference, mse, running, weights
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
@@ -106,10 +106,11 @@ def test_a_stock_checkpoint_goes_on_under_a_block(
 
 @pytest.mark.parametrize("scheme", ["topo", "zero++"])
 def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
-    """An engine that has trained has secondary copies, gradients and optimizer states; none of them survives a load."""
+    """Secondary copies and optimizer states of an engine that has trained, gradients it has not stepped on: all go."""
     saved = save(job(block(scheme, quantize={})), shared_path)
     with running(saved.job) as engine:
         advance(saved.job, engine, 10, 12)
+        engine.backward(mse(engine, *batch(12, 0, torch.float32)))
         engine.load_checkpoint(str(shared_path))
         assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
 
