@@ -379,6 +379,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         super().destroy()
         self._gathers.release()
         self.topo.mesh.destroy()
+        del self._gathers, self.topo  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
