@@ -40,6 +40,8 @@ RESUMED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "topo_offload": (block("topo", quantize={}), "bf16", {"offload_optimizer": {"device": "cpu"}}),
     "paper": (block("paper", quantize={}), "bf16", {}),
     "zero++": (block("zero++", quantize={}), "fp32", {}),
+    # a prefetch begun in the forward pass serves the backward pass, and a fresh engine does not know what to prefetch
+    "zero++_int8": (block("zero++", quantize={"secondary": "int8"}), "fp32", {"stage3_prefetch_bucket_size": 0}),
     "hsdp_bf16": (block("hsdp"), "bf16", {}),
     "hsdp_offload": (block("hsdp"), "fp32", {"offload_optimizer": {"device": "cpu"}}),
     "mics_published_in_bf16": (block("mics", weights=2, optimizer=4, publish={"dtype": "bf16"}), "fp32", {}),
