@@ -67,10 +67,9 @@ unlock: $(STAMP)
 
 # DeepSpeed's CPU collectives leave 66 MB a rank in shared memory, under the port's name.
 demo: unlock
-	@port=$(FREE_PORT); \
+	@port=$(FREE_PORT); trap "rm -f /dev/shm/deepspeed_allreduce_buffer_*_$${port}_*" EXIT; \
 	deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $$port \
-		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(ARGS); \
-	status=$$?; rm -f /dev/shm/deepspeed_allreduce_buffer_*_$${port}_*; exit $$status
+		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(ARGS)
 
 lint: $(STAMP)
 	ruff check .

@@ -30,6 +30,8 @@ from typing import IO
 import torch.distributed as dist
 
 STUCK_EXIT_CODE = 70
+# Between saying where it is stuck and ending: the launcher ends the other stuck ranks then, and they too have to say it.
+SAY_IT_S = 2.0
 
 Outcomes = Mapping[int, "Outcome"]
 
@@ -166,4 +168,5 @@ class Verdict:
         print(text, file=self._log, flush=True)
         faulthandler.dump_traceback(self._log, all_threads=True)
         self._on_stuck(test, text)
+        time.sleep(SAY_IT_S)
         os._exit(STUCK_EXIT_CODE)
