@@ -30,7 +30,7 @@ from typing import IO
 import torch.distributed as dist
 
 STUCK_EXIT_CODE = 70
-# Between saying where it is stuck and ending: the launcher ends the other stuck ranks then, and they too have to say it.
+# Between saying where it is stuck and ending: the launcher then ends the other stuck ranks, which have to say it too.
 SAY_IT_S = 2.0
 
 Outcomes = Mapping[int, "Outcome"]
