@@ -18,7 +18,7 @@
 #include <stdint.h>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
-#define ZT_WIRE_FN static __host__ __device__ __forceinline__
+#define ZT_WIRE_FN static __host__ __device__ inline __attribute__((always_inline))
 #else
 #define ZT_WIRE_FN static inline
 #endif

@@ -43,9 +43,7 @@ def run_suite(arguments: Sequence[str], settings: LaunchSettings) -> SuiteRun:
     variables = {"ZERO_TOPO_LAUNCH_REPORT": str(report), "ZERO_TOPO_LAUNCH_DIR": str(settings.log_dir / "tmp")}
     options = ["-v", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5", "--color=no"]
     options += ["-o", f"faulthandler_timeout={TEST_TIMEOUT_S}", "-o", "faulthandler_exit_on_timeout=true"]
-    done = launch(
-        ["pytest", *options, *arguments], replace(settings, module=True, env={**variables, **settings.env})
-    )
+    done = launch(["pytest", *options, *arguments], replace(settings, module=True, env={**variables, **settings.env}))
     return _read(done, report)
 
 

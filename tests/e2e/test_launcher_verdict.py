@@ -12,7 +12,7 @@ from tests.suite import SuiteRun, run_suite
 
 CONFTEST = "from tests.rank_plugin import *\n"
 
-TESTS = '''
+TESTS = """
 import pytest
 import torch.distributed as dist
 
@@ -43,7 +43,7 @@ def test_leaves_the_others_in_a_collective(rank):
 
 def test_never_reached():
     pass
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from tests.harness import run_threads
 from tests.ranks.worlds import NUMELS, SCHEMES, World, load_own_shards, shuffled, world
 from zero_topo.engine.agreement import checksum
-from zero_topo.quant.ops import select_quantizer
+from zero_topo.quant.registry import select_quantizer
 from zero_topo.topology.presets import emulated
 
 SLOTS = tuple(range(len(NUMELS)))
@@ -49,7 +49,7 @@ def test_any_tree_gathers_exactly(machine: tuple[int, int, int]) -> None:
 
 def quantized_model(w: World, params: list[torch.Tensor], degree: int, bits: str) -> list[torch.Tensor]:
     """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan alone."""
-    plan, quantizer = w.config.plan, select_quantizer({})
+    plan, quantizer = w.config.plan, select_quantizer()
     spec = w.config.weights_spec if bits == "weights" else w.config.secondary_spec
     assert spec is not None
     result = []

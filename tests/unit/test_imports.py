@@ -37,6 +37,7 @@ TOP = ("", "lazy_hook", "run", "cli", "launch", "bench", "examples")
 
 TORCH_FREE = ("_version", *_PLANNING)
 
+
 def room(module: str) -> str:
     """The room a module of zero_topo belongs to: "" for the package itself."""
     inner = module.removeprefix("zero_topo").removeprefix(".")

@@ -11,9 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_topo.quant.ops import Quantizer, select_quantizer
+from zero_topo.quant import reference
+from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.reference import Reduce, Total
 from zero_topo.quant.spec import BlockSpec
 
+QUANTIZER = Quantizer("reference", reference)
 SPECS = [BlockSpec(b, s, sym) for b in (8, 4) for s in (64, 256) for sym in (True, False)]
 
 
@@ -59,8 +63,7 @@ def scalar_model(x: torch.Tensor, spec: BlockSpec) -> list[float]:
 
 
 def roundtrip(x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
-    quantizer = select_quantizer({})
-    return quantizer.dequantize(quantizer.quantize(x, spec), spec, torch.empty(x.shape))
+    return QUANTIZER.dequantize(QUANTIZER.quantize(x, spec), spec, torch.empty(x.shape))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -119,22 +122,21 @@ def test_an_error_is_at_most_half_a_step_of_its_block(spec: BlockSpec) -> None:
 
 
 def test_strided_input_and_output_equal_the_packed_ones() -> None:
-    quantizer, spec = select_quantizer({}), BlockSpec(8, 64)
+    spec = BlockSpec(8, 64)
     table = torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(2)).bfloat16()
     strided = table[::2, 1]
-    message = quantizer.quantize(strided, spec)
-    assert torch.equal(message, quantizer.quantize(strided.contiguous(), spec))
+    message = QUANTIZER.quantize(strided, spec)
+    assert torch.equal(message, QUANTIZER.quantize(strided.contiguous(), spec))
     out = torch.zeros(3, 7, 50, dtype=torch.bfloat16)
-    quantizer.dequantize(message, spec, out[:, 2])
-    expected = quantizer.dequantize(message, spec, torch.empty(3, 50, dtype=torch.bfloat16))
+    QUANTIZER.dequantize(message, spec, out[:, 2])
+    expected = QUANTIZER.dequantize(message, spec, torch.empty(3, 50, dtype=torch.bfloat16))
     assert torch.equal(out[:, 2], expected) and out[:, 3:].abs().sum() == 0
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_reduction_sums_in_the_order_given(spec: BlockSpec) -> None:
-    quantizer = select_quantizer({})
     parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
-    total = quantizer.dequantize_reduce([quantizer.quantize(p, spec) for p in parts], spec, torch.empty(300))
+    total = QUANTIZER.dequantize_reduce([QUANTIZER.quantize(p, spec) for p in parts], spec, torch.empty(300))
     expected = torch.zeros(300)
     for part in parts:
         expected = expected + roundtrip(part, spec)
@@ -143,26 +145,71 @@ def test_reduction_sums_in_the_order_given(spec: BlockSpec) -> None:
 
 def test_padding_bytes_are_always_zero() -> None:
     spec = BlockSpec(4, 64)
-    message = select_quantizer({}).quantize(torch.ones(3), spec, torch.full((spec.nbytes(3),), 255, dtype=torch.uint8))
+    message = QUANTIZER.quantize(torch.ones(3), spec, torch.full((spec.nbytes(3),), 255, dtype=torch.uint8))
     assert message[2:32].sum() == 0 and message[32:128].sum() == 0 and message[132:].sum() == 0
 
 
 def test_wrong_arguments_are_refused_with_the_sizes() -> None:
-    quantizer, spec = select_quantizer({}), BlockSpec(8)
+    spec = BlockSpec(8)
     with pytest.raises(ValueError, match="int64"):
-        quantizer.quantize(torch.ones(3, dtype=torch.int64), spec)
+        QUANTIZER.quantize(torch.ones(3, dtype=torch.int64), spec)
     with pytest.raises(ValueError, match="384 contiguous bytes"):
-        quantizer.dequantize(torch.zeros(383, dtype=torch.uint8), spec, torch.empty(3))
+        QUANTIZER.dequantize(torch.zeros(383, dtype=torch.uint8), spec, torch.empty(3))
     with pytest.raises(ValueError, match="nothing to reduce"):
-        quantizer.dequantize_reduce([], spec, torch.empty(3))
-    with pytest.raises(ValueError, match="accumulates into contiguous"):
-        quantizer.dequantize_reduce([torch.zeros(384, dtype=torch.uint8)], spec, torch.empty(3).half())
+        QUANTIZER.dequantize_reduce([], spec, torch.empty(3))
+    with pytest.raises(ValueError, match="block size and symmetry"):
+        message = torch.zeros(384, dtype=torch.uint8)
+        QUANTIZER.requantize([message], spec, BlockSpec(4, 64), torch.empty(0, dtype=torch.uint8), Total(3))
+    with pytest.raises(ValueError, match="are not a piece"):
+        Piece(torch.ones(10), 2, 5, 4)
+    with pytest.raises(ValueError, match="adjacent"):
+        Piece(torch.ones(10, 2)[:, 0], 1, 10, 10)
 
 
-def test_a_backend_that_is_not_there_is_an_error_not_a_fallback() -> None:
-    assert isinstance(select_quantizer({"ZERO_TOPO_QUANT": "reference"}), Quantizer)
-    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=warp"):
-        select_quantizer({"ZERO_TOPO_QUANT": "warp"})
+@given(st.integers(0, 5), st.integers(0, 7), st.integers(0, 4), st.integers(0, 60))
+def test_a_piece_reads_and_writes_what_exists(rows: int, columns: int, gap: int, limit: int) -> None:
+    """Element (r, c) is flat[r * stride + c], zero beyond the end; writing touches no other element."""
+    stride = columns + gap
+    flat = torch.arange(1.0, limit + 1)
+    piece = Piece(flat.clone(), rows, columns, stride)
+    places = [r * stride + c for r in range(rows) for c in range(columns)]
+    assert piece.read().tolist() == [float(p + 1) if p < limit else 0.0 for p in places]
+    piece.write(-torch.arange(1.0, piece.numel + 1))
+    expected = flat.clone()
+    for value, place in enumerate(places):
+        if place < limit:
+            expected[place] = -(value + 1.0)
+    assert piece.flat.tolist() == expected.tolist()
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.sampled_from(SPECS))
+def test_pieces_are_one_message(numels: list[int], spec: BlockSpec) -> None:
+    """Blocks run on from piece to piece: the message is that of the concatenation."""
+    parts = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in numels]
+    assert torch.equal(QUANTIZER.quantize(parts, spec), QUANTIZER.quantize(torch.cat(parts), spec))
+    out = [torch.empty(n) for n in numels]
+    QUANTIZER.dequantize(QUANTIZER.quantize(parts, spec), spec, out)
+    assert torch.equal(torch.cat(out), roundtrip(torch.cat(parts), spec))
+
+
+def test_a_reduction_scales_then_accumulates_then_rounds() -> None:
+    """Three roundings in this order: factor, accumulation, dtype of the output."""
+    spec, held = BlockSpec(8, 64), torch.randn(100, generator=torch.Generator().manual_seed(9)).bfloat16()
+    parts = [torch.randn(100, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    messages = [QUANTIZER.quantize(p, spec) for p in parts]
+    total = QUANTIZER.dequantize_reduce(messages, spec, torch.empty(100))
+    out = QUANTIZER.dequantize_reduce(messages, spec, held.clone(), Reduce(1 / 3, accumulate=True))
+    assert torch.equal(out, (held.float() + total * torch.tensor(1 / 3)).bfloat16())
+    again = QUANTIZER.requantize(messages, spec, spec, torch.empty_like(messages[0]), Total(100, 1 / 3))
+    assert torch.equal(again, QUANTIZER.quantize(total * torch.tensor(1 / 3), spec))
+
+
+def test_tensors_of_any_strides_are_written() -> None:
+    """A transposed tensor is no piece: it is written by way of a copy."""
+    spec, out = BlockSpec(8, 64), torch.zeros(5, 7).t()
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(4))
+    QUANTIZER.dequantize(QUANTIZER.quantize(x.t().contiguous().t(), spec), spec, out)
+    assert torch.equal(out, roundtrip(x, spec))
 
 
 def test_spec_refuses_unknown_bits_and_blocks() -> None:

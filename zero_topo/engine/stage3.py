@@ -20,7 +20,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
-from zero_topo.quant.ops import select_quantizer
+from zero_topo.quant.registry import select_quantizer
 from zero_topo.sync import SyncContext, build_mode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,7 +93,7 @@ class Stage3:
         self.meter = Meter(config.meter)
         self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
         self.mesh = Mesh(config.plan, config.topology, required_hops(config.plan))
-        self.quantizer = select_quantizer()
+        self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
         self.weights = self._build_weights()

@@ -1,42 +1,61 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The quantization operations: one definition, checked here once, and the choice of the backend behind them."""
+"""The quantization operations: one definition, whose arguments are checked here, whatever backend is behind it."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_topo.quant import reference
+from zero_topo.quant.pieces import Piece, Pieces, piece_of, pieces_to_read, total_numel
+from zero_topo.quant.reference import Reduce, Total
 from zero_topo.quant.spec import ALIGNMENT, BlockSpec
 
-logger = logging.getLogger(__name__)
+PLAIN = Reduce()
+Target = TypeVar("Target", bound=Pieces)
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+class Backend(Protocol):
+    """What a backend implements; arguments are checked, nothing is empty, tensors are on one device it serves."""
+
+    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+        """The concatenated pieces -> one message."""
+
+    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
+        """One message -> the pieces."""
+
+    def dequantize_reduce(
+        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
+    ) -> None:
+        """The messages' sum -> the pieces."""
+
+    def requantize(
+        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+    ) -> None:
+        """The messages' sum -> one message."""
 
 
 class Quantizer:
-    """Block quantization by one backend, with the argument checks every backend relies on.
+    """Block quantization by one backend, with the argument checks that every backend relies on.
 
     Attributes:
         name: the backend, as ``ZERO_TOPO_QUANT`` names it.
     """
 
-    def __init__(self, name: str, backend: ModuleType) -> None:
+    def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
         self._backend = backend
 
-    def quantize(self, x: Tensor, spec: BlockSpec, out: Tensor | None = None) -> Tensor:
-        """Quantize a floating tensor of any shape and strides into one wire message.
+    def quantize(self, x: Pieces, spec: BlockSpec, out: Tensor | None = None) -> Tensor:
+        """Quantize a tensor, or pieces one after the other, into one wire message.
 
         Args:
-            x: FP32, FP16 or BF16; its elements are taken in row-major order.
+            x: FP32, FP16 or BF16; a tensor's elements are taken in row-major order, without a copy if it is
+                contiguous or a matrix with adjacent columns.
             spec: bits, block size, symmetry.
-            out: uint8 of ``spec.nbytes(x.numel())`` bytes, contiguous, 128-byte multiple; allocated if None.
+            out: uint8 of ``spec.nbytes(numel)`` bytes, contiguous; allocated if None.
 
         Returns:
             ``out``.
@@ -44,60 +63,108 @@ class Quantizer:
         Raises:
             ValueError: for another dtype of ``x`` or an ``out`` of the wrong size.
         """
-        if x.dtype not in FLOATS:
-            raise ValueError(f"cannot quantize a tensor of dtype {x.dtype}; give one of {FLOATS}")
-        size = spec.nbytes(x.numel())
+        pieces = pieces_to_read(x)
+        numel = total_numel(pieces)
         if out is None:
-            out = torch.empty(size, dtype=torch.uint8, device=x.device)
-        _check_message(out, size, spec, x.numel())
-        if size:
-            self._backend.quantize(x, spec, out)
+            out = torch.empty(spec.nbytes(numel), dtype=torch.uint8, device=pieces[0].flat.device)
+        _check_message(out, spec, numel)
+        if numel:
+            self._backend.quantize(pieces, spec, out)
         return out
 
-    def dequantize(self, message: Tensor, spec: BlockSpec, out: Tensor) -> Tensor:
-        """Dequantize one message into ``out`` (FP32, FP16 or BF16, any shape and strides); returns ``out``.
+    def dequantize(self, message: Tensor, spec: BlockSpec, out: Target) -> Target:
+        """Dequantize one message into a tensor of any strides, or pieces (FP32, FP16 or BF16); returns ``out``.
 
         Raises:
-            ValueError: if the message does not hold ``out.numel()`` values of this spec.
+            ValueError: if the message does not hold as many values of this spec as there is room for.
         """
-        _check_message(message, spec.nbytes(out.numel()), spec, out.numel())
-        if out.numel():
-            self._backend.dequantize(message, spec, out)
+        with _Target(out) as pieces:
+            numel = total_numel(pieces)
+            _check_message(message, spec, numel)
+            if numel:
+                self._backend.dequantize(message, spec, pieces)
         return out
 
-    def dequantize_reduce(self, messages: Sequence[Tensor], spec: BlockSpec, out: Tensor) -> Tensor:
-        """Sum the dequantized messages in the order given into ``out`` (FP32, 1-D, contiguous); returns ``out``.
+    def dequantize_reduce(
+        self, messages: Sequence[Tensor], spec: BlockSpec, out: Target, reduce: Reduce = PLAIN
+    ) -> Target:
+        """Sum the dequantized messages, in the order given, into a tensor or pieces; returns ``out``.
+
+        Args:
+            messages: one per source.
+            spec: theirs.
+            out: FP32, FP16 or BF16; the sum itself is FP32, rounded once when it is written.
+            reduce: factor and accumulation.
 
         Raises:
-            ValueError: for no message, a message of the wrong size, or an ``out`` that is not FP32 and contiguous.
+            ValueError: for no message, or one of the wrong size.
         """
         if not messages:
             raise ValueError("nothing to reduce: give at least one message")
-        if out.dtype != torch.float32 or not out.is_contiguous() or out.dim() != 1:
-            raise ValueError(f"the reduction accumulates into contiguous 1-D float32, not {out.dtype} {out.shape}")
+        with _Target(out) as pieces:
+            numel = total_numel(pieces)
+            for message in messages:
+                _check_message(message, spec, numel)
+            if numel:
+                self._backend.dequantize_reduce(messages, spec, pieces, reduce)
+        return out
+
+    def requantize(
+        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+    ) -> Tensor:
+        """Sum the dequantized messages and quantize the sum, without a detour through memory.
+
+        Args:
+            messages: one per source, each of ``total.numel`` values of ``source``.
+            source: the spec they have.
+            spec: the spec ``out`` shall have; block size and symmetry are those of ``source``.
+            out: uint8 of ``spec.nbytes(total.numel)`` bytes.
+            total: number of values, and a factor for the sum.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            ValueError: for no message, one of the wrong size, or specs whose blocks differ.
+        """
+        if not messages:
+            raise ValueError("nothing to reduce: give at least one message")
+        if (source.block_size, source.symmetric) != (spec.block_size, spec.symmetric):
+            raise ValueError(f"cannot requantize {source} to {spec}: block size and symmetry must stay")
         for message in messages:
-            _check_message(message, spec.nbytes(out.numel()), spec, out.numel())
-        if out.numel():
-            self._backend.dequantize_reduce(list(messages), spec, out)
+            _check_message(message, source, total.numel)
+        _check_message(out, spec, total.numel)
+        if total.numel:
+            self._backend.requantize(messages, source, spec, out, total)
         return out
 
 
-def select_quantizer(env: Mapping[str, str] = os.environ) -> Quantizer:
-    """The best backend available, or the one ``ZERO_TOPO_QUANT`` forces.
+class _Target:
+    """Tensors or pieces to write, as pieces; a tensor of unusual strides is written by way of a contiguous one."""
 
-    Raises:
-        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that is not installed.
-    """
-    backends = {"reference": reference}
-    name = env.get("ZERO_TOPO_QUANT", "reference")
-    if name not in backends:
-        raise ValueError(
-            f"ZERO_TOPO_QUANT={name} is not an installed quantization backend; unset it or use one of {list(backends)}"
-        )
-    return Quantizer(name, backends[name])
+    def __init__(self, out: Pieces) -> None:
+        self._detours: list[tuple[Tensor, Tensor]] = []
+        self._pieces = [self._piece(part) for part in ([out] if isinstance(out, Tensor | Piece) else out)]
+
+    def _piece(self, part: Tensor | Piece) -> Piece:
+        found = part if isinstance(part, Piece) else piece_of(part)
+        if found is not None:
+            return found
+        assert isinstance(part, Tensor)
+        copy = part.contiguous()
+        self._detours.append((part, copy))
+        return Piece(copy.view(-1), 1, copy.numel(), copy.numel())
+
+    def __enter__(self) -> list[Piece]:
+        return self._pieces
+
+    def __exit__(self, *error: object) -> None:
+        for part, copy in self._detours:
+            part.copy_(copy)
 
 
-def _check_message(message: Tensor, size: int, spec: BlockSpec, numel: int) -> None:
+def _check_message(message: Tensor, spec: BlockSpec, numel: int) -> None:
+    size = spec.nbytes(numel)
     if message.dtype != torch.uint8 or message.numel() != size or not message.is_contiguous():
         raise ValueError(
             f"a {spec} message of {numel} values is {size} contiguous bytes of uint8 (a multiple of {ALIGNMENT}), "

@@ -14,19 +14,75 @@ Note [Arithmetic contract]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import BlockSpec
 
 SMALLEST = 2.0**-100
 
 
-def quantize(x: Tensor, spec: BlockSpec, out: Tensor) -> None:
-    """Quantize ``x`` (any shape and strides, floating) into the wire message ``out`` (uint8, ``spec.nbytes(n)``).
+@dataclass(frozen=True)
+class Reduce:
+    """What becomes of a sum of messages; each step is one FP32 rounding, in this order.
 
-    The copy into FP32 blocks follows the strides of ``x``: an interleaved shard needs no packing pass before it.
+    Attributes:
+        factor: multiplies the sum, unless it is 1; rounded to FP32.
+        accumulate: add the sum to what the pieces hold instead of overwriting it.
     """
+
+    factor: float = 1.0
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class Total:
+    """How many values are summed, and what multiplies the sum."""
+
+    numel: int
+    factor: float = 1.0
+
+
+def quantize(pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+    """Quantize the concatenated pieces into the wire message ``out`` (uint8, ``spec.nbytes(numel)``)."""
+    _encode(torch.cat([piece.read() for piece in pieces]), spec, out)
+
+
+def dequantize(message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
+    """Dequantize one message into the pieces, which say how many values it holds."""
+    _write(_values(message, total_numel(pieces), spec), pieces)
+
+
+def dequantize_reduce(messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce) -> None:
+    """Sum of dequantized messages, in list order, into the pieces; see :class:`Reduce`."""
+    total = _sum(messages, spec, Total(total_numel(pieces), reduce.factor))
+    if reduce.accumulate:
+        total = torch.cat([piece.read() for piece in pieces]).add_(total)
+    _write(total, pieces)
+
+
+def requantize(messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total) -> None:
+    """Sum of dequantized messages, quantized again into the message ``out``."""
+    _encode(_sum(messages, source, total), spec, out)
+
+
+def _write(values: Tensor, pieces: Sequence[Piece]) -> None:
+    for piece, part in zip(pieces, values.split([piece.numel for piece in pieces]), strict=True):
+        piece.write(part)
+
+
+def _sum(messages: Sequence[Tensor], spec: BlockSpec, wanted: Total) -> Tensor:
+    total = _values(messages[0], wanted.numel, spec)
+    for message in messages[1:]:
+        total.add_(_values(message, wanted.numel, spec))
+    return total if wanted.factor == 1 else total.mul_(torch.tensor(wanted.factor, dtype=torch.float32).item())
+
+
+def _encode(x: Tensor, spec: BlockSpec, out: Tensor) -> None:
     numel = x.numel()
     blocks = _blocks(x, spec)
     if spec.symmetric:
@@ -42,23 +98,9 @@ def quantize(x: Tensor, spec: BlockSpec, out: Tensor) -> None:
     _clear_padding(out, spec.scales_offset(numel) + 4 * spec.blocks(numel), spec.zero_points_offset(numel))
 
 
-def dequantize(message: Tensor, spec: BlockSpec, out: Tensor) -> None:
-    """Dequantize one message into ``out`` (any shape and strides, floating); its ``numel`` says how many values."""
-    out.copy_(_values(message, out.numel(), spec).view(out.shape))
-
-
-def dequantize_reduce(messages: list[Tensor], spec: BlockSpec, out: Tensor) -> None:
-    """Sum of dequantized messages, in list order, into ``out`` (FP32, contiguous, 1-D)."""
-    out.copy_(_values(messages[0], out.numel(), spec))
-    for message in messages[1:]:
-        out.add_(_values(message, out.numel(), spec))
-
-
 def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
-    numel, padded = x.numel(), spec.blocks(x.numel()) * spec.block_size
-    blocks = torch.empty(padded, dtype=torch.float32, device=x.device)
-    blocks[:numel].view(x.shape).copy_(x)
-    blocks[numel:].zero_()
+    blocks = x.new_zeros(spec.blocks(x.numel()) * spec.block_size)
+    blocks[: x.numel()].copy_(x)
     return blocks.view(-1, spec.block_size)
 
 

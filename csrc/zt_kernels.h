@@ -1,0 +1,181 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * The C interface of the kernels. Needs neither torch nor Python; every backend behind it gives the bits of
+ * zero_topo/quant/reference.py (Note [Arithmetic contract]) and zero_topo/quant/sparse_reference.py.
+ *
+ * Pieces. What a message holds is a list of pieces, concatenated. A piece is a matrix whose columns are adjacent and
+ * whose rows are `row_stride` elements apart, taken in row-major order: a nested shard of one parameter, read from or
+ * written to where it lies, so that no pass over memory interleaves it. Elements at or beyond `data + limit` do not
+ * exist: they read as zero and are never written (the padding of the last shards).
+ *
+ * Threads. The CPU functions work on a range of wire blocks (or elements, or lanes), so that the caller may split the
+ * work among threads of its own; any split gives the same bits. The call whose range begins at 0 also writes what belongs
+ * to no block: the padding of the planes, as zeros.
+ */
+#ifndef ZT_KERNELS_H
+#define ZT_KERNELS_H
+
+#include "zt_wire.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum zt_dtype { ZT_FP32 = 0, ZT_FP16 = 1, ZT_BF16 = 2 };
+
+/* CPU instruction sets; ZT_BEST is the best that this processor has. */
+enum zt_level { ZT_BEST = -1, ZT_SCALAR = 0, ZT_AVX2 = 1, ZT_AVX512 = 2 };
+
+/* What a function returns: ZT_OK, or why it did nothing. zt_error_text has a sentence for each. */
+enum zt_status {
+    ZT_OK = 0,
+    ZT_BAD_SPEC = 1,    /* bits, block size or symmetry that the wire format does not know */
+    ZT_BAD_DTYPE = 2,   /* a dtype that is none of zt_dtype */
+    ZT_BAD_SIZE = 3,    /* a message whose bytes are not zt_wire_nbytes of its values, or negative sizes */
+    ZT_BAD_RANGE = 4,   /* a range that leaves the work */
+    ZT_BAD_LEVEL = 5,   /* instructions that this processor or this build lacks */
+    ZT_TOO_MANY = 6,    /* more pieces or messages than one call takes (GPU only: ZT_GPU_PIECES, ZT_GPU_MESSAGES) */
+    ZT_BAD_ALIGNMENT = 7, /* a message that does not begin at a multiple of 16 bytes (GPU only) */
+    ZT_LAUNCH_FAILED = 8 /* the GPU refused the launch */
+};
+
+#define ZT_GPU_PIECES 64
+#define ZT_GPU_MESSAGES 128
+
+typedef struct zt_piece {
+    void *data;         /* the first element */
+    int64_t rows;
+    int64_t columns;
+    int64_t row_stride; /* elements from one row to the next */
+    int64_t limit;      /* elements from data on that exist */
+    int32_t dtype;      /* one of zt_dtype */
+} zt_piece;
+
+typedef struct zt_message {
+    uint8_t *data;
+    int64_t nbytes;
+} zt_message;
+
+typedef struct zt_range {
+    int64_t begin;
+    int64_t end;
+} zt_range;
+
+/* What becomes of a sum of messages. In this order, each step one FP32 rounding: total = sum in message order;
+ * total *= factor unless factor == 1; total = out + total if accumulate; round to the dtype of out. */
+typedef struct zt_reduce {
+    float factor;
+    int32_t accumulate; /* 0 or 1 */
+} zt_reduce;
+
+const char *zt_error_text(int status);
+
+/* -- CPU: every range is in wire blocks ------------------------------------------------------------------------- */
+
+/* The best level of this processor. */
+int zt_cpu_best_level(void);
+
+/* pieces -> message. */
+int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message, zt_range blocks,
+                    int32_t level);
+
+/* message -> pieces. */
+int zt_cpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count, zt_range blocks,
+                      int32_t level);
+
+/* messages -> their sum -> pieces: FP32 accumulator, in list order, one rounding per product and per sum (no FMA). */
+int zt_cpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources, const zt_piece *pieces,
+                             int32_t count, zt_reduce reduce, zt_range blocks, int32_t level);
+
+/* messages -> their sum (times factor) -> one message of `numel` values. Both specs have one block size and symmetry;
+ * bits may differ. The zero padding of the last block stays zero. reduce.accumulate must be 0. */
+int zt_cpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
+                      zt_message message, int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level);
+
+/* -- CPU, sparse modes: every range is in elements (multiples of 8 but for the last end) or lanes ---------------- */
+
+/* n bytes of 0 or 1 -> ceil(n / 8) bytes, element i is bit i % 8 of byte i / 8; unused bits are 0. And back. */
+int zt_cpu_mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits, zt_range elements);
+int zt_cpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, zt_range elements);
+
+/* How many |x[i]| >= threshold in the range; NaN never is. */
+int zt_cpu_count_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t *found, int32_t level);
+
+/* The same elements in ascending order: their indices i (of x, not of the range) and values (dtype of x), at most
+ * `capacity` of them; *found is how many there are, written or not. */
+int zt_cpu_compact_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t capacity,
+                         int64_t *indices, void *values, int64_t *found, int32_t level);
+
+/* A count sketch of n FP32 elements: blocks of ZT_SKETCH_LANES elements, `rows` >= 3 rows of as many lanes. Block b
+ * goes into rows zt_sketch_row(seed, b, j, rows), j = 0, 1, 2, one in each third of the rows, each time with
+ * zt_sketch_sign; its lane stays. Sums are FP32, blocks in ascending order. */
+#define ZT_SKETCH_LANES 1024
+int zt_cpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, zt_range lanes);
+
+/* The inverse, given which elements are non-zero (packed bits, as zt_cpu_mask_pack), per lane:
+ * repeat { for b ascending: if element (b, lane) is set and unresolved, and for some j (the lowest) it is the only
+ * unresolved one of its row: x = sign * sketch[row_j]; subtract sign * x from its two other rows; resolved }
+ * until a pass resolves none; then each element left gets the median of its three sign * sketch[row], ascending b,
+ * and is counted in *left (added up by the caller over ranges). Elements not set are 0. The sketch is used up.
+ * x holds n elements; work holds zt_sketch_work(n, rows) bytes for each concurrent call. */
+int zt_cpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
+                       zt_range lanes, void *work, int64_t *left);
+
+ZT_WIRE_FN int64_t zt_sketch_work(int64_t n, int64_t rows) {
+    return rows * 4 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES;
+}
+
+/* The finalizer of MurmurHash3 (64 bits). */
+ZT_WIRE_FN uint64_t zt_mix(uint64_t z) {
+    z = (z ^ (z >> 33)) * 0xff51afd7ed558ccdULL;
+    z = (z ^ (z >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+    return z ^ (z >> 33);
+}
+
+ZT_WIRE_FN uint64_t zt_sketch_hash(uint64_t seed, int64_t block, int32_t j) {
+    return zt_mix(seed + 0x9e3779b97f4a7c15ULL * (uint64_t)(3 * block + j + 1));
+}
+
+/* In [rows * j / 3, rows * (j + 1) / 3); rows < 2^31. */
+ZT_WIRE_FN int64_t zt_sketch_row(uint64_t seed, int64_t block, int32_t j, int64_t rows) {
+    const int64_t first = rows * j / 3, past = rows * (j + 1) / 3;
+    return first + (int64_t)(((zt_sketch_hash(seed, block, j) & 0xffffffffULL) * (uint64_t)(past - first)) >> 32);
+}
+
+/* +1 or -1, by the hash's top bit. */
+ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
+    return zt_sketch_hash(seed, block, j) >> 63 ? -1.0f : 1.0f;
+}
+
+/* -- GPU: the same operations on device memory; arrays of pieces and messages are in host memory ------------------ */
+/* `stream` is a cudaStream_t or hipStream_t. Messages begin at multiples of 16 bytes; pieces anywhere. */
+
+int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message, void *stream);
+int zt_gpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count, void *stream);
+int zt_gpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources, const zt_piece *pieces,
+                             int32_t count, zt_reduce reduce, void *stream);
+int zt_gpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
+                      zt_message message, int64_t numel, zt_reduce reduce, void *stream);
+int zt_gpu_mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits, void *stream);
+int zt_gpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, void *stream);
+
+/* partial holds zt_gpu_partials(n) int64 of device memory: the count of each consecutive chunk of ZT_GPU_CHUNK
+ * elements; the caller sums them (count) or scans them exclusively (compact). */
+#define ZT_GPU_CHUNK 4096
+ZT_WIRE_FN int64_t zt_gpu_partials(int64_t n) { return (n + ZT_GPU_CHUNK - 1) / ZT_GPU_CHUNK; }
+int zt_gpu_count_above(const void *x, int32_t dtype, int64_t n, float threshold, int64_t *partial, void *stream);
+
+/* offsets: where each chunk's first pick goes, the exclusive scan of zt_gpu_count_above's partials. */
+int zt_gpu_compact_above(const void *x, int32_t dtype, int64_t n, float threshold, const int64_t *offsets,
+                         int64_t capacity, int64_t *indices, void *values, void *stream);
+int zt_gpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, void *stream);
+/* work: zt_gpu_sketch_work(n, rows) bytes of device memory; left: one int64 of device memory, added to. */
+ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) { return zt_sketch_work(n, rows) * ZT_SKETCH_LANES; }
+int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,
+                       int64_t *left, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ZT_KERNELS_H */

@@ -1,0 +1,234 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The suite every backend passes: the reference's bits, for every format and for the values that break kernels.
+
+A backend is a module or object with the functions of `zero_topo.quant.reference` and `zero_topo.quant.sparse_reference`
+(or only those of the first). A test file of a backend parametrises over `FORMATS` and calls the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant import reference, sparse_reference
+from zero_topo.quant.pieces import FLOATS, Piece, piece_of, total_numel
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+
+SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A wire format and the dtype of the values."""
+
+    spec: BlockSpec
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.spec}-{str(self.dtype).removeprefix('torch.')}"
+
+
+FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
+FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
+
+
+def sizes(spec: BlockSpec) -> list[int]:
+    """Sizes around one block, and an odd one of several."""
+    block = spec.block_size
+    return [1, block - 1, block, block + 1, 5 * block + 37]
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Ordinary values of growing size, with every special one strewn into some blocks of 64."""
+    generator = torch.Generator().manual_seed(seed + numel)
+    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 5, (numel,), generator=generator)
+    top = torch.finfo(dtype).max
+    specials = [torch.nan, torch.inf, -torch.inf, top, -top, 0.0, -0.0, 1e-42, -1e-45, 2.0**-100, 2.0**-101, 0.5]
+    x = x.to(dtype)
+    for begin in range(0, numel, 64):
+        kind = int(torch.randint(0, 24, (), generator=generator))
+        part = x[begin : begin + 64]
+        if kind < len(specials):
+            part[int(torch.randint(0, part.numel(), (), generator=generator))] = specials[kind]
+        elif kind == 12:
+            part.zero_()
+        elif kind == 13:
+            part.mul_(1e-38)
+        elif kind == 14:
+            part.copy_((torch.arange(part.numel()) - 32).to(dtype) / 2)  # ties
+    return x
+
+
+def calm(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Ordinary values only."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed + 7 * numel)).to(dtype)
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal bit for bit, but that one NaN is as good as another."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    if actual.dtype.is_floating_point:
+        nan = expected.isnan()
+        assert torch.equal(actual.isnan(), nan), f"{what}: other NaNs"
+        kind = torch.int32 if actual.dtype == torch.float32 else torch.int16
+        actual, expected = actual.view(kind).masked_fill(nan, 0), expected.view(kind).masked_fill(nan, 0)
+    wrong = (actual != expected).nonzero()
+    where = wrong[0].tolist() if len(wrong) else []
+    assert not where, f"{what}: {len(wrong)} differ, first at {where}: {actual[where[0]]} for {expected[where[0]]}"
+
+
+def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values) -> Iterator[tuple[str, list[Piece]]]:
+    """Ways in which `numel` values lie in memory: plain, misaligned, strided, ending early, in several pieces."""
+    yield "plain", [whole(make(numel, dtype))]
+    yield "misaligned", [whole(make(numel + 1, dtype)[1:])]
+    columns = max(1, numel // 3)
+    stride = columns + 5
+    yield "strided", [Piece(make(2 * stride + columns, dtype), 3, columns, stride)]
+    yield "ending in a row", [Piece(make(stride + columns // 2, dtype), 3, columns, stride)]
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    few = [whole(make(1, other)), Piece(make(3 * stride, dtype), 3, columns, stride), whole(make(33, dtype))]
+    yield "several", few
+    empty = Piece(make(0, dtype), 2, 3, 3)
+    yield "with some that do not exist", [empty, whole(make(70, dtype)), empty]
+
+
+def whole(x: Tensor) -> Piece:
+    """A contiguous tensor as a piece."""
+    found = piece_of(x)
+    assert found is not None
+    return found
+
+
+def on(device: torch.device | str, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, copied to a device (misalignment is lost but on the CPU, where nothing is copied)."""
+    if torch.device(device).type == "cpu":
+        return list(pieces)
+    return [Piece(p.flat.to(device), p.rows, p.columns, p.stride) for p in pieces]
+
+
+def blank(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces of the same shapes with a recognisable filling."""
+    return [Piece(torch.full_like(p.flat, 3.25), p.rows, p.columns, p.stride) for p in pieces]
+
+
+def messages_of(spec: BlockSpec, numel: int, sources: int) -> list[Tensor]:
+    """Messages of several ranks, by the reference; the values of the first one are special."""
+    made = []
+    for source in range(sources):
+        x = values(numel, torch.float32, source) if source == 0 else calm(numel, torch.float32, source)
+        made.append(torch.full((spec.nbytes(numel),), 0x5A, dtype=torch.uint8))
+        reference.quantize([whole(x)], spec, made[-1])
+    return made
+
+
+def check_quantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
+    """The same message, padding bytes included, for every size and layout."""
+    for numel in numels or sizes(fmt.spec):
+        for name, pieces in layouts(numel, fmt.dtype):
+            expected = torch.full((fmt.spec.nbytes(total_numel(pieces)),), 0xA5, dtype=torch.uint8)
+            actual = torch.full_like(expected, 0x5A).to(device)
+            reference.quantize(pieces, fmt.spec, expected)
+            backend.quantize(on(device, pieces), fmt.spec, actual)
+            assert_same(actual.cpu(), expected, f"quantize {fmt} {numel} {name}")
+
+
+def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
+    """The same values, and nothing written between or beyond the rows."""
+    for numel in numels or sizes(fmt.spec):
+        for name, pieces in layouts(numel, fmt.dtype):
+            (message,) = messages_of(fmt.spec, total_numel(pieces), 1)
+            expected = blank(pieces)
+            actual = on(device, blank(pieces))
+            reference.dequantize(message, fmt.spec, expected)
+            backend.dequantize(message.to(device), fmt.spec, actual)
+            _compare(actual, expected, f"dequantize {fmt} {numel} {name}")
+
+
+REDUCES = (Reduce(), Reduce(1 / 3), Reduce(1 / 3, accumulate=True), Reduce(accumulate=True))
+
+
+def check_reduce(backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)) -> None:
+    """The same sums, by the same roundings, for every number of sources, factor and accumulation."""
+    for (numel, count), reduce in product(zip(sizes(fmt.spec)[-len(sources) :], sources, strict=True), REDUCES):
+        for name, pieces in layouts(numel, fmt.dtype, calm):
+            messages = messages_of(fmt.spec, total_numel(pieces), count)
+            expected = [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces]
+            actual = on(device, [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces])
+            reference.dequantize_reduce(messages, fmt.spec, expected, reduce)
+            backend.dequantize_reduce([m.to(device) for m in messages], fmt.spec, actual, reduce)
+            _compare(actual, expected, f"reduce {fmt} {numel} {count} {reduce} {name}")
+
+
+def check_requantize(backend: Any, spec: BlockSpec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)) -> None:
+    """The same message of the sum, to the same and to other bits."""
+    for bits, numel, count in product((8, 4), sizes(spec), sources):
+        to = BlockSpec(bits, spec.block_size, spec.symmetric)
+        messages = messages_of(spec, numel, count)
+        total = Total(numel, 1.0 if count == 1 else 1 / 7)
+        expected = torch.full((to.nbytes(numel),), 0xA5, dtype=torch.uint8)
+        actual = torch.full_like(expected, 0x5A).to(device)
+        reference.requantize(messages, spec, to, expected, total)
+        backend.requantize([m.to(device) for m in messages], spec, to, actual, total)
+        assert_same(actual.cpu(), expected, f"requantize {spec} to {to} {numel} {count}")
+
+
+def check_masks(backend: Any, device: str = "cpu") -> None:
+    """Packed masks and back, with unused bits zero."""
+    for n in (1, 7, 8, 9, 63, 64, 65, 1000, 4099, 70001):
+        mask = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.3
+        expected = torch.full((-(-n // 8),), 0xA5, dtype=torch.uint8)
+        sparse_reference.mask_pack(mask, expected)
+        bits = torch.full_like(expected, 0x5A).to(device)
+        backend.mask_pack(mask.to(device), bits)
+        assert_same(bits.cpu(), expected, f"mask_pack {n}")
+        back = torch.ones(n, dtype=torch.bool, device=device)
+        backend.mask_unpack(bits, back)
+        assert_same(back.cpu(), mask, f"mask_unpack {n}")
+
+
+def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Counts and picks above a threshold: equal ones are in, NaN never is, a full buffer is not overrun."""
+    for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
+        x = values(n, dtype, 5)
+        found = int(sparse_reference.count_above(x, threshold))
+        assert int(backend.count_above(x.to(device), threshold)) == found, f"count {n} {threshold}"
+        for room in {found, found // 2, found + 3}:
+            wanted, picked = ((torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2))
+            actual = picked[0].to(device), picked[1].to(device)
+            sparse_reference.compact_above(x, threshold, *wanted)
+            total = backend.compact_above(x.to(device), threshold, *actual)
+            assert int(total) == found
+            assert_same(actual[0].cpu(), wanted[0], f"indices {n} {threshold} {room}")
+            assert_same(actual[1].cpu(), wanted[1], f"values {n} {threshold} {room}")
+
+
+def check_sketch(backend: Any, device: str = "cpu") -> None:
+    """Sketches are the reference's bits; peeling gives its values, also where some are left over."""
+    for n, rows, density in ((1, 3, 1.0), (1500, 30, 0.1), (40 * 1024 + 5, 20, 0.2), (40 * 1024 + 5, 12, 0.5)):
+        generator = torch.Generator().manual_seed(n)
+        mask = torch.rand(n, generator=generator) < density
+        x = torch.randn(n, generator=generator) * mask
+        expected = torch.full((rows, sparse_reference.LANES), 3.0)
+        sparse_reference.sketch_insert(x, 11, expected)
+        sketch = torch.full_like(expected, 5.0).to(device)
+        backend.sketch_insert(x.to(device), 11, sketch)
+        assert_same(sketch.cpu(), expected, f"sketch {n} {rows}")
+        bits = torch.empty(-(-n // 8), dtype=torch.uint8)
+        sparse_reference.mask_pack(mask, bits)
+        wanted, peeled = torch.full((n,), 9.0), torch.full((n,), 8.0, device=device)
+        left = sparse_reference.sketch_peel(expected, bits, 11, wanted)
+        assert int(backend.sketch_peel(sketch, bits.to(device), 11, peeled)) == int(left)
+        assert torch.equal(peeled.cpu(), wanted), f"peel {n} {rows}"
+        assert n > 1500 or int(left) == 0
+        assert density < 0.5 or n == 1 or int(left) > 0
+
+
+def _compare(actual: Sequence[Piece], expected: Sequence[Piece], what: str) -> None:
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same(got.flat.cpu(), wanted.flat, what)
