@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Where zero_topo's native sources are, for whoever compiles them.
+"""Builds zero_topo's native kernels; this file only says where their sources are (`builder.py` needs torch).
 
 This directory is `op_builder/` in a checkout and `zero_topo.op_builder` when installed. It never defines a variable
 named dunder-deepspeed: DeepSpeed imports a top-level `op_builder` that does in place of its own builders.

@@ -25,7 +25,7 @@ import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
-from zero_topo.examples.process import behave
+from zero_topo.examples.process import behave, leave
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import RankBytes, Result, build_report, render
 from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder
@@ -190,7 +190,7 @@ def main() -> None:
     if args.save is not None:
         run.engine.save_checkpoint(args.save, client_state={"step": args.steps})
     report(run, folder, stats, last, time.perf_counter() - began)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

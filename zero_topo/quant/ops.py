@@ -17,6 +17,10 @@ PLAIN = Reduce()
 Target = TypeVar("Target", bound=Pieces)
 
 
+class BackendUnavailable(Exception):
+    """A backend cannot serve a device here; the message says why, in one line."""
+
+
 class Backend(Protocol):
     """What a backend implements; arguments are checked, nothing is empty, tensors are on one device it serves."""
 

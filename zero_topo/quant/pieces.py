@@ -117,3 +117,14 @@ def pieces_to_read(x: Pieces) -> list[Piece]:
 def total_numel(pieces: Sequence[Piece]) -> int:
     """Values of a message that holds these pieces."""
     return sum(piece.numel for piece in pieces)
+
+
+def read_all(pieces: Sequence[Piece]) -> Tensor:
+    """The concatenated values, FP32 ``[numel]``, a copy."""
+    return torch.cat([piece.read() for piece in pieces])
+
+
+def write_all(values: Tensor, pieces: Sequence[Piece]) -> None:
+    """Take over concatenated values ``[numel]``, each rounded to the dtype of its piece."""
+    for piece, part in zip(pieces, values.split([piece.numel for piece in pieces]), strict=True):
+        piece.write(part)

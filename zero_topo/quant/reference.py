@@ -20,8 +20,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.pieces import Piece, read_all, total_numel, write_all
+from zero_topo.quant.sparse_reference import (
+    compact_above,
+    count_above,
+    mask_pack,
+    mask_unpack,
+    sketch_insert,
+    sketch_peel,
+)
 from zero_topo.quant.spec import BlockSpec
+
+__all__ = [
+    "Reduce",
+    "Total",
+    "compact_above",
+    "count_above",
+    "dequantize",
+    "dequantize_reduce",
+    "mask_pack",
+    "mask_unpack",
+    "quantize",
+    "requantize",
+    "sketch_insert",
+    "sketch_peel",
+]
 
 SMALLEST = 2.0**-100
 
@@ -49,30 +72,25 @@ class Total:
 
 def quantize(pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
     """Quantize the concatenated pieces into the wire message ``out`` (uint8, ``spec.nbytes(numel)``)."""
-    _encode(torch.cat([piece.read() for piece in pieces]), spec, out)
+    _encode(read_all(pieces), spec, out)
 
 
 def dequantize(message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
     """Dequantize one message into the pieces, which say how many values it holds."""
-    _write(_values(message, total_numel(pieces), spec), pieces)
+    write_all(_values(message, total_numel(pieces), spec), pieces)
 
 
 def dequantize_reduce(messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce) -> None:
     """Sum of dequantized messages, in list order, into the pieces; see :class:`Reduce`."""
     total = _sum(messages, spec, Total(total_numel(pieces), reduce.factor))
     if reduce.accumulate:
-        total = torch.cat([piece.read() for piece in pieces]).add_(total)
-    _write(total, pieces)
+        total = read_all(pieces).add_(total)
+    write_all(total, pieces)
 
 
 def requantize(messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total) -> None:
     """Sum of dequantized messages, quantized again into the message ``out``."""
     _encode(_sum(messages, source, total), spec, out)
-
-
-def _write(values: Tensor, pieces: Sequence[Piece]) -> None:
-    for piece, part in zip(pieces, values.split([piece.numel for piece in pieces]), strict=True):
-        piece.write(part)
 
 
 def _sum(messages: Sequence[Tensor], spec: BlockSpec, wanted: Total) -> Tensor:

@@ -11,16 +11,12 @@ from types import MappingProxyType
 import torch
 
 from zero_topo.quant import reference
-from zero_topo.quant.ops import Backend, Quantizer
+from zero_topo.quant.ops import Backend, BackendUnavailable, Quantizer
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ZERO_TOPO_QUANT"
 CPU = torch.device("cpu")
-
-
-class BackendUnavailable(Exception):
-    """A backend cannot serve a device here; the message says why, in one line."""
 
 
 def _native(device: torch.device) -> Backend:

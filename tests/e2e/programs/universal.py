@@ -22,6 +22,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor
 
 from tests.launcher.training import Job, advance, block, close, start, weights
+from zero_topo.examples.process import leave
 
 SAVED_AT, STEPS = 2, 4
 MICRO_BATCHES = 8
@@ -108,4 +109,4 @@ if __name__ == "__main__":
     found = verbs[sys.argv[1]](Path(sys.argv[2]))
     if dist.get_rank() == 0:
         Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave()

@@ -1,0 +1,279 @@
+// Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+//
+// The C interface as a Python module, for torch tensors: the only file that knows torch. Compiled with the CPU kernels it
+// splits the work among torch's threads; with ZT_FOR_GPU it launches on the stream it is given, and needs no CUDA header.
+// Arguments were checked by zero_topo/quant/ops.py; what the kernels refuse all the same becomes a RuntimeError.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <vector>
+
+#include "zt_kernels.h"
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Numbers = std::vector<int64_t>;
+
+// Values per task: small enough to balance the threads, large enough to hide the cost of starting a task.
+constexpr int64_t kGrain = 1 << 15;
+
+void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
+
+// (bits, block size, symmetric)
+zt_wire_spec spec_of(const Numbers &spec) {
+    TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, symmetric)");
+    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2])};
+}
+
+int32_t dtype_of(const at::Tensor &x) {
+    const auto type = x.scalar_type();
+    return type == at::kFloat ? ZT_FP32 : type == at::kHalf ? ZT_FP16 : type == at::kBFloat16 ? ZT_BF16 : -1;
+}
+
+// shapes: rows, columns and row stride of each.
+std::vector<zt_piece> pieces_of(const Tensors &flats, const Numbers &shapes) {
+    TORCH_CHECK(shapes.size() == 3 * flats.size(), "three numbers say the shape of a piece");
+    std::vector<zt_piece> pieces;
+    pieces.reserve(flats.size());
+    for (size_t i = 0; i < flats.size(); ++i) {
+        const int64_t *shape = &shapes[3 * i];
+        pieces.push_back({flats[i].data_ptr(), shape[0], shape[1], shape[2], flats[i].numel(), dtype_of(flats[i])});
+    }
+    return pieces;
+}
+
+int64_t numel_of(const std::vector<zt_piece> &pieces) {
+    return std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                           [](int64_t sum, const zt_piece &p) { return sum + p.rows * p.columns; });
+}
+
+zt_message message_of(const at::Tensor &message) { return {message.data_ptr<uint8_t>(), message.numel()}; }
+
+std::vector<zt_message> messages_of(const Tensors &tensors) {
+    std::vector<zt_message> messages(tensors.size());
+    std::transform(tensors.begin(), tensors.end(), messages.begin(), message_of);
+    return messages;
+}
+
+int32_t count_of(size_t size) { return static_cast<int32_t>(size); }
+
+#ifdef ZT_FOR_GPU
+
+using Stream = uintptr_t;
+void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
+
+#define ZT_ON(function, blocks, spec, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
+
+#else
+
+using Stream = int;  // not used; one signature serves both modules
+
+// Calls f(range) over [0, total) in tasks; any split gives the same bits.
+template <class F> void split(int64_t total, int64_t grain, const F &f) {
+    at::parallel_for(0, total, std::max<int64_t>(1, grain),
+                     [&](int64_t begin, int64_t end) { check(f(zt_range{begin, end})); });
+}
+
+#define ZT_ON(function, blocks, spec, ...)                                                                             \
+    split(blocks, kGrain / (spec).block_size,                                                                          \
+          [&](zt_range range) { return zt_cpu_##function(__VA_ARGS__, range, ZT_BEST); })
+
+#endif
+
+void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format, const at::Tensor &out, Stream stream) {
+    const auto spec = spec_of(format);
+    const auto pieces = pieces_of(flats, shapes);
+    ZT_ON(quantize, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, pieces.data(), count_of(pieces.size()),
+          message_of(out));
+}
+
+void dequantize(const at::Tensor &message, const Numbers &format, const Tensors &flats, const Numbers &shapes,
+                Stream stream) {
+    const auto spec = spec_of(format);
+    const auto pieces = pieces_of(flats, shapes);
+    ZT_ON(dequantize, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, message_of(message), pieces.data(),
+          count_of(pieces.size()));
+}
+
+void dequantize_reduce(const Tensors &tensors, const Numbers &format, const Tensors &flats, const Numbers &shapes,
+                       double factor, bool accumulate, Stream stream) {
+    const auto spec = spec_of(format);
+    const auto pieces = pieces_of(flats, shapes);
+    const auto messages = messages_of(tensors);
+    const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
+    ZT_ON(dequantize_reduce, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, messages.data(),
+          count_of(messages.size()), pieces.data(), count_of(pieces.size()), reduce);
+}
+
+void requantize(const Tensors &tensors, const Numbers &source, const Numbers &format, const at::Tensor &out,
+                int64_t numel, double factor, Stream stream) {
+    const auto from = spec_of(source), to = spec_of(format);
+    const auto messages = messages_of(tensors);
+    const zt_reduce reduce = {static_cast<float>(factor), 0};
+    ZT_ON(requantize, zt_wire_blocks(to, numel), to, from, messages.data(), count_of(messages.size()), to,
+          message_of(out), numel, reduce);
+}
+
+#ifdef ZT_FOR_GPU
+
+void mask_pack(const at::Tensor &mask, const at::Tensor &bits, Stream stream) {
+    check(zt_gpu_mask_pack(static_cast<uint8_t *>(mask.data_ptr()), mask.numel(), bits.data_ptr<uint8_t>(),
+                           handle(stream)));
+}
+
+void mask_unpack(const at::Tensor &bits, const at::Tensor &mask, Stream stream) {
+    check(zt_gpu_mask_unpack(bits.data_ptr<uint8_t>(), mask.numel(), static_cast<uint8_t *>(mask.data_ptr()),
+                             handle(stream)));
+}
+
+at::Tensor chunk_counts(const at::Tensor &x, double threshold, Stream stream) {
+    auto partial = at::empty({zt_gpu_partials(x.numel())}, x.options().dtype(at::kLong));
+    check(zt_gpu_count_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
+                             partial.data_ptr<int64_t>(), handle(stream)));
+    return partial;
+}
+
+at::Tensor count_above(const at::Tensor &x, double threshold, Stream stream) {
+    return chunk_counts(x, threshold, stream).sum().view({1});
+}
+
+at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values,
+                         Stream stream) {
+    const auto counts = chunk_counts(x, threshold, stream);
+    const auto ends = counts.cumsum(0);
+    const auto offsets = (ends - counts).contiguous();
+    check(zt_gpu_compact_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
+                               offsets.data_ptr<int64_t>(), indices.numel(), indices.data_ptr<int64_t>(),
+                               values.data_ptr(), handle(stream)));
+    return ends.slice(0, -1).clone();
+}
+
+void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream stream) {
+    check(zt_gpu_sketch_insert(x.data_ptr<float>(), x.numel(), seed, sketch.size(0), sketch.data_ptr<float>(),
+                               handle(stream)));
+}
+
+at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out,
+                       Stream stream) {
+    auto left = at::zeros({1}, out.options().dtype(at::kLong));
+    auto work = at::empty({zt_gpu_sketch_work(out.numel(), sketch.size(0))}, out.options().dtype(at::kByte));
+    check(zt_gpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed, sketch.size(0),
+                             out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), handle(stream)));
+    return left;
+}
+
+#else
+
+void mask_pack(const at::Tensor &mask, const at::Tensor &bits, Stream) {
+    const auto *from = static_cast<const uint8_t *>(mask.data_ptr());
+    const int64_t n = mask.numel();
+    split((n + 7) / 8, kGrain, [&](zt_range r) {  // in bytes, so that ranges begin at multiples of 8 elements
+        return zt_cpu_mask_pack(from, n, bits.data_ptr<uint8_t>(), {8 * r.begin, std::min(8 * r.end, n)});
+    });
+}
+
+void mask_unpack(const at::Tensor &bits, const at::Tensor &mask, Stream) {
+    auto *to = static_cast<uint8_t *>(mask.data_ptr());
+    const int64_t n = mask.numel();
+    split((n + 7) / 8, kGrain, [&](zt_range r) {
+        return zt_cpu_mask_unpack(bits.data_ptr<uint8_t>(), n, to, {8 * r.begin, std::min(8 * r.end, n)});
+    });
+}
+
+// How many elements each chunk of kGrain holds that are above the threshold.
+std::vector<int64_t> chunk_counts(const at::Tensor &x, float threshold) {
+    const int64_t n = x.numel();
+    std::vector<int64_t> counts((n + kGrain - 1) / kGrain);
+    split(static_cast<int64_t>(counts.size()), 1, [&](zt_range chunks) {
+        int status = ZT_OK;
+        for (int64_t c = chunks.begin; c < chunks.end && status == ZT_OK; ++c)
+            status = zt_cpu_count_above(x.data_ptr(), dtype_of(x), threshold,
+                                        {c * kGrain, std::min((c + 1) * kGrain, n)}, &counts[c], ZT_BEST);
+        return status;
+    });
+    return counts;
+}
+
+at::Tensor number(int64_t value) { return at::full({1}, value, at::kLong); }
+
+at::Tensor count_above(const at::Tensor &x, double threshold, Stream) {
+    const auto counts = chunk_counts(x, static_cast<float>(threshold));
+    return number(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+}
+
+at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values,
+                         Stream) {
+    const int64_t n = x.numel(), room = indices.numel();
+    const auto bound = static_cast<float>(threshold);
+    auto compact = [&](zt_range range, int64_t offset, int64_t *found) {
+        const int64_t first = std::min(offset, room);
+        auto *picked = static_cast<char *>(values.data_ptr()) + first * values.element_size();
+        return zt_cpu_compact_above(x.data_ptr(), dtype_of(x), bound, range, room - first,
+                                    indices.data_ptr<int64_t>() + first, picked, found, ZT_BEST);
+    };
+    int64_t total = 0;
+    if (at::get_num_threads() == 1) {
+        check(compact({0, n}, 0, &total));
+        return number(total);
+    }
+    const auto counts = chunk_counts(x, bound);
+    std::vector<int64_t> offsets(counts.size());
+    std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
+    split(static_cast<int64_t>(counts.size()), 1, [&](zt_range chunks) {
+        int status = ZT_OK;
+        int64_t found = 0;
+        for (int64_t c = chunks.begin; c < chunks.end && status == ZT_OK; ++c)
+            status = compact({c * kGrain, std::min((c + 1) * kGrain, n)}, offsets[c], &found);
+        return status;
+    });
+    return number(std::accumulate(counts.begin(), counts.end(), total));
+}
+
+void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream) {
+    split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
+        return zt_cpu_sketch_insert(x.data_ptr<float>(), x.numel(), seed, sketch.size(0), sketch.data_ptr<float>(),
+                                    lanes);
+    });
+}
+
+at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out, Stream) {
+    std::atomic<int64_t> total{0};
+    split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
+        std::vector<char> work(zt_sketch_work(out.numel(), sketch.size(0)));
+        int64_t left = 0;
+        const int status = zt_cpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed,
+                                              sketch.size(0), out.data_ptr<float>(), lanes, work.data(), &left);
+        total += left;
+        return status;
+    });
+    return number(total);
+}
+
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    using released = pybind11::call_guard<pybind11::gil_scoped_release>;
+    m.attr("torch_version") = TORCH_VERSION;
+#define ZT_EXPORT(function) m.def(#function, &function, released())
+    ZT_EXPORT(quantize);
+    ZT_EXPORT(dequantize);
+    ZT_EXPORT(dequantize_reduce);
+    ZT_EXPORT(requantize);
+    ZT_EXPORT(mask_pack);
+    ZT_EXPORT(mask_unpack);
+    ZT_EXPORT(count_above);
+    ZT_EXPORT(compact_above);
+    ZT_EXPORT(sketch_insert);
+    ZT_EXPORT(sketch_peel);
+#ifndef ZT_FOR_GPU
+    m.def("best_level", &zt_cpu_best_level);
+#endif
+}

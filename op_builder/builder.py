@@ -1,0 +1,223 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed-style builders of the native kernels: `CPUBuilder`, and `GPUBuilder` for CUDA and ROCm.
+
+They are DeepSpeed's `OpBuilder`s (names start with `zt_`, for DeepSpeed keeps all loaded ops in one dictionary), so
+`ds_report`-like tools can ask them `is_compatible`. What differs: sources are ours, a module built ahead of time is
+looked for inside `zero_topo`, and compiling at first use follows Note [One compile, no hang].
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
+from torch.utils import cpp_extension
+
+try:  # inside the installed package
+    from zero_topo.op_builder import jit, source_dir
+except ImportError:  # at the top of a checkout that is not installed, when setup.py builds the ops
+    from op_builder import jit, source_dir
+
+logger = logging.getLogger("zero_topo.op_builder")
+
+BINDING = "zt_binding.cpp"
+COMMON = (BINDING, "zt_error.cpp")
+# No contraction of a product and a sum into one rounding: every backend gives the same bits.
+CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+CUDA_ARCHITECTURES = "8.0;9.0"
+ROCM_ARCHITECTURES = "gfx90a;gfx942"
+
+
+class TopoBuilder(OpBuilder):  # type: ignore[misc]
+    """What both builders share; a subclass says its sources and flags."""
+
+    NAME = ""
+    BUILD_VAR = ""
+
+    def __init__(self) -> None:
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self) -> str:
+        """Where a module built ahead of time lies."""
+        return f"zero_topo.{self.name}"
+
+    def kernel_sources(self) -> list[str]:
+        """File names of the kernels, in csrc."""
+        raise NotImplementedError
+
+    def sources(self) -> list[str]:
+        """Every file to compile, absolute."""
+        return [str(source_dir() / name) for name in (*COMMON, *self.kernel_sources())]
+
+    def include_paths(self) -> list[str]:
+        """Where the headers are."""
+        return [str(source_dir())]
+
+    def deepspeed_src_path(self, code_path: str) -> str:
+        """Paths are absolute; DeepSpeed would look for them inside itself."""
+        return code_path
+
+    def cxx_args(self) -> list[str]:
+        """Flags of the C++ compiler."""
+        return [*CXX_FLAGS, "-fopenmp"]
+
+    def nvcc_args(self) -> list[str]:
+        """Flags of nvcc or hipcc."""
+        return []
+
+    def reason(self) -> str | None:
+        """Why this machine cannot compile the op, or None if it can."""
+        if shutil.which(os.environ.get("CXX", "c++")) is None and shutil.which("g++") is None:
+            return "there is no C++ compiler (install g++)"
+        return None if shutil.which("ninja") else "there is no ninja (pip install ninja)"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op can be compiled here."""
+        why = self.reason()
+        if why and verbose:
+            self.warning(f"{self.name}: {why}")
+        return why is None
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The module: built ahead of time if that fits this torch, else compiled at first use.
+
+        Raises:
+            BuildError: one line saying why there is none.
+        """
+        return self._prebuilt() or self.jit_load(verbose)
+
+    def _prebuilt(self) -> ModuleType | None:
+        try:
+            module = importlib.import_module(self.absolute_name())
+        except ModuleNotFoundError:
+            return None
+        except ImportError as error:
+            logger.info("%s built ahead of time does not load: %s", self.name, str(error).splitlines()[0])
+            return None
+        built = module.torch_version
+        if built == torch.__version__.partition("+")[0]:
+            return module
+        logger.info("%s was built for torch %s, this is %s", self.name, built, torch.__version__)
+        return None
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        """Compile if need be, and load; see Note [One compile, no hang]."""
+        why = self.reason()
+        if why is not None:
+            raise jit.BuildError(why)
+        return jit.load(self.recipe(verbose))
+
+    def recipe(self, verbose: bool = False) -> jit.Recipe:
+        """What to compile, and how."""
+        flags = (*self.cxx_args(), *self.nvcc_args(), torch.__version__, str(torch.compiled_with_cxx11_abi()))
+        sources = tuple(Path(source) for source in self.sources())
+        return jit.Recipe(self.name, sources, flags, lambda directory: self._compile(directory, verbose))
+
+    def _compile(self, directory: Path, verbose: bool) -> None:
+        try:
+            cpp_extension.load(
+                name=self.name,
+                sources=self.sources(),
+                extra_include_paths=self.include_paths(),
+                extra_cflags=self.cxx_args(),
+                extra_cuda_cflags=self.nvcc_args(),
+                extra_ldflags=self.extra_ldflags(),
+                build_directory=str(directory),
+                with_cuda=self.with_cuda(),
+                is_python_module=False,
+                is_standalone=False,
+                verbose=verbose,
+            )
+        except (RuntimeError, OSError) as error:
+            lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
+            raise jit.BuildError(f"{self.name} does not compile: {lines[0]}; its build is in {directory}") from error
+
+    def with_cuda(self) -> bool:
+        """Whether the sources hold kernels for a GPU."""
+        return False
+
+    def builder(self) -> Any:
+        """The setuptools extension that builds the op ahead of time."""
+        kind = cpp_extension.CUDAExtension if self.with_cuda() else cpp_extension.CppExtension
+        arguments = {"cxx": self.cxx_args(), **({"nvcc": self.nvcc_args()} if self.with_cuda() else {})}
+        return kind(
+            name=self.absolute_name(),
+            sources=[os.path.relpath(source) for source in self.sources()],
+            include_dirs=self.include_paths(),
+            extra_compile_args=arguments,
+            extra_link_args=self.extra_ldflags(),
+        )
+
+    def extra_ldflags(self) -> list[str]:
+        """Flags of the linker."""
+        return ["-fopenmp"]
+
+
+class CPUBuilder(TopoBuilder):
+    """The kernels for processors; which instructions to use is decided when they run."""
+
+    NAME = "zt_cpu"
+    BUILD_VAR = "ZT_BUILD_CPU"
+
+    def kernel_sources(self) -> list[str]:
+        """Every zt_cpu file."""
+        return sorted(path.name for path in source_dir().glob("zt_cpu*.cpp"))
+
+
+class GPUBuilder(TopoBuilder):
+    """The kernels for GPUs, by nvcc or hipcc according to what torch was built for."""
+
+    NAME = "zt_gpu"
+    BUILD_VAR = "ZT_BUILD_GPU"
+
+    def kernel_sources(self) -> list[str]:
+        """Every zt_gpu file."""
+        return sorted(path.name for path in source_dir().glob("zt_gpu*.cu"))
+
+    def cxx_args(self) -> list[str]:
+        """The binding only learns that it launches on streams."""
+        return [*super().cxx_args(), "-DZT_FOR_GPU"]
+
+    def nvcc_args(self) -> list[str]:
+        """IEEE arithmetic, nothing contracted, nothing flushed; the architectures asked for or present."""
+        if self.is_rocm_pytorch():
+            flags = ["-O3", "-ffp-contract=off", "-fhip-fp32-correctly-rounded-divide-sqrt"]
+            return [*flags, *(f"--offload-arch={arch}" for arch in self._architectures(ROCM_ARCHITECTURES))]
+        return ["-O3", "-fmad=false", "-ftz=false", "-prec-div=true", *self._gencode()]
+
+    def _architectures(self, default: str) -> list[str]:
+        variable = "PYTORCH_ROCM_ARCH" if self.is_rocm_pytorch() else "TORCH_CUDA_ARCH_LIST"
+        return [arch for arch in os.environ.get(variable, default).replace(" ", ";").split(";") if arch]
+
+    def _gencode(self) -> list[str]:
+        if os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            return []  # torch adds them
+        present = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        names = {f"{major}{minor}" for major, minor in present} or {
+            a.replace(".", "") for a in CUDA_ARCHITECTURES.split(";")
+        }
+        return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in sorted(names)]
+
+    def with_cuda(self) -> bool:
+        """These are kernels for a GPU."""
+        return True
+
+    def reason(self) -> str | None:
+        """As for the CPU, and torch and a toolkit must be for GPUs."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return "this torch is built for CPUs"
+        compiler = "hipcc" if self.is_rocm_pytorch() else "nvcc"
+        home = cpp_extension.ROCM_HOME if self.is_rocm_pytorch() else cpp_extension.CUDA_HOME
+        if home is None and shutil.which(compiler) is None:
+            return f"there is no {compiler}"
+        return super().reason()
+
+
+BUILDERS: tuple[type[TopoBuilder], ...] = (CPUBuilder, GPUBuilder)

@@ -1,0 +1,133 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels of `csrc/` as a backend, for tensors on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant.ops import BackendUnavailable
+from zero_topo.quant.pieces import Piece, piece_of, read_all, write_all
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
+
+# ZT_GPU_PIECES in csrc/zt_kernels.h: what one launch takes by value.
+GPU_PIECES = 64
+
+
+def load(device: torch.device) -> Native:
+    """The kernels for a device, compiled if this is their first use.
+
+    Raises:
+        BackendUnavailable: if they are not built and cannot be.
+    """
+    from zero_topo.op_builder.builder import CPUBuilder, GPUBuilder
+    from zero_topo.op_builder.jit import BuildError
+
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"there are no native kernels for {device.type}")
+    try:
+        module = (CPUBuilder if device.type == "cpu" else GPUBuilder)().load()
+    except BuildError as error:
+        raise BackendUnavailable(str(error)) from error
+    return Native(module, _no_stream if device.type == "cpu" else _stream)
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+class Native:
+    """One compiled module; operations as in :class:`zero_topo.quant.ops.Backend`, and those of the sparse modes.
+
+    Args:
+        module: of ``csrc/zt_binding.cpp``.
+        stream: the current stream's handle, 0 on a CPU.
+    """
+
+    def __init__(self, module: ModuleType, stream: Callable[[], int]) -> None:
+        self._module, self._stream = module, stream
+        self._most = GPU_PIECES if stream is _stream else None
+
+    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+        """The concatenated pieces -> one message."""
+        if self._too_many(pieces):
+            pieces = [_whole(read_all(pieces))]
+        self._module.quantize(*_described(pieces), _format(spec), out, self._stream())
+
+    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
+        """One message -> the pieces."""
+        target = [_whole(read_all(pieces))] if self._too_many(pieces) else pieces
+        self._module.dequantize(message, _format(spec), *_described(target), self._stream())
+        if target is not pieces:
+            write_all(target[0].flat, pieces)
+
+    def dequantize_reduce(
+        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
+    ) -> None:
+        """The messages' sum -> the pieces."""
+        target = [_whole(read_all(pieces))] if self._too_many(pieces) else pieces
+        shape, options = _described(target), (reduce.factor, reduce.accumulate)
+        self._module.dequantize_reduce(messages, _format(spec), *shape, *options, self._stream())
+        if target is not pieces:
+            write_all(target[0].flat, pieces)
+
+    def requantize(
+        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+    ) -> None:
+        """The messages' sum -> one message."""
+        formats = _format(source), _format(spec)
+        self._module.requantize(messages, *formats, out, total.numel, total.factor, self._stream())
+
+    def _too_many(self, pieces: Sequence[Piece]) -> bool:
+        return self._most is not None and len(pieces) > self._most
+
+    # -- sparse modes ----------------------------------------------------------------------------------------------
+
+    def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
+        """Booleans ``[n]`` -> bytes ``[ceil(n / 8)]``."""
+        self._module.mask_pack(mask, bits, self._stream())
+
+    def mask_unpack(self, bits: Tensor, mask: Tensor) -> None:
+        """And back."""
+        self._module.mask_unpack(bits, mask, self._stream())
+
+    def count_above(self, x: Tensor, threshold: float) -> Tensor:
+        """How many ``|x[i]| >= threshold``, int64 ``[1]``."""
+        found: Tensor = self._module.count_above(x, threshold, self._stream())
+        return found
+
+    def compact_above(self, x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
+        """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
+        found: Tensor = self._module.compact_above(x, threshold, indices, values, self._stream())
+        return found
+
+    def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
+        """FP32 ``[n]`` -> its count sketch ``[rows, 1024]``."""
+        self._module.sketch_insert(x, seed, sketch, self._stream())
+
+    def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
+        """And back, given the mask; how many elements were only estimated, int64 ``[1]``."""
+        left: Tensor = self._module.sketch_peel(sketch, bits, seed, out, self._stream())
+        return left
+
+
+def _whole(values: Tensor) -> Piece:
+    piece = piece_of(values)
+    assert piece is not None
+    return piece
+
+
+def _format(spec: BlockSpec) -> tuple[int, int, int]:
+    return spec.bits, spec.block_size, int(spec.symmetric)
+
+
+def _described(pieces: Sequence[Piece]) -> tuple[list[Tensor], list[int]]:
+    return [p.flat for p in pieces], [number for p in pieces for number in (p.rows, p.columns, p.stride)]
