@@ -35,7 +35,7 @@ CUDA_ARCHITECTURES = "8.0;9.0"
 ROCM_ARCHITECTURES = "gfx90a;gfx942"
 
 
-class TopoBuilder(OpBuilder):  # type: ignore[misc]
+class TopoBuilder(OpBuilder):
     """What both builders share; a subclass says its sources and flags."""
 
     NAME = ""

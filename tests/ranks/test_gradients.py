@@ -38,7 +38,7 @@ def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
 def backward(engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]]) -> None:
     grads = w.grads(rank, step)
     for slots in buckets:
-        engine.gradients.accumulate(slots, engine.gradients.scatter(slots, [grads[i] for i in slots]))
+        engine.gradients.scatter(slots, [grads[i] for i in slots])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -68,7 +68,7 @@ def test_replicated_optimizer_rows_are_bit_identical(scheme: str) -> None:
     def rank_main(rank: int) -> torch.Tensor:
         engine = w.engine(torch.bfloat16)
         grads = w.grads(rank, 0, torch.bfloat16)
-        engine.gradients.accumulate(SLOTS, engine.gradients.scatter(SLOTS, grads))
+        engine.gradients.scatter(SLOTS, grads)
         engine.gradients.sync()
         return engine.gradients.optimizer_rows().clone()
 
@@ -100,7 +100,7 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
         engine = w.engine(torch.bfloat16)
         value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
         grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
-        engine.gradients.accumulate(SLOTS, engine.gradients.scatter(SLOTS, grads))
+        engine.gradients.scatter(SLOTS, grads)
         return engine.gradients.buffer[0, -1].clone()
 
     exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()

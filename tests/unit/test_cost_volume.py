@@ -61,9 +61,12 @@ class Walk:
     def scatter(self) -> None:
         spec = self.config.gradients_spec
         for bucket in self.work.parameter_buckets():
+            rows = len(self.plan.rows(0, self.plan.gradients))
+            numel = sum(rows * self.plan.shard_numel(self.work.numels[i]) for i in bucket)
+            message = spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize
             for lo, hi in self.plan.hop_chain():
-                numel = sum(len(self.plan.rows(0, hi)) * self.plan.shard_numel(self.work.numels[i]) for i in bucket)
-                self.exchange("scatter", lo, hi, spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize)
+                behind = self.plan.gradients // hi  # destinations that the next hops reach from a member
+                self.exchange("scatter", lo, hi, behind * message)
 
     def step(self) -> list[dict[tuple[str, str], int]]:
         config, plan, work = self.config, self.plan, self.work

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.plan import Plan
+from zero_topo.quant.pieces import Piece
 
 
 def members(rows: Tensor, size: int) -> Tensor:
@@ -45,3 +46,30 @@ def flat_of(rows: Tensor, numel: int, plan: Plan) -> Tensor:
     if plan.order is not None:
         rows = rows[torch.tensor(plan.order, device=rows.device)]
     return rows.reshape(-1)[:numel]
+
+
+def shard_piece(flat: Tensor, plan: Plan, position: int, degree: int) -> Piece:
+    """A parameter's shard of some degree as a piece of the whole: nothing is copied, the padding does not exist.
+
+    Args:
+        flat: ``[numel]`` in tree order; what lies beyond its end is zero. See :func:`in_tree_order`.
+        plan: gives the world size.
+        position: a tree position modulo ``degree``.
+        degree: of the shard.
+
+    Returns:
+        ``N / degree`` rows of ``ceil(numel / N)``.
+    """
+    width = plan.shard_numel(flat.numel())
+    begin = min(position * width, flat.numel())
+    return Piece(flat[begin:], plan.world_size // degree, width, degree * width)
+
+
+def in_tree_order(flat: Tensor, plan: Plan) -> Tensor:
+    """A parameter-shaped tensor ``[numel]`` with its world shards in tree order; itself if ranks are placed in it."""
+    return flat if plan.order is None else rows_of(flat, plan).reshape(-1)
+
+
+def row_pieces(table: Tensor) -> list[list[Piece]]:
+    """Each row of a matrix with adjacent columns, as a list of one piece."""
+    return [[Piece(row, 1, row.numel(), row.numel())] for row in table]

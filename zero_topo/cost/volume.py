@@ -9,7 +9,7 @@ Note [What counts as sent]
 Note [Sizes]
     ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``; ``F`` is the sum of all
     ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. Every parameter is a message of its own
-    in a gather (blocks never straddle parameters), every bucket one in a scatter.
+    in a gather (blocks never straddle parameters), every bucket one per destination in a scatter, through all its hops.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
@@ -153,11 +153,13 @@ def _backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
 
 
 def _scatter_hop(config: ResolvedConfig, work: Workload, shards: list[int], hop: tuple[int, int]) -> int:
-    """Bytes of one micro-batch in one hop of the scatter."""
+    """Bytes of one micro-batch in one hop of the scatter: a message for each destination behind each other member."""
     lo, hi = hop
-    rows = config.plan.world_size // hi
+    plan = config.plan
+    rows = plan.world_size // plan.gradients
     messages = (rows * sum(shards[i] for i in bucket) for bucket in work.parameter_buckets())
-    return (hi // lo - 1) * sum(_message(numel, config.gradients_spec, work.scatter_itemsize) for numel in messages)
+    sent = (hi // lo - 1) * (plan.gradients // hi)
+    return sent * sum(_message(numel, config.gradients_spec, work.scatter_itemsize) for numel in messages)
 
 
 def _message(numel: int, spec: BlockSpec | None, itemsize: int) -> int:

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.pack import members, rows_of
-from zero_topo.collectives.reduce_scatter import Wire, reduce_scatter
+from zero_topo.collectives.pack import in_tree_order, rows_of, shard_piece
+from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
+from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
+from zero_topo.quant.pieces import Piece, piece_of
+from zero_topo.quant.reference import Reduce
 from zero_topo.sync.base import SyncMode
 
 
@@ -63,46 +65,30 @@ class Gradients:
         self._dirty = False
         self._pending = False
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> Tensor:
-        """Reduce-scatter one bucket of whole gradients over the gradients domain.
+    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
-        1. interleave the gradients by destination, ``[members, rows, columns]``, padded with zeros;
+        1. each destination's message holds its shards of the bucket's gradients, read where they lie;
         2. one reduce hop (two for ``(L, G)``: inside the node, then across);
-        3. divide by the world size.
+        3. divide by the world size, and add; ranks whose own row is padding take part like any other.
 
         Args:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
-
-        Returns:
-            FP32 ``[N / G, sum of widths]``.
         """
-        plan, wire = self.layout.plan, self._options.wire
-        shard: Tensor | None = None
-        for lo, hi in plan.hop_chain():
-            hop = self._mesh.hop(lo, hi)
-            chunks = self._pack(slots, grads, hop.size) if shard is None else members(shard, hop.size).contiguous()
-            total = reduce_scatter(hop, chunks.flatten(1), wire, self._meter, "scatter")
-            shard = total.view(plan.world_size // hi, -1)
-        assert shard is not None
-        return shard.mul_(1.0 / plan.world_size)
-
-    def _pack(self, slots: Sequence[int], grads: Sequence[Tensor], size: int) -> Tensor:
         plan = self.layout.plan
-        ends = list(accumulate((self.layout.widths[i] for i in slots), initial=0))
-        # quantization reads the values once more anyway: leave them in the gradient's own dtype for it
-        dtype = self._options.wire.dtype if self._options.wire.spec is None else grads[0].dtype
-        chunks = torch.empty(size, plan.world_size // size, ends[-1], dtype=dtype, device=grads[0].device)
-        for (begin, end), grad in zip(pairwise(ends), grads, strict=True):
-            chunks[:, :, begin:end].copy_(members(rows_of(grad.reshape(-1), plan), size))
-        return chunks
-
-    def accumulate(self, slots: Sequence[int], shard: Tensor) -> None:
-        """Add a scattered bucket into the buffer. Ranks whose own row is padding take part like any other."""
-        ends = accumulate((self.layout.widths[i] for i in slots), initial=0)
-        for index, (begin, end) in zip(slots, pairwise(ends), strict=True):
-            self.layout.slot(self.buffer, index).add_(shard[:, begin:end])
+        hops = [self._mesh.hop(lo, hi) for lo, hi in plan.hop_chain()]
+        flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
+        parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
+        reduce = Reduce(1.0 / plan.world_size, accumulate=True)
+        sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
+        reduce_scatter(hops, parts, self._options.wire, sums)
         self._dirty = self._pending = True
+
+    def _slot_piece(self, index: int) -> Piece:
+        piece = piece_of(self.layout.slot(self.buffer, index))
+        assert piece is not None
+        return piece
 
     def sync(self) -> None:
         """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean gradient."""

@@ -235,12 +235,11 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
-    ) -> Tensor:
+    ) -> None:
         slots = [self._slots[p.ds_id] for p in params_to_reduce]
-        return self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce])
+        self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce])
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: Tensor) -> list[Tensor]:
-        self.topo.gradients.accumulate([self._slots[p.ds_id] for p in params_to_release], grad_partitions)
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
             if not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.reduce_scatter import Wire
+from zero_topo.collectives.wire import Wire
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas

@@ -68,12 +68,18 @@ class Piece:
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, ``[numel]``, a copy."""
+        out = torch.empty(self.numel, dtype=dtype, device=self.flat.device)
+        self.read_into(out)
+        return out
+
+    def read_into(self, out: Tensor) -> None:
+        """The values, into ``out``: ``[numel]``, contiguous, any floating dtype."""
         whole = self._whole_rows()
-        out = torch.zeros(self.rows, self.columns, dtype=dtype, device=self.flat.device)
-        out[:whole].copy_(self._matrix(whole))
+        table = out.view(self.rows, self.columns)
+        table[:whole].copy_(self._matrix(whole))
+        table[whole:].zero_()
         for row, present in self._partial():
-            out[row, : present.numel()].copy_(present)
-        return out.view(-1)
+            table[row, : present.numel()].copy_(present)
 
     def write(self, values: Tensor) -> None:
         """Take over values ``[numel]``, rounded to the dtype of ``flat``."""

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zero_topo.collectives.all_gather import Counted, all_gather_rows
-from zero_topo.collectives.reduce_scatter import Wire, reduce_scatter
+from zero_topo.collectives.pack import row_pieces
+from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
+from zero_topo.collectives.wire import Wire
 from zero_topo.config import DenseSync
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 
@@ -41,7 +43,8 @@ class Dense(SyncMode):
         width = max(1, context.chunk_numel // shard.shape[0])
         for begin in range(0, shard.shape[1], width):
             columns = shard[:, begin : begin + width]
-            columns[own] = reduce_scatter(self._up, columns, self._wire, context.meter, "sync")
+            rows = row_pieces(columns)
+            reduce_scatter([self._up], rows, self._wire, Sums(rows[own], context.meter, "sync"))
             # the rows of the down hop's shard, as a strided view of this gradient shard
             counted = Counted(context.meter, "sync", context.chunk_numel)
             all_gather_rows(self._down, columns[own % step :: step], counted, context.dtype)

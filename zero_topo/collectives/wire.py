@@ -1,0 +1,71 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""How values travel: block-quantized, or as 16- or 32-bit floats; either way as bytes of one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant.ops import PLAIN, Quantizer
+from zero_topo.quant.pieces import Piece, read_all, total_numel, write_all
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The format of messages, and what is done with them.
+
+    Attributes:
+        quantizer: packs and unpacks quantized values.
+        spec: their format; None sends ``dtype``.
+        dtype: type of unquantized values.
+    """
+
+    quantizer: Quantizer
+    spec: BlockSpec | None
+    dtype: torch.dtype
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message of ``numel`` values."""
+        return numel * self.dtype.itemsize if self.spec is None else self.spec.nbytes(numel)
+
+    def encode(self, pieces: Sequence[Piece], message: Tensor) -> None:
+        """The concatenated pieces -> one message, uint8 ``[nbytes(numel)]``."""
+        if self.spec is not None:
+            self.quantizer.quantize(pieces, self.spec, message)
+            return
+        values = message.view(self.dtype).split([piece.numel for piece in pieces])
+        for piece, part in zip(pieces, values, strict=True):
+            piece.read_into(part)
+
+    def reduce(self, messages: Sequence[Tensor], pieces: Sequence[Piece], reduce: Reduce = PLAIN) -> None:
+        """Sum of messages in FP32, in the order given -> the pieces; see :class:`Reduce`."""
+        if self.spec is not None:
+            self.quantizer.dequantize_reduce(messages, self.spec, pieces, reduce)
+        else:
+            settle(self._sum(messages), pieces, reduce)
+
+    def recode(self, messages: Sequence[Tensor], out: Tensor, numel: int) -> None:
+        """Sum of messages of ``numel`` values in FP32 -> one message."""
+        if self.spec is not None:
+            self.quantizer.requantize(messages, self.spec, self.spec, out, Total(numel))
+        else:
+            out.view(self.dtype).copy_(self._sum(messages))
+
+    def _sum(self, messages: Sequence[Tensor]) -> Tensor:
+        total = messages[0].view(self.dtype).to(torch.float32, copy=True)
+        for message in messages[1:]:
+            total.add_(message.view(self.dtype))
+        return total
+
+
+def settle(total: Tensor, pieces: Sequence[Piece], reduce: Reduce) -> None:
+    """What becomes of an FP32 sum ``[numel]`` (used up): scaled, added to what the pieces hold, or put in its place."""
+    assert total.numel() == total_numel(pieces)
+    if reduce.factor != 1:
+        total.mul_(reduce.factor)
+    write_all(read_all(pieces).add_(total) if reduce.accumulate else total, pieces)
