@@ -78,6 +78,10 @@ class TopoBuilder(OpBuilder):
             return "there is no C++ compiler (install g++)"
         return None if shutil.which("ninja") else "there is no ninja (pip install ninja)"
 
+    def wanted(self) -> bool:
+        """Whether building ops ahead of time includes this one."""
+        return True
+
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the op can be compiled here."""
         why = self.reason()
@@ -208,6 +212,10 @@ class GPUBuilder(TopoBuilder):
     def with_cuda(self) -> bool:
         """These are kernels for a GPU."""
         return True
+
+    def wanted(self) -> bool:
+        """If torch is for GPUs."""
+        return torch.version.cuda is not None or torch.version.hip is not None
 
     def reason(self) -> str | None:
         """As for the CPU, and torch and a toolkit must be for GPUs."""

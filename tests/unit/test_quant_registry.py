@@ -1,0 +1,59 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Which backend quantizes: the best that loads, said in one line; a forced one or a clear error."""
+
+from __future__ import annotations
+
+import logging
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from zero_topo.quant import reference, registry
+from zero_topo.quant.ops import Backend, BackendUnavailable
+
+CPU = torch.device("cpu")
+
+
+def broken(device: torch.device) -> Backend:
+    """A backend that is not to be had."""
+    raise BackendUnavailable("there is no C++ compiler (install g++)")
+
+
+def good(device: torch.device) -> Backend:
+    """One that is."""
+    return reference
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best backend is not to be had, the next is."""
+    monkeypatch.setattr(registry, "BACKENDS", MappingProxyType({"native": broken, "reference": good}))
+
+
+@pytest.mark.usefixtures("two")
+def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """No crash and no silence: the line names what serves and why the better one does not."""
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert registry.select_quantizer(CPU, {}).name == "reference"
+    (line,) = caplog.messages
+    assert line == "quantization on cpu by reference; not native: there is no C++ compiler (install g++)"
+
+
+@pytest.mark.usefixtures("two")
+def test_a_forced_backend_is_taken_or_refused() -> None:
+    """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to do."""
+    assert registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "reference"}).name == "reference"
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset it"):
+        registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "native"})
+    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"):
+        registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "warp"})
+
+
+def test_every_backend_says_what_it_serves() -> None:
+    """Without its interpreter Triton serves no CPU, and native kernels exist for CPUs and GPUs only."""
+    with pytest.raises(BackendUnavailable, match="interpreter"):
+        registry.BACKENDS["triton"](CPU)
+    with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
+        registry.BACKENDS["native"](torch.device("meta"))
+    assert registry.BACKENDS["reference"](CPU) is reference
