@@ -121,8 +121,9 @@ int zt_cpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows,
 int zt_cpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
                        zt_range lanes, void *work, int64_t *left);
 
+/* Sums and counts of 16 lanes; three places and one list entry for each block; room to align them. */
 ZT_WIRE_FN int64_t zt_sketch_work(int64_t n, int64_t rows) {
-    return rows * 4 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES;
+    return 64 + rows * 128 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES * 20;
 }
 
 /* The finalizer of MurmurHash3 (64 bits). */
@@ -170,7 +171,9 @@ int zt_gpu_compact_above(const void *x, int32_t dtype, int64_t n, float threshol
                          int64_t capacity, int64_t *indices, void *values, void *stream);
 int zt_gpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, void *stream);
 /* work: zt_gpu_sketch_work(n, rows) bytes of device memory; left: one int64 of device memory, added to. */
-ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) { return zt_sketch_work(n, rows) * ZT_SKETCH_LANES; }
+ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) {
+    return (rows * 4 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES) * ZT_SKETCH_LANES;
+}
 int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,
                        int64_t *left, void *stream);
 

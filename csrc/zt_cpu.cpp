@@ -1,0 +1,238 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * Block quantization on CPUs: checks the arguments, chooses the instruction set, and hands each run of whole blocks that
+ * lies in one piece to the inner loops. A block that does not is gathered into, or scattered from, a small buffer.
+ */
+#include "zt_cpu.h"
+
+#include "zt_cpu_pieces.h"
+
+#if ZT_X86
+#include <cpuid.h>
+#endif
+
+namespace zt {
+
+namespace {
+
+/* Larger numbers of elements are taken for nonsense; sums of sizes below cannot overflow. */
+constexpr int64_t kMost = int64_t{1} << 56;
+constexpr int64_t kLargestBlock = 2048;
+/* Results of at least this many bytes go past the caches: they would not stay there, and need not be read first. */
+constexpr int64_t kStreamBytes = int64_t{4} << 20;
+
+#if ZT_X86
+bool has_avx2() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+    return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
+}
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+int best_level() {
+#if ZT_X86
+    static const int best = has_avx512() ? ZT_AVX512 : has_avx2() ? ZT_AVX2 : ZT_SCALAR;
+    return best;
+#else
+    return ZT_SCALAR;
+#endif
+}
+
+int check_piece(const zt_piece &piece, int64_t *numel) {
+    if (piece.dtype != ZT_FP32 && piece.dtype != ZT_FP16 && piece.dtype != ZT_BF16) return ZT_BAD_DTYPE;
+    int64_t extent = 0;
+    if (piece.rows < 0 || piece.columns < 0 || piece.limit < 0 || piece.limit > kMost) return ZT_BAD_SIZE;
+    if (__builtin_mul_overflow(piece.rows, piece.columns, numel) || *numel > kMost) return ZT_BAD_SIZE;
+    if (*numel == 0) return ZT_OK;
+    if (piece.rows > 1 && (piece.row_stride < piece.columns || __builtin_mul_overflow(piece.rows, piece.row_stride, &extent)))
+        return ZT_BAD_SIZE;
+    return extent > kMost || (piece.limit > 0 && !piece.data) ? ZT_BAD_SIZE : ZT_OK;
+}
+
+int check_message(zt_wire_spec spec, int64_t numel, zt_message message) {
+    const bool fits = message.nbytes == zt_wire_nbytes(spec, numel) && (message.data || message.nbytes == 0);
+    return fits ? ZT_OK : ZT_BAD_SIZE;
+}
+
+int check_messages(zt_wire_spec spec, int64_t numel, const zt_message *messages, int32_t count) {
+    if (count < 1 || !messages) return ZT_BAD_SIZE;
+    for (int32_t i = 0; i < count; ++i)
+        if (check_message(spec, numel, messages[i]) != ZT_OK) return ZT_BAD_SIZE;
+    return ZT_OK;
+}
+
+int check_range(zt_wire_spec spec, int64_t numel, zt_range blocks) {
+    const bool inside = 0 <= blocks.begin && blocks.begin <= blocks.end && blocks.end <= zt_wire_blocks(spec, numel);
+    return inside ? ZT_OK : ZT_BAD_RANGE;
+}
+
+/* Returns from the calling function what is not ZT_OK. */
+#define ZT_TRY(expression)                                \
+    do {                                                  \
+        const int status_of_try = (expression);           \
+        if (status_of_try != ZT_OK) return status_of_try; \
+    } while (0)
+
+/* Zeros where no block lies: they cross the wire, and equal tensors have equal messages. */
+void clear_padding(zt_wire_spec spec, int64_t numel, zt_message message) {
+    const int64_t blocks = zt_wire_blocks(spec, numel), planes[] = {zt_wire_scales_offset(spec, numel),
+                                                                    zt_wire_zero_points_offset(spec, numel), message.nbytes};
+    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), planes[0] + 4 * blocks, planes[1] + 4 * blocks};
+    for (int i = 0; i < (spec.symmetric ? 2 : 3); ++i)
+        if (planes[i] > filled[i]) memset(message.data + filled[i], 0, static_cast<size_t>(planes[i] - filled[i]));
+}
+
+/* Where the planes of a message go on at a block. */
+struct Layout {
+    zt_wire_spec spec;
+    int64_t scales, zero_points;
+    Layout(zt_wire_spec s, int64_t numel)
+        : spec(s), scales(zt_wire_scales_offset(s, numel)), zero_points(zt_wire_zero_points_offset(s, numel)) {}
+    Planes at(zt_message message, int64_t block) const {
+        uint8_t *zeros = spec.symmetric ? nullptr : message.data + zero_points + 4 * block;
+        return {message.data + block * zt_wire_block_bytes(spec), message.data + scales + 4 * block, zeros};
+    }
+    Terms terms(const zt_message *messages, int32_t count, float factor) const {
+        return {spec, messages, count, scales, zero_points, factor};
+    }
+};
+
+bool aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
+
+void quantize(const Kernels &kernels, const Layout &layout, Cursor cursor, zt_message message, zt_range blocks) {
+    const int64_t size = layout.spec.block_size;
+    const bool stream = message.nbytes >= kStreamBytes && aligned(message.data);
+    float buffer[kLargestBlock];
+    for (int64_t block = blocks.begin; block < blocks.end;) {
+        const Run run = cursor.run();
+        int64_t now = run.count / size < blocks.end - block ? run.count / size : blocks.end - block;
+        Elements x = run.elements;
+        if (now && x.data) {
+            cursor.advance(now * size);
+        } else {
+            now = 1;
+            gather(kernels, cursor, size, buffer);
+            x = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+        }
+        kernels.quantize(layout.spec, x, now, layout.at(message, block), stream);
+        block += now;
+    }
+}
+
+void sum(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range blocks, bool accumulate, bool large) {
+    const int64_t size = terms.spec.block_size;
+    alignas(64) float buffer[kLargestBlock];
+    const Elements buffered = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+    for (int64_t block = blocks.begin; block < blocks.end;) {
+        const Run run = cursor.run();
+        const int64_t now = run.count / size < blocks.end - block ? run.count / size : blocks.end - block;
+        if (now) {
+            const bool stream = large && aligned(run.elements.data);
+            if (run.elements.data) kernels.sum(terms, {block, block + now}, run.elements, {accumulate, stream});
+            cursor.advance(now * size);
+            block += now;
+        } else {
+            Cursor there = cursor;
+            if (accumulate) gather(kernels, there, size, buffer);
+            kernels.sum(terms, {block, block + 1}, buffered, {accumulate, false});
+            scatter(kernels, cursor, size, buffer);
+            ++block;
+        }
+    }
+}
+
+}  // namespace
+
+const Kernels *kernels(int32_t level) {
+    if (level < ZT_BEST || level > best_level()) return nullptr;
+#if ZT_X86
+    const int chosen = level == ZT_BEST ? best_level() : level;
+    return chosen == ZT_AVX512 ? &kAvx512 : chosen == ZT_AVX2 ? &kAvx2 : &kScalar;
+#else
+    return &kScalar;
+#endif
+}
+
+int checked(const zt_piece *pieces, int32_t count, int64_t *numel) {
+    *numel = 0;
+    if (count < 0 || (count > 0 && !pieces)) return ZT_BAD_SIZE;
+    for (int32_t i = 0; i < count; ++i) {
+        int64_t of_piece = 0;
+        ZT_TRY(check_piece(pieces[i], &of_piece));
+        *numel += of_piece;
+        if (*numel > kMost) return ZT_BAD_SIZE;
+    }
+    return ZT_OK;
+}
+
+}  // namespace zt
+
+using namespace zt;
+
+extern "C" int zt_cpu_best_level(void) { return best_level(); }
+
+extern "C" int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message,
+                               zt_range blocks, int32_t level) {
+    int64_t numel = 0;
+    if (!zt_wire_valid(spec)) return ZT_BAD_SPEC;
+    ZT_TRY(checked(pieces, count, &numel));
+    ZT_TRY(check_message(spec, numel, message));
+    ZT_TRY(check_range(spec, numel, blocks));
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    if (blocks.begin == 0) clear_padding(spec, numel, message);
+    quantize(*chosen, Layout(spec, numel), Cursor(pieces, count, blocks.begin * spec.block_size), message, blocks);
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count,
+                                 zt_range blocks, int32_t level) {
+    return zt_cpu_dequantize_reduce(spec, &message, 1, pieces, count, {1.0f, 0}, blocks, level);
+}
+
+extern "C" int zt_cpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources,
+                                        const zt_piece *pieces, int32_t count, zt_reduce reduce, zt_range blocks,
+                                        int32_t level) {
+    int64_t numel = 0;
+    if (!zt_wire_valid(spec) || (reduce.accumulate != 0 && reduce.accumulate != 1)) return ZT_BAD_SPEC;
+    ZT_TRY(checked(pieces, count, &numel));
+    ZT_TRY(check_messages(spec, numel, messages, sources));
+    ZT_TRY(check_range(spec, numel, blocks));
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    const Terms terms = Layout(spec, numel).terms(messages, sources, reduce.factor);
+    sum(*chosen, terms, Cursor(pieces, count, blocks.begin * spec.block_size), blocks, reduce.accumulate != 0,
+        2 * numel >= kStreamBytes);
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
+                                 zt_message message, int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level) {
+    if (!zt_wire_valid(from) || !zt_wire_valid(to) || from.block_size != to.block_size) return ZT_BAD_SPEC;
+    if (from.symmetric != to.symmetric || reduce.accumulate != 0) return ZT_BAD_SPEC;
+    if (numel < 0 || numel > kMost) return ZT_BAD_SIZE;
+    ZT_TRY(check_messages(from, numel, messages, sources));
+    ZT_TRY(check_message(to, numel, message));
+    ZT_TRY(check_range(to, numel, blocks));
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    if (blocks.begin == 0) clear_padding(to, numel, message);
+    const Terms terms = Layout(from, numel).terms(messages, sources, reduce.factor);
+    const Layout layout(to, numel);
+    const int64_t size = to.block_size, together = kLargestBlock / size;
+    alignas(64) float buffer[kLargestBlock];
+    const Elements buffered = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+    for (int64_t block = blocks.begin; block < blocks.end; block += together) {
+        const int64_t end = block + together < blocks.end ? block + together : blocks.end;
+        chosen->sum(terms, {block, end}, buffered, {false, false});
+        /* What the padding of the last block stands for is zero, not what its scale makes of zero. */
+        for (int64_t i = numel - block * size; i < (end - block) * size; ++i) buffer[i] = 0.0f;
+        chosen->quantize(to, buffered, end - block, layout.at(message, block), false);
+    }
+    return ZT_OK;
+}

@@ -1,0 +1,112 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * What the CPU files share. zt_cpu.cpp and zt_cpu_sparse.cpp check arguments and find where the elements lie; the inner
+ * loops are in a table of functions for each instruction set, one file each (zt_cpu_scalar, _avx2, _avx512).
+ *
+ * Note [One file, one instruction set]
+ *     Every file is compiled with the same flags; a file raises the instruction set itself, by a pragma after its
+ *     includes. Code that two such files instantiate lies in unnamed namespaces and uses no inline function of the
+ *     standard library: the linker would keep one copy for all, perhaps one that this processor cannot run.
+ */
+#ifndef ZT_CPU_H
+#define ZT_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "zt_kernels.h"
+
+#if defined(__FAST_MATH__)
+#error "zero_topo's kernels give the same bits everywhere: compile without -ffast-math, with -ffp-contract=off"
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define ZT_X86 1
+#else
+#define ZT_X86 0
+#endif
+
+namespace zt {
+
+/* Adjacent elements in memory; the address need not be aligned. */
+struct Elements {
+    uint8_t *data;
+    int32_t dtype;
+};
+
+/* Where the next block goes in each plane of a message; zero_points is used by asymmetric formats only. */
+struct Planes {
+    uint8_t *values;
+    uint8_t *scales;
+    uint8_t *zero_points;
+};
+
+/* Messages of one format, whose values are summed. */
+struct Terms {
+    zt_wire_spec spec;
+    const zt_message *messages;
+    int32_t count;
+    int64_t scales; /* where the planes begin in every message */
+    int64_t zero_points;
+    float factor;
+};
+
+/* How results are written: added to what is there, and past the caches (addresses are then multiples of 64). */
+struct Writing {
+    bool accumulate;
+    bool stream;
+};
+
+/* Where compact_above puts what it finds. */
+struct Picks {
+    int64_t *indices;
+    uint8_t *values;
+    int64_t capacity;
+};
+
+struct Sketch {
+    uint64_t seed;
+    int64_t rows;
+    float *table;
+};
+
+/* The inner loops of one instruction set. All read and write exactly what they are told, no byte more. */
+struct Kernels {
+    /* Whole blocks of adjacent elements. */
+    void (*quantize)(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream);
+    /* Whole blocks -> adjacent elements. */
+    void (*sum)(const Terms &terms, zt_range blocks, Elements out, Writing how);
+    void (*widen)(Elements x, int64_t n, float *out);
+    void (*narrow)(const float *x, int64_t n, Elements out);
+    /* n < 2^31 elements; compact's indices count from `first`. */
+    int64_t (*count_above)(Elements x, int64_t n, float threshold);
+    int64_t (*compact_above)(Elements x, zt_range elements, float threshold, Picks picks);
+    void (*mask_pack)(const uint8_t *mask, int64_t n, uint8_t *bits);
+    void (*mask_unpack)(const uint8_t *bits, int64_t n, uint8_t *mask);
+    void (*sketch_insert)(const float *x, int64_t n, Sketch sketch, zt_range lanes);
+    int64_t (*sketch_peel)(Sketch sketch, const uint8_t *bits, int64_t n, float *x, zt_range lanes, void *work);
+};
+
+extern const Kernels kScalar;
+#if ZT_X86
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+/* The table of an enum zt_level (ZT_BEST too), null if there is none. */
+const Kernels *kernels(int32_t level);
+
+}  // namespace zt
+
+/* The functions of zt_kernels.h that take no level, with one, for tests. */
+extern "C" {
+int zt_cpu_mask_pack_at(const uint8_t *mask, int64_t n, uint8_t *bits, zt_range elements, int32_t level);
+int zt_cpu_mask_unpack_at(const uint8_t *bits, int64_t n, uint8_t *mask, zt_range elements, int32_t level);
+int zt_cpu_sketch_insert_at(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, zt_range lanes,
+                            int32_t level);
+int zt_cpu_sketch_peel_at(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
+                          zt_range lanes, void *work, int64_t *left, int32_t level);
+}
+
+#endif /* ZT_CPU_H */

@@ -1,0 +1,233 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * The inner loops for processors with AVX2 and F16C; Note [One file, one instruction set] is in zt_cpu.h.
+ */
+#include "zt_cpu.h"
+
+#if ZT_X86
+
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,popcnt"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c,popcnt")
+#endif
+
+#define ZT_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+/* 8 lanes. `stream` stores past the caches, to addresses that are multiples of 32. */
+struct V {
+    using F = __m256;
+    using I = __m256i;
+    static constexpr int64_t kLanes = 8;
+
+    ZT_INLINE F set(float x) { return _mm256_set1_ps(x); }
+    ZT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+    ZT_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    ZT_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    ZT_INLINE F lesser(F a, F b) { return _mm256_min_ps(a, b); }
+    ZT_INLINE F greater(F a, F b) { return _mm256_max_ps(a, b); }
+    ZT_INLINE I zeros() { return _mm256_setzero_si256(); }
+    ZT_INLINE I round(F x) { return _mm256_cvtps_epi32(x); }
+    ZT_INLINE I plus(I a, int32_t b) { return _mm256_add_epi32(a, _mm256_set1_epi32(b)); }
+
+    template <int32_t D> ZT_INLINE F load(const uint8_t *p) {
+        if (D == ZT_FP32) return _mm256_loadu_ps(reinterpret_cast<const float *>(p));
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+        if (D == ZT_FP16) return _mm256_cvtph_ps(x);
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+    }
+
+    /* The first n < 8 lanes, the others 0. */
+    template <int32_t D> ZT_INLINE F load_some(const uint8_t *p, int64_t n) {
+        alignas(32) uint8_t whole[32] = {};
+        memcpy(whole, p, static_cast<size_t>(n * (D == ZT_FP32 ? 4 : 2)));
+        return load<D>(whole);
+    }
+
+    template <int32_t D> ZT_INLINE void store(uint8_t *p, F x) {
+        if (D == ZT_FP32) return _mm256_storeu_ps(reinterpret_cast<float *>(p), x);
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), narrowed<D>(x));
+    }
+
+    template <int32_t D> ZT_INLINE void store_some(uint8_t *p, F x, int64_t n) {
+        alignas(32) uint8_t whole[32];
+        store<D>(whole, x);
+        memcpy(p, whole, static_cast<size_t>(n * (D == ZT_FP32 ? 4 : 2)));
+    }
+
+    template <int32_t D> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
+        if (D == ZT_FP32) {
+            put(p, _mm256_castps_si256(a), stream);
+            put(p + 32, _mm256_castps_si256(b), stream);
+        } else if (D == ZT_BF16) {
+            const I mixed = _mm256_packus_epi32(rounded_to_bf16(a), rounded_to_bf16(b));
+            put(p, _mm256_permute4x64_epi64(mixed, 0xd8), stream);
+        } else {
+            put(p, _mm256_inserti128_si256(_mm256_castsi128_si256(narrowed<D>(a)), narrowed<D>(b), 1), stream);
+        }
+    }
+
+    /* Larger of two as unsigned numbers of the elements' width. */
+    template <int32_t D> ZT_INLINE I larger(I a, I b) {
+        return D == ZT_FP32 ? _mm256_max_epu32(a, b) : _mm256_max_epu16(a, b);
+    }
+
+    /* Larger of `so_far` and the magnitudes of 32 bytes of elements. */
+    template <int32_t D> ZT_INLINE I peak(I so_far, const uint8_t *p) {
+        const I x = _mm256_loadu_si256(reinterpret_cast<const I *>(p));
+        const I magnitude = D == ZT_FP32 ? _mm256_set1_epi32(0x7fffffff) : _mm256_set1_epi16(0x7fff);
+        return larger<D>(so_far, _mm256_and_si256(x, magnitude));
+    }
+
+    /* Lane i of the result: the largest 32-bit number in a, b, c, d respectively (all < 2^31). */
+    ZT_INLINE __m128i largest(I a, I b, I c, I d) {
+        const I ab = _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+        const I cd = _mm256_max_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+        const I abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+        return _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
+    }
+
+    /* 16-bit numbers -> the larger of each pair, in 32 bits. */
+    ZT_INLINE I larger_halves(I x) {
+        return _mm256_max_epi32(_mm256_srli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
+    }
+
+    template <class Op> ZT_INLINE __m128 fold(F a, F b, F c, F d) {
+        const F ab = Op::of(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        const F cd = Op::of(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
+        const F abcd = Op::of(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+        return _mm256_castps256_ps128(Op::of(abcd, _mm256_permute2f128_ps(abcd, abcd, 1)));
+    }
+
+    /* 32 numbers -> 32 bytes. */
+    ZT_INLINE void pack8(uint8_t *p, I a, I b, I c, I d, bool stream) { put(p, bytes(a, b, c, d), stream); }
+
+    /* 32 numbers -> 16 bytes, the even ones in the low nibbles. */
+    ZT_INLINE void pack4(uint8_t *p, I a, I b, I c, I d, bool stream) {
+        const I low = _mm256_and_si256(bytes(a, b, c, d), _mm256_set1_epi8(0x0f));
+        const I pairs = _mm256_maddubs_epi16(low, _mm256_set1_epi16(0x1001));
+        const __m128i x = _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+        if (stream) return _mm_stream_si128(reinterpret_cast<__m128i *>(p), x);
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), x);
+    }
+
+    /* Bit i is set if |lane i| >= bound. */
+    ZT_INLINE uint32_t above(F x, F bound) {
+        const F magnitude = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitude, bound, _CMP_GE_OQ)));
+    }
+
+    /* The elements at p whose bits are set in `chosen`, up to `room` of them, and their indices. */
+    template <int32_t D>
+    ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, int64_t room, int64_t *indices, uint8_t *values) {
+        constexpr int64_t size = D == ZT_FP32 ? 4 : 2;
+        for (int64_t n = 0; chosen && n < room; ++n, chosen &= chosen - 1) {
+            const int64_t lane = __builtin_ctz(chosen);
+            indices[n] = index + lane;
+            memcpy(values + n * size, p + lane * size, size);
+        }
+    }
+
+    /* Bit i is set if counts[i] == 1, of 16. */
+    ZT_INLINE uint32_t ones(const uint32_t *counts) {
+        const I one = _mm256_set1_epi32(1), *pair = reinterpret_cast<const I *>(counts);
+        const I low = _mm256_cmpeq_epi32(_mm256_loadu_si256(pair), one);
+        const I high = _mm256_cmpeq_epi32(_mm256_loadu_si256(pair + 1), one);
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(low)) |
+                                     _mm256_movemask_ps(_mm256_castsi256_ps(high)) << 8);
+    }
+
+    /* 32 bytes <-> 32 bits. */
+    static constexpr int64_t kMaskBytes = 32;
+    ZT_INLINE void pack_mask(const uint8_t *mask, uint8_t *bits) {
+        const I x = _mm256_loadu_si256(reinterpret_cast<const I *>(mask));
+        const int word = ~_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256()));
+        memcpy(bits, &word, 4);
+    }
+    ZT_INLINE void unpack_mask(const uint8_t *bits, uint8_t *mask) {
+        int word;
+        memcpy(&word, bits, 4);
+        const I byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const I bit_of = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+        const I spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), byte_of), bit_of);
+        const I x = _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit_of), _mm256_set1_epi8(1));
+        _mm256_storeu_si256(reinterpret_cast<I *>(mask), x);
+    }
+
+private:
+    ZT_INLINE void put(uint8_t *p, I x, bool stream) {
+        if (stream) return _mm256_stream_si256(reinterpret_cast<I *>(p), x);
+        _mm256_storeu_si256(reinterpret_cast<I *>(p), x);
+    }
+
+    template <int32_t D> ZT_INLINE __m128i narrowed(F x) {
+        if (D == ZT_FP16) return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const I halves = rounded_to_bf16(x);
+        return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    }
+
+    /* The BF16 is in the lower half of each lane; a NaN becomes 0x7fc0. */
+    ZT_INLINE I rounded_to_bf16(F x) {
+        const I bits = _mm256_castps_si256(x);
+        const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const I up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+        const F kept = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+        return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+    }
+
+    ZT_INLINE I bytes(I a, I b, I c, I d) {
+        const I mixed = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+        return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+};
+
+/* A quantized number's value. */
+template <bool SYM> struct Affine {
+    V::F scale, zero;
+    ZT_INLINE Affine of(float scale, float zero) { return {V::set(scale), V::set(zero)}; }
+    ZT_INLINE V::F in_order(V::F x) { return x; }
+
+    inline __attribute__((always_inline)) V::F value(V::I q, int32_t offset) const {
+        if (SYM) return V::mul(_mm256_cvtepi32_ps(q), scale);
+        return V::add(V::mul(_mm256_cvtepi32_ps(V::plus(q, offset)), scale), zero);
+    }
+};
+
+template <bool SYM> struct Bytes : Affine<SYM> {
+    ZT_INLINE Bytes of(float scale, float zero) { return {Affine<SYM>::of(scale, zero)}; }
+
+    /* The 8 values at p. */
+    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+        return this->value(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))), 128);
+    }
+};
+
+template <bool SYM> struct Nibbles : Affine<SYM> {
+    ZT_INLINE Nibbles of(float scale, float zero) { return {Affine<SYM>::of(scale, zero)}; }
+
+    /* The 8 values at p. */
+    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+        int32_t word;
+        memcpy(&word, p, 4);
+        const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+        return this->value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28), 8);
+    }
+};
+
+}  // namespace
+
+#include "zt_cpu_simd.h"
+
+const zt::Kernels zt::kAvx2 = kTable;
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif /* ZT_X86 */

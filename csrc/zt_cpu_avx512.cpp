@@ -1,0 +1,250 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * The inner loops for processors with AVX-512 (F, BW, VL, DQ); Note [One file, one instruction set] is in zt_cpu.h.
+ */
+#include "zt_cpu.h"
+
+#if ZT_X86
+
+/* GCC 12's own intrinsics begin with a register whose content does not matter (its bug 105593). */
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,popcnt,bmi"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,popcnt,bmi")
+#endif
+
+#define ZT_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+/* 16 lanes. `stream` stores past the caches, to addresses that are multiples of 64. */
+struct V {
+    using F = __m512;
+    using I = __m512i;
+    static constexpr int64_t kLanes = 16;
+
+    ZT_INLINE F set(float x) { return _mm512_set1_ps(x); }
+    ZT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+    ZT_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    ZT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    ZT_INLINE F lesser(F a, F b) { return _mm512_min_ps(a, b); }
+    ZT_INLINE F greater(F a, F b) { return _mm512_max_ps(a, b); }
+    ZT_INLINE I zeros() { return _mm512_setzero_si512(); }
+    ZT_INLINE I round(F x) { return _mm512_cvtps_epi32(x); }
+    ZT_INLINE I plus(I a, int32_t b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
+
+    template <int32_t D> ZT_INLINE F load(const uint8_t *p) {
+        if (D == ZT_FP32) return _mm512_loadu_ps(p);
+        return widened<D>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+    }
+
+    /* The first n < 16 lanes, the others 0. */
+    template <int32_t D> ZT_INLINE F load_some(const uint8_t *p, int64_t n) {
+        const __mmask16 first = static_cast<__mmask16>((1u << n) - 1);
+        if (D == ZT_FP32) return _mm512_maskz_loadu_ps(first, p);
+        return widened<D>(_mm256_maskz_loadu_epi16(first, p));
+    }
+
+    template <int32_t D> ZT_INLINE void store(uint8_t *p, F x) {
+        if (D == ZT_FP32) return _mm512_storeu_ps(p, x);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrowed<D>(x));
+    }
+
+    template <int32_t D> ZT_INLINE void store_some(uint8_t *p, F x, int64_t n) {
+        const __mmask16 first = static_cast<__mmask16>((1u << n) - 1);
+        if (D == ZT_FP32) return _mm512_mask_storeu_ps(p, first, x);
+        _mm256_mask_storeu_epi16(p, first, narrowed<D>(x));
+    }
+
+    template <int32_t D> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
+        if (D == ZT_FP32) {
+            put(p, _mm512_castps_si512(a), stream);
+            put(p + 64, _mm512_castps_si512(b), stream);
+        } else if (D == ZT_BF16) {
+            const I upper_halves = _mm512_add_epi16(_mm512_slli_epi16(counting(), 1), _mm512_set1_epi16(1));
+            put(p, _mm512_permutex2var_epi16(rounded_to_bf16(a), upper_halves, rounded_to_bf16(b)), stream);
+        } else {
+            put(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrowed<D>(a)), narrowed<D>(b), 1), stream);
+        }
+    }
+
+    /* Larger of two as unsigned numbers of the elements' width. */
+    template <int32_t D> ZT_INLINE I larger(I a, I b) {
+        return D == ZT_FP32 ? _mm512_max_epu32(a, b) : _mm512_max_epu16(a, b);
+    }
+
+    /* Larger of `so_far` and the magnitudes of 64 bytes of elements. */
+    template <int32_t D> ZT_INLINE I peak(I so_far, const uint8_t *p) {
+        const I x = _mm512_loadu_si512(p);
+        const I magnitude = D == ZT_FP32 ? _mm512_set1_epi32(0x7fffffff) : _mm512_set1_epi16(0x7fff);
+        return larger<D>(so_far, _mm512_and_si512(x, magnitude));
+    }
+
+    /* Lane i of the result: the largest 32-bit number in a, b, c, d respectively (all < 2^31). */
+    ZT_INLINE __m128i largest(I a, I b, I c, I d) {
+        const I ab = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        const I cd = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        const I abcd = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        const __m256i y = _mm256_max_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+        return _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    }
+
+    /* 16-bit numbers -> the larger of each pair, in 32 bits. */
+    ZT_INLINE I larger_halves(I x) {
+        return _mm512_max_epi32(_mm512_srli_epi32(x, 16), _mm512_and_si512(x, _mm512_set1_epi32(0xffff)));
+    }
+
+    template <class Op> ZT_INLINE __m128 fold(F a, F b, F c, F d) {
+        const F ab = Op::of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const F cd = Op::of(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        const __m512d ab2 = _mm512_castps_pd(ab), cd2 = _mm512_castps_pd(cd);
+        const F abcd = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(ab2, cd2)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab2, cd2)));
+        const F x = Op::of(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
+        return _mm512_castps512_ps128(Op::of(x, _mm512_shuffle_f32x4(x, x, 0xb1)));
+    }
+
+    /* 64 numbers -> 64 bytes. */
+    ZT_INLINE void pack8(uint8_t *p, I a, I b, I c, I d, bool stream) { put(p, bytes(a, b, c, d), stream); }
+
+    /* 64 numbers -> 32 bytes, the even ones in the low nibbles. */
+    ZT_INLINE void pack4(uint8_t *p, I a, I b, I c, I d, bool stream) {
+        const I low = _mm512_and_si512(bytes(a, b, c, d), _mm512_set1_epi8(0x0f));
+        const __m256i x = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(low, _mm512_set1_epi16(0x1001)));
+        if (stream) return _mm256_stream_si256(reinterpret_cast<__m256i *>(p), x);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), x);
+    }
+
+    /* Bit i is set if |lane i| >= bound. */
+    ZT_INLINE uint32_t above(F x, F bound) {
+        return _mm512_cmp_ps_mask(_mm512_abs_ps(x), bound, _CMP_GE_OQ);
+    }
+
+    /* The elements at p whose bits are set in `chosen`, up to `room` of them, and their indices. */
+    template <int32_t D>
+    ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, int64_t room, int64_t *indices, uint8_t *values) {
+        const int64_t n = __builtin_popcount(chosen) < room ? __builtin_popcount(chosen) : room;
+        const __mmask16 first = static_cast<__mmask16>((1u << n) - 1), from = static_cast<__mmask16>(chosen);
+        const I places = _mm512_maskz_compress_epi32(from, _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+        const I base = _mm512_set1_epi64(index);
+        const I low = _mm512_add_epi64(base, _mm512_cvtepu32_epi64(_mm512_castsi512_si256(places)));
+        _mm512_mask_storeu_epi64(indices, static_cast<__mmask8>(first), low);
+        if (n > 8) {
+            const I high = _mm512_add_epi64(base, _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64(places, 1)));
+            _mm512_mask_storeu_epi64(indices + 8, static_cast<__mmask8>(first >> 8), high);
+        }
+        if (D == ZT_FP32)
+            return _mm512_mask_storeu_epi32(values, first, _mm512_maskz_compress_epi32(from, _mm512_maskz_loadu_epi32(from, p)));
+        const I x = _mm512_maskz_compress_epi32(from, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(from, p)));
+        _mm256_mask_storeu_epi16(values, first, _mm512_cvtepi32_epi16(x));
+    }
+
+    /* Bit i is set if counts[i] == 1, of 16. */
+    ZT_INLINE uint32_t ones(const uint32_t *counts) {
+        return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(counts), _mm512_set1_epi32(1));
+    }
+
+    /* 64 bytes <-> 64 bits. */
+    static constexpr int64_t kMaskBytes = 64;
+    ZT_INLINE void pack_mask(const uint8_t *mask, uint8_t *bits) {
+        const I x = _mm512_loadu_si512(mask);
+        const uint64_t word = _mm512_test_epi8_mask(x, x);
+        memcpy(bits, &word, 8);
+    }
+    ZT_INLINE void unpack_mask(const uint8_t *bits, uint8_t *mask) {
+        uint64_t word;
+        memcpy(&word, bits, 8);
+        _mm512_storeu_si512(mask, _mm512_maskz_set1_epi8(word, 1));
+    }
+
+private:
+    ZT_INLINE I counting() {
+        return _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8,
+                                7, 6, 5, 4, 3, 2, 1, 0);
+    }
+
+    ZT_INLINE void put(uint8_t *p, I x, bool stream) {
+        if (stream) return _mm512_stream_si512(reinterpret_cast<I *>(p), x);
+        _mm512_storeu_si512(p, x);
+    }
+
+    template <int32_t D> ZT_INLINE F widened(__m256i x) {
+        if (D == ZT_FP16) return _mm512_cvtph_ps(x);
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+    }
+
+    template <int32_t D> ZT_INLINE __m256i narrowed(F x) {
+        if (D == ZT_FP16) return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(x), 16));
+    }
+
+    /* The BF16 is in the upper half of each lane; a NaN becomes 0x7fc0. */
+    ZT_INLINE I rounded_to_bf16(F x) {
+        const I bits = _mm512_castps_si512(x);
+        const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+        const I biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+        const I up = _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
+        return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    }
+
+    ZT_INLINE I bytes(I a, I b, I c, I d) {
+        const I mixed = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+        return _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), mixed);
+    }
+};
+
+template <bool SYM> struct Bytes {
+    V::F scale, zero;
+    ZT_INLINE Bytes of(float scale, float zero) { return {V::set(scale), V::set(zero)}; }
+    ZT_INLINE V::F in_order(V::F x) { return x; }
+
+    /* The 16 values at p. */
+    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+        const V::I q = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+        if (SYM) return V::mul(_mm512_cvtepi32_ps(q), scale);
+        return V::add(V::mul(_mm512_cvtepi32_ps(V::plus(q, 128)), scale), zero);
+    }
+};
+
+/* What each of the 16 nibbles stands for is computed once and looked up: one permutation for a conversion, a product
+ * and, if asymmetric, a sum. */
+template <bool SYM> struct Nibbles {
+    V::F table;
+
+    ZT_INLINE Nibbles of(float scale, float zero) {
+        const V::F q = SYM ? _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0)
+                           : _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
+        const V::F products = V::mul(q, V::set(scale));
+        return {SYM ? products : V::add(products, V::set(zero))};
+    }
+
+    /* The 16 values at p: even lanes hold the first eight, odd lanes the others. */
+    inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
+        int64_t word;
+        memcpy(&word, p, 8);
+        const V::I shifts = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);
+        return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(word), shifts), table);
+    }
+
+    ZT_INLINE V::F in_order(V::F x) {
+        return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), x);
+    }
+};
+
+}  // namespace
+
+#include "zt_cpu_simd.h"
+
+const zt::Kernels zt::kAvx512 = kTable;
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif /* ZT_X86 */

@@ -1,0 +1,119 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * Masks, threshold selection and count sketches on CPUs: checks the arguments and chooses the instruction set.
+ */
+#include "zt_cpu.h"
+
+using namespace zt;
+
+namespace {
+
+int64_t size_of_element(int32_t dtype) { return dtype == ZT_FP32 ? 4 : 2; }
+
+bool valid_dtype(int32_t dtype) { return dtype == ZT_FP32 || dtype == ZT_FP16 || dtype == ZT_BF16; }
+
+bool inside(zt_range range, int64_t n) { return 0 <= range.begin && range.begin <= range.end && range.end <= n; }
+
+/* Elements of a mask, of which one call takes whole bytes. */
+int check_mask(const void *mask, int64_t n, const void *bits, zt_range elements) {
+    if (n < 0 || (n > 0 && (!mask || !bits))) return ZT_BAD_SIZE;
+    const bool whole = elements.begin % 8 == 0 && (elements.end % 8 == 0 || elements.end == n);
+    return inside(elements, n) && whole ? ZT_OK : ZT_BAD_RANGE;
+}
+
+int check_selection(const void *x, int32_t dtype, zt_range elements, const int64_t *found, const Kernels *chosen) {
+    if (!valid_dtype(dtype)) return ZT_BAD_DTYPE;
+    if (!inside(elements, INT64_MAX / 8)) return ZT_BAD_RANGE;
+    if (!found || (elements.end > elements.begin && !x)) return ZT_BAD_SIZE;
+    return chosen ? ZT_OK : ZT_BAD_LEVEL;
+}
+
+int check_sketch(const void *x, int64_t n, const void *table, int64_t rows, zt_range lanes) {
+    const bool sizes = n >= 0 && n <= int64_t{1} << 40 && rows >= 3 && rows < int64_t{1} << 31;
+    if (!sizes || !table || (n > 0 && !x)) return ZT_BAD_SIZE;
+    return inside(lanes, ZT_SKETCH_LANES) ? ZT_OK : ZT_BAD_RANGE;
+}
+
+}  // namespace
+
+int zt_cpu_mask_pack_at(const uint8_t *mask, int64_t n, uint8_t *bits, zt_range elements, int32_t level) {
+    const int status = check_mask(mask, n, bits, elements);
+    if (status != ZT_OK) return status;
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    const int64_t count = elements.end - elements.begin;
+    if (count) chosen->mask_pack(mask + elements.begin, count, bits + elements.begin / 8);
+    return ZT_OK;
+}
+
+int zt_cpu_mask_unpack_at(const uint8_t *bits, int64_t n, uint8_t *mask, zt_range elements, int32_t level) {
+    const int status = check_mask(mask, n, bits, elements);
+    if (status != ZT_OK) return status;
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    const int64_t count = elements.end - elements.begin;
+    if (count) chosen->mask_unpack(bits + elements.begin / 8, count, mask + elements.begin);
+    return ZT_OK;
+}
+
+int zt_cpu_sketch_insert_at(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, zt_range lanes,
+                            int32_t level) {
+    const int status = check_sketch(x, n, sketch, rows, lanes);
+    if (status != ZT_OK) return status;
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    chosen->sketch_insert(x, n, {seed, rows, sketch}, lanes);
+    return ZT_OK;
+}
+
+int zt_cpu_sketch_peel_at(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
+                          zt_range lanes, void *work, int64_t *left, int32_t level) {
+    const int status = check_sketch(x, n, sketch, rows, lanes);
+    if (status != ZT_OK) return status;
+    if (!work || !left || (n > 0 && !bits)) return ZT_BAD_SIZE;
+    const Kernels *chosen = kernels(level);
+    if (!chosen) return ZT_BAD_LEVEL;
+    *left = chosen->sketch_peel({seed, rows, sketch}, bits, n, x, lanes, work);
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits, zt_range elements) {
+    return zt_cpu_mask_pack_at(mask, n, bits, elements, ZT_BEST);
+}
+
+extern "C" int zt_cpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, zt_range elements) {
+    return zt_cpu_mask_unpack_at(bits, n, mask, elements, ZT_BEST);
+}
+
+extern "C" int zt_cpu_count_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t *found,
+                                  int32_t level) {
+    const Kernels *chosen = kernels(level);
+    const int status = check_selection(x, dtype, elements, found, chosen);
+    if (status != ZT_OK) return status;
+    const int64_t count = elements.end - elements.begin;
+    uint8_t *data = static_cast<uint8_t *>(const_cast<void *>(x));
+    *found = count ? chosen->count_above({data + elements.begin * size_of_element(dtype), dtype}, count, threshold) : 0;
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_compact_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t capacity,
+                                    int64_t *indices, void *values, int64_t *found, int32_t level) {
+    const Kernels *chosen = kernels(level);
+    const int status = check_selection(x, dtype, elements, found, chosen);
+    if (status != ZT_OK) return status;
+    if (capacity < 0 || (capacity > 0 && (!indices || !values))) return ZT_BAD_SIZE;
+    uint8_t *data = static_cast<uint8_t *>(const_cast<void *>(x));
+    const Picks picks = {indices, static_cast<uint8_t *>(values), capacity};
+    *found = elements.end > elements.begin ? chosen->compact_above({data, dtype}, elements, threshold, picks) : 0;
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch,
+                                    zt_range lanes) {
+    return zt_cpu_sketch_insert_at(x, n, seed, rows, sketch, lanes, ZT_BEST);
+}
+
+extern "C" int zt_cpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
+                                  zt_range lanes, void *work, int64_t *left) {
+    return zt_cpu_sketch_peel_at(sketch, bits, n, seed, rows, x, lanes, work, left, ZT_BEST);
+}

@@ -1,0 +1,30 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * What the kernels' status codes mean, for the CPU and the GPU builds.
+ */
+#include "zt_kernels.h"
+
+extern "C" const char *zt_error_text(int status) {
+    switch (status) {
+        case ZT_OK:
+            return "no error";
+        case ZT_BAD_SPEC:
+            return "the wire format knows no such bits, block size or symmetry, or the two formats do not fit together";
+        case ZT_BAD_DTYPE:
+            return "the dtype is none of FP32, FP16 and BF16";
+        case ZT_BAD_SIZE:
+            return "a size is negative, or a message does not have the bytes that its values take";
+        case ZT_BAD_RANGE:
+            return "the range leaves the work, or does not begin and end where it may";
+        case ZT_BAD_LEVEL:
+            return "this processor or this build lacks the instructions asked for";
+        case ZT_TOO_MANY:
+            return "more pieces or messages than one launch takes";
+        case ZT_BAD_ALIGNMENT:
+            return "a message does not begin at a multiple of 16 bytes";
+        case ZT_LAUNCH_FAILED:
+            return "the GPU refused the launch";
+        default:
+            return "an unknown error";
+    }
+}

@@ -1,0 +1,275 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The CPU kernels without torch's build system: a C compiler, ctypes, and a backend for the golden suite.
+
+``ZT_TEST_CXXFLAGS`` adds flags for the compiler; tests/kernels/test_cpu_sanitizers.py asks for sanitizers by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import random
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_builder import source_dir
+from op_builder.jit import cache_dir
+from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
+
+FLAGS_VARIABLE = "ZT_TEST_CXXFLAGS"
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # in the order of enum zt_dtype
+LANES = 1024
+LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
+
+
+class Spec(ctypes.Structure):
+    """zt_wire_spec."""
+
+    _fields_ = [("bits", ctypes.c_int32), ("block_size", ctypes.c_int32), ("symmetric", ctypes.c_int32)]  # noqa: RUF012
+
+
+class CPiece(ctypes.Structure):
+    """zt_piece."""
+
+    _fields_ = [  # noqa: RUF012
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class Message(ctypes.Structure):
+    """zt_message."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]  # noqa: RUF012
+
+
+class Range(ctypes.Structure):
+    """zt_range."""
+
+    _fields_ = [("begin", ctypes.c_int64), ("end", ctypes.c_int64)]  # noqa: RUF012
+
+
+class CReduce(ctypes.Structure):
+    """zt_reduce."""
+
+    _fields_ = [("factor", ctypes.c_float), ("accumulate", ctypes.c_int32)]  # noqa: RUF012
+
+
+_PTR, _I32, _I64, _U64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
+SIGNATURES = {
+    "zt_cpu_quantize": [Spec, _PTR, _I32, Message, Range, _I32],
+    "zt_cpu_dequantize": [Spec, Message, _PTR, _I32, Range, _I32],
+    "zt_cpu_dequantize_reduce": [Spec, _PTR, _I32, _PTR, _I32, CReduce, Range, _I32],
+    "zt_cpu_requantize": [Spec, _PTR, _I32, Spec, Message, _I64, CReduce, Range, _I32],
+    "zt_cpu_mask_pack": [_PTR, _I64, _PTR, Range],
+    "zt_cpu_mask_unpack": [_PTR, _I64, _PTR, Range],
+    "zt_cpu_mask_pack_at": [_PTR, _I64, _PTR, Range, _I32],
+    "zt_cpu_mask_unpack_at": [_PTR, _I64, _PTR, Range, _I32],
+    "zt_cpu_count_above": [_PTR, _I32, _F32, Range, _PTR, _I32],
+    "zt_cpu_compact_above": [_PTR, _I32, _F32, Range, _I64, _PTR, _PTR, _PTR, _I32],
+    "zt_cpu_sketch_insert": [_PTR, _I64, _U64, _I64, _PTR, Range],
+    "zt_cpu_sketch_insert_at": [_PTR, _I64, _U64, _I64, _PTR, Range, _I32],
+    "zt_cpu_sketch_peel": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR],
+    "zt_cpu_sketch_peel_at": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR, _I32],
+}
+
+
+def sources() -> list[Path]:
+    """The C++ files of the CPU kernels."""
+    return [*sorted(source_dir().glob("zt_cpu*.cpp")), source_dir() / "zt_error.cpp"]
+
+
+def build(compiler: str = "g++", flags: Sequence[str] = (), extra: Sequence[Path] = ()) -> Path:
+    """A shared library of the kernels (and of `extra` sources), compiled unless that was done before.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    chosen = (compiler, *FLAGS, *flags, *os.environ.get(FLAGS_VARIABLE, "").split())
+    digest = hashlib.sha256("\0".join(chosen).encode())
+    for path in [*sources(), *sorted(source_dir().glob("*.h")), *extra]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    library = cache_dir() / f"zt_test_{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+            os.replace(_compiled(chosen, [*sources(), *extra], Path(directory)), library)
+    return library
+
+
+def _compiled(command: Sequence[str], files: Sequence[Path], directory: Path) -> Path:
+    def compile_one(source: Path) -> Path:
+        target = directory / f"{source.stem}.o"
+        _run([*command, f"-I{source_dir()}", "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, files))
+    library = directory / "kernels.so"
+    _run([*command, "-shared", *map(str, objects), "-o", str(library)])
+    return library
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """The library with the functions' types."""
+    loaded = ctypes.CDLL(str(library))
+    for name, types in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+    loaded.zt_error_text.restype = ctypes.c_char_p
+    return loaded
+
+
+def c_spec(spec: BlockSpec) -> Spec:
+    """A specification for C."""
+    return Spec(spec.bits, spec.block_size, int(spec.symmetric))
+
+
+def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
+    """Pieces for C; the tensors must outlive them."""
+    made = [
+        CPiece(p.flat.data_ptr(), p.rows, p.columns, p.stride, p.flat.numel(), DTYPES.index(p.flat.dtype))
+        for p in pieces
+    ]
+    return (CPiece * len(made))(*made)
+
+
+def c_message(message: Tensor) -> Message:
+    """A message for C; the tensor must outlive it."""
+    return Message(message.data_ptr(), message.numel())
+
+
+def c_messages(messages: Sequence[Tensor]) -> ctypes.Array[Message]:
+    """Messages for C; the tensors must outlive them."""
+    return (Message * len(messages))(*map(c_message, messages))
+
+
+@dataclass
+class CpuKernels:
+    """The kernels of one instruction set, as a backend of the golden suite.
+
+    Attributes:
+        library: what `load` returned.
+        level: one of enum zt_level.
+        cuts: into how many calls, at random places and in random order, each piece of work is split.
+    """
+
+    library: ctypes.CDLL
+    level: int = -1
+    cuts: int = 1
+    random: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+        """As the reference's."""
+        given = c_pieces(pieces)
+        for part in self._ranges(spec.blocks(total_numel(pieces))):
+            self._call("quantize", c_spec(spec), given, len(given), c_message(out), part, self.level)
+
+    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
+        """As the reference's."""
+        given = c_pieces(pieces)
+        for part in self._ranges(spec.blocks(total_numel(pieces))):
+            self._call("dequantize", c_spec(spec), c_message(message), given, len(given), part, self.level)
+
+    def dequantize_reduce(
+        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
+    ) -> None:
+        """As the reference's."""
+        given, terms = c_pieces(pieces), c_messages(messages)
+        how = CReduce(reduce.factor, int(reduce.accumulate))
+        for part in self._ranges(spec.blocks(total_numel(pieces))):
+            arguments = (c_spec(spec), terms, len(terms), given, len(given), how, part, self.level)
+            self._call("dequantize_reduce", *arguments)
+
+    def requantize(
+        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+    ) -> None:
+        """As the reference's."""
+        terms, how = c_messages(messages), CReduce(total.factor, 0)
+        for part in self._ranges(spec.blocks(total.numel)):
+            arguments = (terms, len(terms), c_spec(spec), c_message(out), total.numel, how, part, self.level)
+            self._call("requantize", c_spec(source), *arguments)
+
+    def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
+        """As the reference's."""
+        for part in self._ranges(mask.numel(), 8):
+            self._call("mask_pack_at", mask.data_ptr(), mask.numel(), bits.data_ptr(), part, self.level)
+
+    def mask_unpack(self, bits: Tensor, mask: Tensor) -> None:
+        """As the reference's."""
+        for part in self._ranges(mask.numel(), 8):
+            self._call("mask_unpack_at", bits.data_ptr(), mask.numel(), mask.data_ptr(), part, self.level)
+
+    def count_above(self, x: Tensor, threshold: float) -> Tensor:
+        """As the reference's."""
+        return torch.tensor([sum(self._count(x, threshold, part) for part in self._ranges(x.numel(), 8))])
+
+    def compact_above(self, x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
+        """As the reference's; split, each call goes on where the ones before it, by their counts, end."""
+        found = ctypes.c_int64()
+        total = 0
+        for part in sorted(self._ranges(x.numel(), 8), key=lambda part: part.begin):
+            done = min(total, indices.numel())
+            targets = (indices.numel() - done, indices[done:].data_ptr(), values[done:].data_ptr(), ctypes.byref(found))
+            dtype = DTYPES.index(x.dtype)
+            self._call("compact_above", x.data_ptr(), dtype, threshold, part, *targets, self.level)
+            total += found.value
+        return torch.tensor([total])
+
+    def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
+        """As the reference's."""
+        given = (x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
+        for part in self._ranges(LANES):
+            self._call("sketch_insert_at", *given, part, self.level)
+
+    def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
+        """As the reference's."""
+        rows, left, total = sketch.shape[0], ctypes.c_int64(), 0
+        # zt_sketch_work, which a shared library does not export.
+        work = torch.empty(64 + rows * 128 + -(-out.numel() // LANES) * 20, dtype=torch.uint8)
+        given = (sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr())
+        for part in self._ranges(LANES):
+            self._call("sketch_peel_at", *given, part, work.data_ptr(), ctypes.byref(left), self.level)
+            total += left.value
+        return torch.tensor([total])
+
+    def _count(self, x: Tensor, threshold: float, part: Range) -> int:
+        found = ctypes.c_int64()
+        dtype = DTYPES.index(x.dtype)
+        self._call("count_above", x.data_ptr(), dtype, threshold, part, ctypes.byref(found), self.level)
+        return found.value
+
+    def _ranges(self, total: int, multiple: int = 1) -> list[Range]:
+        inner = sorted(self.random.randrange(total // multiple + 1) * multiple for _ in range(self.cuts - 1))
+        ends = [0, *inner, total]
+        ranges = [Range(*pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+        self.random.shuffle(ranges)
+        return ranges
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, f"zt_cpu_{name}")(*arguments)
+        if status:
+            raise ValueError(f"{name}: {self.library.zt_error_text(status).decode()}")
