@@ -1,0 +1,185 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * What the GPU kernels need that CUDA and HIP spell differently, once for each and once for the emulation on a CPU
+ * (zt_gpu_emulation.h, for any other C++ compiler). No kernel asks which of the three it runs on.
+ *
+ * Lanes. Collectives work within aligned groups of `width` <= 32 lanes, on wavefronts of 32 and of 64 alike. Every lane
+ * of the 32 reaches them together.
+ *
+ * Arithmetic. Each zt_add, zt_sub, zt_mul, zt_div is one FP32 rounding to nearest even, denormals kept, whatever the
+ * compiler was told about contraction; builds that ask for more than that (fast-math) are refused.
+ */
+#ifndef ZT_GPU_PORTABLE_H
+#define ZT_GPU_PORTABLE_H
+
+#include <string.h>
+
+#if defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#elif defined(__CUDACC__)
+#include <cuda_runtime.h>
+#else
+#include "zt_gpu_emulation.h"
+#endif
+
+#include "zt_kernels.h"
+
+#if defined(__FAST_MATH__) || defined(__USE_FAST_MATH__)
+#error "zero_topo's kernels give the same bits everywhere: compile without fast-math"
+#endif
+
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+
+#define ZT_DEVICE static __device__ __forceinline__
+#define ZT_THREADS 256 /* of every thread block but where said otherwise */
+
+#if defined(__CUDACC__) && !defined(__HIPCC__)
+#define ZT_KERNEL(...) static __global__ void __launch_bounds__(__VA_ARGS__)
+#define ZT_ARGUMENTS const __grid_constant__ /* read where the driver put them, also with a computed index */
+#else
+#define ZT_KERNEL(...) static __global__ __launch_bounds__(__VA_ARGS__) void
+#define ZT_ARGUMENTS const
+#endif
+
+/* -- Launching ----------------------------------------------------------------------------------------------------- */
+
+/* How many it takes when each does `each` of n. */
+ZT_WIRE_FN int64_t zt_blocks_for(int64_t n, int64_t each) { return (n + each - 1) / each; }
+
+/* Blocks in one launch; kernels walk on with the grid's stride, so that fewer do the same work. */
+#if defined(__CUDACC__) || defined(__HIPCC__)
+static inline int64_t zt_most_blocks(void) { return (int64_t)1 << 20; }
+#else
+static inline int64_t zt_most_blocks(void) { return zt_emulation_machine().most_blocks; }
+#endif
+
+template <typename Arguments>
+static int zt_launch(void (*kernel)(Arguments), int64_t blocks, int threads, Arguments arguments, void *stream) {
+    const unsigned grid = (unsigned)(blocks < zt_most_blocks() ? blocks : zt_most_blocks());
+    void *list[] = {&arguments};
+#if defined(__HIPCC__)
+    if (hipLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (hipStream_t)stream) == hipSuccess)
+        return ZT_OK;
+    (void)hipGetLastError(); /* it is reported here, so not again by whoever asks next */
+#elif defined(__CUDACC__)
+    if (cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(threads), list, 0, (cudaStream_t)stream) == cudaSuccess)
+        return ZT_OK;
+    (void)cudaGetLastError();
+#else
+    (void)list, (void)stream;
+    if (zt_emulation_run([&] { kernel(arguments); }, grid, threads)) return ZT_OK;
+#endif
+    return ZT_LAUNCH_FAILED;
+}
+
+static inline int zt_clear(void *data, int64_t nbytes, void *stream) {
+#if defined(__HIPCC__)
+    return hipMemsetAsync(data, 0, (size_t)nbytes, (hipStream_t)stream) == hipSuccess ? ZT_OK : ZT_LAUNCH_FAILED;
+#elif defined(__CUDACC__)
+    return cudaMemsetAsync(data, 0, (size_t)nbytes, (cudaStream_t)stream) == cudaSuccess ? ZT_OK : ZT_LAUNCH_FAILED;
+#else
+    (void)stream;
+    memset(data, 0, (size_t)nbytes);
+    return ZT_OK;
+#endif
+}
+
+/* -- Collectives of aligned groups of `width` lanes, a power of two up to 32 ---------------------------------------- */
+
+#if defined(__HIPCC__)
+ZT_DEVICE uint32_t zt_shuffle(uint32_t value, int lane, int width) { return __shfl((int)value, lane, width); }
+ZT_DEVICE uint32_t zt_shuffle_xor(uint32_t value, int mask, int width) { return __shfl_xor((int)value, mask, width); }
+ZT_DEVICE uint32_t zt_shuffle_up(uint32_t value, int by, int width) { return __shfl_up((int)value, by, width); }
+/* One bit for each of this lane's 32. */
+ZT_DEVICE uint32_t zt_ballot(int predicate) { return (uint32_t)(__ballot(predicate) >> (__lane_id() & 32)); }
+#elif defined(__CUDACC__)
+#define ZT_ALL_LANES 0xffffffffu
+ZT_DEVICE uint32_t zt_shuffle(uint32_t value, int lane, int width) {
+    return __shfl_sync(ZT_ALL_LANES, value, lane, width);
+}
+ZT_DEVICE uint32_t zt_shuffle_xor(uint32_t value, int mask, int width) {
+    return __shfl_xor_sync(ZT_ALL_LANES, value, mask, width);
+}
+ZT_DEVICE uint32_t zt_shuffle_up(uint32_t value, int by, int width) {
+    return __shfl_up_sync(ZT_ALL_LANES, value, (unsigned)by, width);
+}
+ZT_DEVICE uint32_t zt_ballot(int predicate) { return __ballot_sync(ZT_ALL_LANES, predicate); }
+#endif
+
+/* -- Arithmetic ---------------------------------------------------------------------------------------------------- */
+
+#if defined(__CUDACC__) && !defined(__HIPCC__)
+ZT_DEVICE float zt_add(float a, float b) { return __fadd_rn(a, b); }
+ZT_DEVICE float zt_sub(float a, float b) { return __fsub_rn(a, b); }
+ZT_DEVICE float zt_mul(float a, float b) { return __fmul_rn(a, b); }
+ZT_DEVICE float zt_div(float a, float b) { return __fdiv_rn(a, b); }
+#else
+ZT_DEVICE float zt_add(float a, float b) { return a + b; }
+ZT_DEVICE float zt_sub(float a, float b) { return a - b; }
+ZT_DEVICE float zt_mul(float a, float b) { return a * b; }
+ZT_DEVICE float zt_div(float a, float b) { return a / b; }
+#endif
+
+template <typename To, typename From> ZT_DEVICE To zt_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "another type of the same bits");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+/* -- Sixteen-bit floats, two in a word: the first in the low half ---------------------------------------------------- */
+
+ZT_DEVICE float zt_from_bf16(uint32_t bits) { return zt_bits<float>(bits << 16); }
+
+#if defined(__CUDACC__) && !defined(__HIPCC__)
+ZT_DEVICE float zt_from_fp16(uint32_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+    return value;
+}
+ZT_DEVICE uint32_t zt_to_fp16x2(float first, float second) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+}
+ZT_DEVICE uint32_t zt_to_bf16x2(float first, float second) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+}
+#else
+ZT_DEVICE float zt_from_fp16(uint32_t bits) { return (float)zt_bits<_Float16>((uint16_t)bits); }
+ZT_DEVICE uint32_t zt_to_fp16x2(float first, float second) {
+    return zt_bits<uint16_t>((_Float16)first) | (uint32_t)zt_bits<uint16_t>((_Float16)second) << 16;
+}
+ZT_DEVICE uint32_t zt_to_bf16(float value) {
+    const uint32_t bits = zt_bits<uint32_t>(value);
+    return value != value ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+ZT_DEVICE uint32_t zt_to_bf16x2(float first, float second) { return zt_to_bf16(first) | zt_to_bf16(second) << 16; }
+#endif
+
+/* -- Device memory. Everything is read once or twice: loads ask not to stay in the caches --------------------------- */
+
+#if defined(__CUDACC__) && !defined(__HIPCC__)
+template <typename T> ZT_DEVICE T zt_load(const void *from) { return __ldcs((const T *)from); }
+template <typename T> ZT_DEVICE void zt_store(void *to, T value) { __stwb((T *)to, value); }
+#elif defined(__HIPCC__)
+template <typename T> ZT_DEVICE T zt_load(const void *from) { return *(const T *)from; }
+template <typename T> ZT_DEVICE void zt_store(void *to, T value) { *(T *)to = value; }
+#else
+template <typename T> ZT_DEVICE T zt_load(const void *from) {
+    T value;
+    memcpy(&value, zt_emulation_aligned(from, sizeof value), sizeof value);
+    return value;
+}
+template <typename T> ZT_DEVICE void zt_store(void *to, T value) {
+    memcpy(zt_emulation_aligned(to, sizeof value), &value, sizeof value);
+}
+#endif
+
+ZT_DEVICE int zt_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
+
+#endif /* ZT_GPU_PORTABLE_H */

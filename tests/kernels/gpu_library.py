@@ -1,0 +1,225 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels as a Python backend for tests: built for a CPU by the emulation, called through their C interface.
+
+`Settings` are those of `csrc/zt_gpu_emulation.h`: what a kernel computes must not depend on any of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from op_builder import source_dir
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SOURCES = ("zt_gpu_blocks.cu", "zt_gpu_sketch.cu", "zt_gpu_sparse.cu")
+COMPILE = ["g++", "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+# The switching of stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
+COMPILE += ["-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
+CHUNK = 4096
+MOST_BLOCKS = 1 << 20
+
+
+class CSpec(Structure):
+    """``zt_wire_spec``."""
+
+    _fields_ = [("bits", c_int32), ("block_size", c_int32), ("symmetric", c_int32)]
+
+
+class CPiece(Structure):
+    """``zt_piece``."""
+
+    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64)]
+    _fields_ += [("limit", c_int64), ("dtype", c_int32)]
+
+
+class CMessage(Structure):
+    """``zt_message``."""
+
+    _fields_ = [("data", c_void_p), ("nbytes", c_int64)]
+
+
+class CReduce(Structure):
+    """``zt_reduce``."""
+
+    _fields_ = [("factor", c_float), ("accumulate", c_int32)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the emulated GPU behaves.
+
+    Attributes:
+        wave: lanes of a wavefront, 32 or 64.
+        descending: run the highest thread of a block first.
+        most_blocks: thread blocks of a launch at most.
+        first_block: leave out the thread blocks below this one.
+    """
+
+    wave: int = 32
+    descending: bool = False
+    most_blocks: int = MOST_BLOCKS
+    first_block: int = 0
+
+
+class KernelError(Exception):
+    """A function returned something else than ZT_OK; carries the status."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+
+
+PREFIX = "zt_gpu_"
+SIGNATURES: dict[str, list[Any]] = {
+    "quantize": [CSpec, POINTER(CPiece), c_int32, CMessage],
+    "dequantize": [CSpec, CMessage, POINTER(CPiece), c_int32],
+    "dequantize_reduce": [CSpec, POINTER(CMessage), c_int32, POINTER(CPiece), c_int32, CReduce],
+    "requantize": [CSpec, POINTER(CMessage), c_int32, CSpec, CMessage, c_int64, CReduce],
+    "mask_pack": [c_void_p, c_int64, c_void_p],
+    "mask_unpack": [c_void_p, c_int64, c_void_p],
+    "count_above": [c_void_p, c_int32, c_int64, c_float, c_void_p],
+    "compact_above": [c_void_p, c_int32, c_int64, c_float, c_void_p, c_int64, c_void_p, c_void_p],
+    "sketch_insert": [c_void_p, c_int64, c_uint64, c_int64, c_void_p],
+    "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
+}
+
+
+@dataclass(frozen=True)
+class GpuLibrary:
+    """A backend over a shared library of the kernels; the functions of `zero_topo.quant.reference` and its sparse sister.
+
+    Attributes:
+        library: the loaded library.
+        settings: of the emulated GPU; set before every call, because all backends of a library share them.
+    """
+
+    library: ctypes.CDLL
+    settings: Settings = field(default_factory=Settings)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call ``zt_gpu_<name>`` on the default stream.
+
+        Raises:
+            KernelError: unless it returns ZT_OK.
+        """
+        s = self.settings
+        self.library.zt_emulation_configure(s.wave, int(s.descending), c_int64(s.most_blocks), c_int64(s.first_block))
+        function = getattr(self.library, PREFIX + name)
+        function.argtypes = [*SIGNATURES[name], c_void_p]
+        status = function(*arguments, None)
+        if status:
+            self.library.zt_emulation_error.restype = c_char_p
+            raise KernelError(status, self.library.zt_emulation_error().decode())
+
+    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+        """pieces -> message."""
+        self.call("quantize", c_spec(spec), c_pieces(pieces), len(pieces), c_message(out))
+
+    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
+        """message -> pieces."""
+        self.call("dequantize", c_spec(spec), c_message(message), c_pieces(pieces), len(pieces))
+
+    def dequantize_reduce(
+        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
+    ) -> None:
+        """Sum of messages -> pieces."""
+        wanted = CReduce(reduce.factor, int(reduce.accumulate))
+        c = c_messages(messages), len(messages), c_pieces(pieces), len(pieces)
+        self.call("dequantize_reduce", c_spec(spec), *c, wanted)
+
+    def requantize(
+        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+    ) -> None:
+        """Sum of messages -> message."""
+        c = c_spec(source), c_messages(messages), len(messages), c_spec(spec), c_message(out)
+        self.call("requantize", *c, total.numel, CReduce(total.factor, 0))
+
+    def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
+        """Booleans -> bits."""
+        self.call("mask_pack", mask.data_ptr(), mask.numel(), bits.data_ptr())
+
+    def mask_unpack(self, bits: Tensor, mask: Tensor) -> None:
+        """Bits -> booleans."""
+        self.call("mask_unpack", bits.data_ptr(), mask.numel(), mask.data_ptr())
+
+    def _partials(self, x: Tensor, threshold: float) -> Tensor:
+        partial = torch.full((-(-x.numel() // CHUNK),), -1)
+        self.call("count_above", x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, partial.data_ptr())
+        return partial
+
+    def count_above(self, x: Tensor, threshold: float) -> Tensor:
+        """How many reach the threshold."""
+        return self._partials(x, threshold).sum().view(1)
+
+    def compact_above(self, x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
+        """Which do."""
+        partial = self._partials(x, threshold)
+        offsets = partial.cumsum(0) - partial
+        c = x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, offsets.data_ptr()
+        self.call("compact_above", *c, indices.numel(), indices.data_ptr(), values.data_ptr())
+        return partial.sum().view(1)
+
+    def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
+        """Sketch of x."""
+        self.call("sketch_insert", x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
+
+    def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
+        """x from its sketch."""
+        left = torch.zeros(1, dtype=torch.int64)
+        rows, lanes = sketch.shape
+        work = torch.full(((4 * rows + -(-out.numel() // lanes)) * lanes,), 0xA5, dtype=torch.uint8)
+        c = sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr(), work.data_ptr()
+        self.call("sketch_peel", *c, left.data_ptr())
+        return left
+
+
+def c_spec(spec: BlockSpec) -> CSpec:
+    """The specification in C."""
+    return CSpec(spec.bits, spec.block_size, int(spec.symmetric))
+
+
+def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
+    """The pieces in C."""
+    made = [
+        CPiece(p.flat.data_ptr(), p.rows, p.columns, p.stride, p.flat.numel(), DTYPES[p.flat.dtype]) for p in pieces
+    ]
+    return (CPiece * max(1, len(made)))(*made)
+
+
+def c_message(message: Tensor) -> CMessage:
+    """A message in C."""
+    return CMessage(message.data_ptr(), message.numel())
+
+
+def c_messages(messages: Sequence[Tensor]) -> ctypes.Array[CMessage]:
+    """Messages in C."""
+    return (CMessage * max(1, len(messages)))(*map(c_message, messages))
+
+
+def emulated(directory: Path, change: Callable[[str], str] = str) -> ctypes.CDLL:
+    """Compile the kernels for the emulation and load them.
+
+    Args:
+        directory: where to build.
+        change: applied to the text of each source and header, to test that tests see a mistake.
+    """
+    for path in source_dir().glob("zt_*"):
+        if path.suffix in (".h", ".cu"):
+            (directory / path.name).write_text(change(path.read_text()))
+    library = directory / "libzt_gpu_emulated.so"
+    command = [*COMPILE, *(str(directory / name) for name in SOURCES), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
