@@ -53,24 +53,68 @@ class Hop:
         return self.slots == tuple(range(self.size))
 
 
+@dataclass(frozen=True)
+class Route:
+    """This rank's way through a hop ``(lo, hi)`` (see Note [Routes] in ``plan.py``).
+
+    Attributes:
+        hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
+    """
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def lo(self) -> int:
+        """Degree of the larger shard."""
+        return self.hops[0].lo
+
+    @property
+    def hi(self) -> int:
+        """Degree of the smaller shard."""
+        return self.hops[-1].hi
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return self.hi // self.lo
+
+    @property
+    def index(self) -> int:
+        """This rank's place among the members, in tree order."""
+        place, step = 0, 1
+        for hop in self.hops:
+            place, step = place + step * hop.index, step * hop.size
+        return place
+
+
 class Mesh:
     """The process groups of a plan.
 
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
-        hops: the ``(lo, hi)`` pairs to create groups for, the same on every rank.
+        pairs: the ``(lo, hi)`` that will be travelled; groups are created for all hops of their routes. The same on
+            every rank.
     """
 
-    def __init__(self, plan: Plan, topology: Topology, hops: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, plan: Plan, topology: Topology, pairs: Iterable[tuple[int, int]]) -> None:
         self.plan = plan
         self.topology = topology
         self.rank = dist.get_rank()
         self._created: list[dist.ProcessGroup] = []
-        self._hops = {pair: self._create(*pair) for pair in dict.fromkeys(hops)}
+        hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
+        self._hops = {hop: self._create(*hop) for hop in hops}
+
+    def route(self, lo: int, hi: int) -> Route:
+        """The way through the hop ``(lo, hi)``.
+
+        Raises:
+            KeyError: as :meth:`hop`.
+        """
+        return Route(tuple(self.hop(*pair) for pair in self.plan.route(lo, hi)))
 
     def hop(self, lo: int, hi: int) -> Hop:
-        """The hop ``(lo, hi)``, created at construction.
+        """One hop, created at construction.
 
         Raises:
             KeyError: if it was not asked for at construction: groups are never created in the middle of a step.

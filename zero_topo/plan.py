@@ -16,11 +16,18 @@ Note [Hops]
     reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is row
     ``j // (hi / lo)`` there, so a hop is a transpose of ``[N / hi, hi / lo]``. Gather, scatter, sync and publish are
     all hops: this file is their only index arithmetic.
+
+Note [Routes]
+    A hop ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each, and every one would send its
+    message across to every one elsewhere. Its *route* ``(lo, L), (L, hi)`` moves the same in two hops, of which the
+    second crosses nodes: a reduce-scatter sums inside the node first (ZeRO++'s qgZ), a gather brings each message to
+    one rank of a node, which passes it on inside. What crosses a node's uplink is then the node's own share, once.
+    Member ``c`` of ``(lo, hi)`` is member ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -43,8 +50,8 @@ class Plan:
         gradients: ranks that share one gradient buffer (``G``).
         optimizer: ranks that share one copy of the optimizer states (``O``).
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
-        hops: degrees through which a gradient bucket is scattered, ending with ``gradients``: ``(G,)`` is one
-            all-to-all, ``(L, G)`` reduces inside nodes of ``L`` ranks first (ZeRO++'s qgZ).
+        inner: ranks of a node, if collectives that span nodes go through it (Note [Routes]); None sends everything
+            straight.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
@@ -56,11 +63,9 @@ class Plan:
     gradients: int
     optimizer: int
     order: tuple[int, ...] | None = None
-    hops: tuple[int, ...] = ()
+    inner: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.hops:
-            object.__setattr__(self, "hops", (self.gradients,))
         self._check_degrees()
         self._check_dependency_rule()
         if self.order is not None:
@@ -72,8 +77,7 @@ class Plan:
     def _check_degrees(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world size {self.world_size} is not a positive number of ranks")
-        degrees = dict(self.degrees(), **{f"scatter hop {i}": d for i, d in enumerate(self.hops)})
-        for role, degree in degrees.items():
+        for role, degree in {**self.degrees(), "inner": self.inner}.items():
             if degree is not None and (degree < 1 or self.world_size % degree):
                 raise ValueError(
                     f"{role} degree {degree} does not divide the world of {self.world_size} ranks; "
@@ -95,16 +99,13 @@ class Plan:
                 f"secondary degree {secondary} and weights degree {self.weights} do not divide one another; "
                 f"choose a multiple or a divisor of {self.weights}, or null"
             )
-        steps = (1, *self.hops)
-        if self.hops[-1] != self.gradients or any(b % a or b == a for a, b in pairwise(steps[1:])):
-            raise ValueError(f"scatter hops {self.hops} must be growing divisors of gradients degree {self.gradients}")
 
     @classmethod
     def build(
         cls,
         topology: Topology,
         degrees: tuple[Degree, Degree | None, Degree, Degree],
-        two_hop: bool = False,
+        two_hop: bool = True,
     ) -> Plan:
         """The plan of (weights, secondary, gradients, optimizer), each a domain name, a degree or None, on a machine.
 
@@ -117,9 +118,7 @@ class Plan:
             for role, value in zip(roles, degrees, strict=True)
         )
         assert w is not None and g is not None and o is not None
-        inner = topology.degree("node")
-        hops = (inner, g) if two_hop and 1 < inner < g and g % inner == 0 else (g,)
-        return cls(topology.world_size, w, s, g, o, topology.order, hops)
+        return cls(topology.world_size, w, s, g, o, topology.order, topology.degree("node") if two_hop else None)
 
     def degrees(self) -> dict[str, int | None]:
         """Role -> degree."""
@@ -178,9 +177,27 @@ class Plan:
             for k in range(lo)
         ]
 
-    def hop_chain(self) -> list[tuple[int, int]]:
-        """The scatter's hops as ``(lo, hi)`` pairs, innermost first."""
-        return list(pairwise((1, *self.hops)))
+    def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The hops by which a collective over the hop ``(lo, hi)`` goes, innermost first (Note [Routes])."""
+        middle = self.inner
+        if middle is None or not lo < middle < hi or middle % lo or hi % middle:
+            return [(lo, hi)]
+        return [(lo, middle), (middle, hi)]
+
+
+def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
+    """Consecutive items packed in order into runs of at most ``limit`` in total; an item above it is a run of its own.
+
+    Sync and publish work through the parameters in such runs, one collective each. None makes one run of everything.
+    """
+    runs: list[range] = []
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and limit is not None and total + size > limit:
+            runs.append(range(first, index))
+            first, total = index, 0
+        total += size
+    return [*runs, range(first, len(sizes))] if sizes else []
 
 
 def divisors(number: int) -> list[int]:

@@ -101,9 +101,9 @@ def test_all_that_the_hook_uses_is_checked() -> None:
 def test_a_stranger_is_refused_before_anything_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DeepSpeed that does not fit stays as it is."""
     monkeypatch.setattr(hook.DeepSpeedEngine, "_zero_topo_hook", False)
-    monkeypatch.delattr(hook.Stock, "_post_step")
+    monkeypatch.delattr(hook.Stock, "step")
     before = hook.DeepSpeedEngine._configure_zero_optimizer
-    with pytest.raises(ImportError, match="_post_step is gone"):
+    with pytest.raises(ImportError, match="Stage3.step is gone"):
         hook.install()
     assert hook.DeepSpeedEngine._configure_zero_optimizer is before
     assert not hook.DeepSpeedEngine._zero_topo_hook

@@ -11,26 +11,27 @@ import torch.distributed as dist
 
 from tests.harness import fake_world, run_threads
 from tests.ranks.worlds import shuffled
-from zero_topo.engine.stage3 import required_hops
+from zero_topo.engine.stage3 import travelled
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.presets import emulated, load_preset
 
 
 def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
-    """9,408 nodes of 8 ranks: 47,000 groups, of which a rank is in four."""
+    """9,408 nodes of 8 ranks: 58,000 groups, of which a rank is in four."""
     start = time.monotonic()
     machine = load_preset("frontier", 9408 * 8)
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
     with fake_world(machine.world_size, rank):
-        mesh = Mesh(plan, machine, required_hops(plan))
+        mesh = Mesh(plan, machine, travelled(plan))
         pair, node = mesh.hop(1, 2), mesh.hop(1, 8)
-        across, publish = mesh.hop(8, machine.world_size), mesh.hop(2, machine.world_size)
+        across, publish = mesh.hop(8, machine.world_size), mesh.route(2, machine.world_size)
         assert dist.get_process_group_ranks(pair.group) == [40_002, 40_003]
         assert dist.get_process_group_ranks(node.group) == list(range(40_000, 40_008))
         assert dist.get_process_group_ranks(across.group) == list(range(3, 75_264, 8))
         assert publish.size == 37_632 and publish.index == rank // 2
+        assert [(hop.lo, hop.hi) for hop in publish.hops] == [(2, 8), (8, machine.world_size)]
         assert [hop.domain for hop in (pair, node, across)] == ["gpu", "node", "world"]
     assert time.monotonic() - start < 20
 
@@ -42,9 +43,9 @@ def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
     plan = Plan.build(machine, ("gpu", None, "node", "world"))
 
     def rank_main(rank: int) -> bool:
-        mesh = Mesh(plan, machine, required_hops(plan))
+        mesh = Mesh(plan, machine, travelled(plan))
         right = []
-        for lo, hi in required_hops(plan):
+        for lo, hi in (pair for whole in travelled(plan) for pair in plan.route(*whole)):
             hop = mesh.hop(lo, hi)
             if hop.group is None:
                 continue
@@ -52,6 +53,8 @@ def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
             dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
             right.append([int(seen[slot]) for slot in hop.slots] == plan.group(rank, lo, hi))
             right.append(plan.group(rank, lo, hi)[hop.index] == rank)
+        for lo, hi in travelled(plan):
+            right.append(plan.group(rank, lo, hi)[mesh.route(lo, hi).index] == rank)
         return all(right)
 
     assert all(run_threads(8, rank_main))
@@ -65,7 +68,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
     def rank_main(rank: int) -> list[int]:
         dist.new_group([0, 1, 5])
         dist.new_group([2, 5])
-        hop = Mesh(plan, machine, required_hops(plan)).hop(1, 2)
+        hop = Mesh(plan, machine, travelled(plan)).hop(1, 2)
         seen = torch.empty(2, dtype=torch.int64)
         dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
         return seen.tolist()

@@ -138,7 +138,7 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
         engine.weights.refresh_secondary = lambda slots=None: None  # type: ignore[method-assign]
         engine.weights.publish()
         with pytest.raises(RuntimeError, match="was not refreshed") as caught:
-            engine.weights.gather(SLOTS, "gather_backward")
+            engine.weights.gather(SLOTS, "gather_backward").wait()
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1
@@ -167,7 +167,8 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
         load_own_shards(engine, w.params())
         rows = engine.weights.optimizer_rows()
         rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
-        engine.publish()
+        engine.weights.publish()
+        engine.weights.settle()
         return int(checksum(engine.weights.primary))
 
     sums = run_threads(w.size, rank_main)
@@ -181,17 +182,14 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
     def rank_main(rank: int) -> str:
         engine = w.engine()
         load_own_shards(engine, w.params())
-        engine.publish()
-        publish = engine.weights.publish
-
-        def damaged() -> None:
-            publish()
-            if rank == 5:
-                engine.weights.primary[0, 3] += 1e-6
-
-        engine.weights.publish = damaged  # type: ignore[method-assign]
+        engine.weights.publish()
+        engine.end_step(skipped=False)
+        engine.weights.publish()
+        engine.weights.settle()
+        if rank == 5:
+            engine.weights.primary[0, 3] += 1e-6
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
-            engine.publish()
+            engine.end_step(skipped=False)
         return str(caught.value)
 
     assert len(set(run_threads(w.size, rank_main))) == 1

@@ -37,6 +37,7 @@ class World:
                 scatter_dtype=dtype,
                 accumulation_dtype=dtype,
                 bucket_numel=chunk,
+                loss_scale=lambda: 1.0,
             ),
         )
 

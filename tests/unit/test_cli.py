@@ -108,8 +108,8 @@ def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run)
     assert (report["params"], report["micro_batches"], topo["scheme"]) == (8192, 3, "topo")
     assert topo["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
     assert topo["memory"] == {"weights": 8192, "secondary": 4224, "gradients": 4096, "optimizer": 12288}
-    assert topo["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152, "world": 2048 + 6144}
-    assert {"phase": "publish", "domain": "world", "bytes": 6144} in topo["sent"]
+    assert topo["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152 + 4096, "world": 2048 + 2048}
+    assert {"phase": "publish", "domain": "node", "bytes": 4096} in topo["sent"]
 
 
 def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:

@@ -29,25 +29,24 @@ def specs(config: ResolvedConfig) -> tuple[BlockSpec | None, ...]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "expected", "formats", "reduce", "hops"),
+    ("scheme", "expected", "formats", "reduce"),
     [
-        ("zero3", (8, None, 8, 8), (None, None, None), "reduce_scatter", (8,)),
-        ("zero++", (8, 4, 8, 8), (INT8, None, INT4), "reduce_scatter", (4, 8)),
-        ("mics", (4, None, 4, 4), (None, None, None), "reduce_scatter", (4,)),
-        ("hsdp", (4, None, 4, 4), (None, None, None), "reduce_scatter", (4,)),
-        ("paper", (2, 2, 4, 8), (INT8, INT8, INT4), "all_reduce", (4,)),
-        ("topo", (2, 2, 4, 8), (INT8, INT8, INT4), "reduce_scatter", (4,)),
+        ("zero3", (8, None, 8, 8), (None, None, None), "reduce_scatter"),
+        ("zero++", (8, 4, 8, 8), (INT8, None, INT4), "reduce_scatter"),
+        ("mics", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
+        ("hsdp", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
+        ("paper", (2, 2, 4, 8), (INT8, INT8, INT4), "all_reduce"),
+        ("topo", (2, 2, 4, 8), (INT8, INT8, INT4), "reduce_scatter"),
     ],
 )
 def test_a_scheme_is_the_row_of_its_paper(
-    scheme: str, expected: tuple[int, ...], formats: tuple[BlockSpec | None, ...], reduce: str, hops: tuple[int, ...]
+    scheme: str, expected: tuple[int, ...], formats: tuple[BlockSpec | None, ...], reduce: str
 ) -> None:
     config = resolve(scheme=scheme)
     assert config.scheme == scheme
     assert degrees(config) == expected
     assert specs(config) == formats
     assert config.sync == DenseSync(mode="dense", reduce=reduce)
-    assert config.plan.hops == hops
 
 
 def test_an_empty_block_is_the_scheme_topo_and_says_so() -> None:
@@ -95,9 +94,9 @@ def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
     assert resolve(scheme="paper", sync={"reduce": "reduce_scatter"}).sync == DenseSync(reduce="reduce_scatter")
 
 
-def test_two_hop_is_the_users_choice_over_the_schemes() -> None:
-    assert resolve(scheme="zero++", two_hop=False).plan.hops == (8,)
-    assert resolve(scheme="zero3", two_hop=True).plan.hops == (4, 8)
+def test_collectives_go_through_the_node_unless_told_otherwise() -> None:
+    assert resolve(scheme="zero++").plan.route(1, 8) == [(1, 4), (4, 8)]
+    assert resolve(scheme="zero3", two_hop=False).plan.route(1, 8) == [(1, 8)]
 
 
 def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> None:

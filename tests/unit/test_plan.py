@@ -95,5 +95,5 @@ def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
 
 def test_two_hops_go_through_the_node() -> None:
     machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
-    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=True).hop_chain() == [(1, 4), (4, 16)]
-    assert Plan.build(machine, ("gpu", "node", "node", "world"), two_hop=True).hop_chain() == [(1, 4)]
+    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=True).route(1, 16) == [(1, 4), (4, 16)]
+    assert Plan.build(machine, ("gpu", "node", "node", "world"), two_hop=True).route(1, 4) == [(1, 4)]

@@ -1,75 +1,128 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The gather hop: every member sends one message to all others."""
+"""The gather: every member of a route sends one message to all others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zero_topo.collectives.exchange import to_all
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Meter
-from zero_topo.mesh import Hop
+from zero_topo.collectives.wire import Wire
+from zero_topo.mesh import Hop, Route
+from zero_topo.quant.ops import PLAIN
+from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.reference import Reduce
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How a blocking gather is counted and cut: the meter, the phase, the elements one collective may carry."""
+    """How a gather is counted and cut: the meter, the phase, the elements one collective may carry."""
 
     meter: Meter
     phase: str
     chunk_numel: int = 1 << 26
 
 
-def all_gather(hop: Hop, message: Tensor, meter: Meter, phase: str) -> Handle[list[Tensor]]:
+def all_gather(route: Route, message: Tensor, meter: Meter, phase: str) -> Handle[list[Tensor]]:
     """All-gather one message per member.
 
-    1. send ``message`` (1-D, contiguous, the same size on every member) to the other members;
-    2. on ``wait``, return the messages in tree order of the members.
+    1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
+    2. if there is an inner hop: pass on inside the node all that came, on ``wait``;
+    3. return the messages in tree order of the members.
 
-    A group of one moves nothing and returns the message itself.
+    A route of one member moves nothing and returns the message itself.
 
     Args:
-        hop: the group.
-        message: values or wire bytes.
-        meter: counts ``(size - 1) * message bytes`` under ``phase``.
+        route: the members.
+        message: values or wire bytes, 1-D, contiguous, the same size on every member.
+        meter: counts what this rank sends under ``phase``.
         phase: one of ``meter.PHASES``.
     """
+    outer = _hop_gather(route.hops[-1], message, meter, phase)
+    if len(route.hops) == 1:
+        return Handle(None, (), lambda: list(outer.wait()))
+    inner = route.hops[0]
+
+    def finish() -> list[Tensor]:
+        came = outer.wait()
+        passed = _hop_gather(inner, came.view(-1), meter, phase).wait()
+        # [inner member, outer member, values]: member c of the route is c % inner.size there, c // inner.size here
+        table = passed.view(inner.size, *came.shape)
+        return [table[c % inner.size, c // inner.size] for c in range(route.size)]
+
+    return Handle(None, (), finish)
+
+
+def _hop_gather(hop: Hop, message: Tensor, meter: Meter, phase: str) -> Handle[Tensor]:
+    """One hop's gather: ``[size, numel]`` in tree order of the members, contiguous."""
     if hop.group is None:
-        return Handle(None, (message,), lambda: [message])
+        return Handle(None, (message,), lambda: message[None])
     meter.record(phase, hop.domain, (hop.size - 1) * message.nbytes)
-    received = torch.empty(hop.size * message.numel(), dtype=message.dtype, device=message.device)
-    work = dist.all_gather_into_tensor(received, message, group=hop.group, async_op=True)
-    pieces = received.view(hop.size, message.numel())
-    return Handle(work, (message, received), lambda: [pieces[slot] for slot in hop.slots])
+    received, work = to_all(hop, message)
+    return Handle(work, (), lambda: received if hop.in_order else received[list(hop.slots)])
 
 
-def all_gather_rows(hop: Hop, rows: Tensor, counted: Counted, dtype: torch.dtype | None = None) -> None:
-    """All-gather, in place, the degree-``lo`` shard of which this rank holds its degree-``hi`` rows. Blocking.
+def all_gather_pieces(
+    route: Route, members: Sequence[Sequence[Piece]], wire: Wire, counted: Counted, reduce: Reduce = PLAIN
+) -> Handle[None]:
+    """All-gather what each member holds into the places where it belongs.
 
-    Where every member holds one row and torch's group order is the tree's, rows are received where they belong;
-    otherwise they pass through a buffer of at most ``counted.chunk_numel`` elements.
+    1. encode this rank's pieces, ``members[route.index]``, into one message; gather;
+    2. on ``wait``, decode every other member's message into its pieces.
 
     Args:
-        hop: the group.
+        route: the members.
+        members: for each, in tree order, its pieces; of one total size.
+        wire: the format.
+        counted: meter and phase.
+        reduce: how decoded values meet what the pieces of the others hold; this rank's own are not touched.
+    """
+    own = members[route.index]
+    message = torch.empty(wire.nbytes(total_numel(own)), dtype=torch.uint8, device=own[0].flat.device)
+    wire.encode(own, message)
+    return spread(route, message, members, wire, counted, reduce)
+
+
+def spread(
+    route: Route,
+    message: Tensor,
+    members: Sequence[Sequence[Piece]],
+    wire: Wire,
+    counted: Counted,
+    reduce: Reduce = PLAIN,
+) -> Handle[None]:
+    """:func:`all_gather_pieces` of a message that is encoded already."""
+    handle = all_gather(route, message, counted.meter, counted.phase)
+
+    def finish() -> None:
+        for member, (pieces, came) in enumerate(zip(members, handle.wait(), strict=True)):
+            if member != route.index:
+                wire.reduce([came], pieces, reduce)
+
+    return Handle(None, (), finish)
+
+
+def all_gather_rows(route: Route, rows: Tensor, counted: Counted, dtype: torch.dtype | None = None) -> None:
+    """All-gather, in place, the degree-``lo`` shard of which this rank holds its degree-``hi`` rows. Blocking.
+
+    Args:
+        route: the members.
         rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
         counted: meter, phase and chunk size.
         dtype: type in which the values travel; None means that of ``rows``. The sender's own rows are not rounded.
     """
-    if hop.group is None or rows.numel() == 0:
-        return
-    if rows.shape[0] == hop.size and hop.in_order and rows.is_contiguous() and dtype in (None, rows.dtype):
-        own = rows[hop.index]
-        counted.meter.record(counted.phase, hop.domain, (hop.size - 1) * own.nbytes)
-        dist.all_gather_into_tensor(rows.view(-1), own, group=hop.group)
+    if route.size == 1 or rows.numel() == 0:
         return
     width = max(1, counted.chunk_numel // rows.shape[0])
     for begin in range(0, rows.shape[1], width):
-        by_member = rows[:, begin : begin + width].unflatten(0, (-1, hop.size))
-        message = by_member[:, hop.index].to(dtype or rows.dtype).contiguous()
-        pieces = all_gather(hop, message.view(-1), counted.meter, counted.phase).wait()
+        by_member = rows[:, begin : begin + width].unflatten(0, (-1, route.size))
+        message = by_member[:, route.index].to(dtype or rows.dtype).contiguous()
+        pieces = all_gather(route, message.view(-1), counted.meter, counted.phase).wait()
         for member, piece in enumerate(pieces):
-            if member != hop.index:
+            if member != route.index:
                 by_member[:, member].copy_(piece.view_as(message))

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from zero_topo.plan import Plan
-from zero_topo.quant.pieces import Piece
+from zero_topo.quant.pieces import Piece, piece_of
+
+Span = tuple[int, int]
 
 
 def members(rows: Tensor, size: int) -> Tensor:
@@ -70,6 +74,24 @@ def in_tree_order(flat: Tensor, plan: Plan) -> Tensor:
     return flat if plan.order is None else rows_of(flat, plan).reshape(-1)
 
 
-def row_pieces(table: Tensor) -> list[list[Piece]]:
-    """Each row of a matrix with adjacent columns, as a list of one piece."""
-    return [[Piece(row, 1, row.numel(), row.numel())] for row in table]
+def span_pieces(rows: Tensor, spans: Iterable[Span], block: int = 1) -> list[Piece]:
+    """Some columns of some rows, span by span, each row and span filled up to whole blocks.
+
+    Blocks that share a scale then never hold values of two parameters, and what is in them does not depend on which
+    spans travel together.
+
+    Args:
+        rows: ``[r, F]``, columns adjacent.
+        spans: ranges of columns.
+        block: elements of a block; 1 fills nothing up.
+    """
+    pieces = []
+    for begin, end in spans:
+        width = -(-(end - begin) // block) * block
+        if block == 1:
+            piece = piece_of(rows[:, begin:end])
+            assert piece is not None
+            pieces.append(piece)
+        else:
+            pieces += [Piece(row[begin:end], 1, width, width) for row in rows]
+    return pieces

@@ -8,7 +8,7 @@ from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resolve import ROLES, ResolvedConfig
 from zero_topo.config.schemes import SCHEMES, Scheme
-from zero_topo.config.sync_config import SYNC_MODES, DenseSync, SyncMode
+from zero_topo.config.sync_config import SYNC_MODES, DenseSync, QuantizedSync, SyncMode
 
 __all__ = [
     "ROLES",
@@ -17,6 +17,7 @@ __all__ = [
     "DenseSync",
     "PublishConfig",
     "QuantizeConfig",
+    "QuantizedSync",
     "ResolvedConfig",
     "Scheme",
     "SyncMode",

@@ -76,16 +76,27 @@ class ZeroTopoConfig(StrictModel):
     debug_checks: bool = Field(
         False, strict=True, description="After each step check that all holders of a weight shard agree bit for bit."
     )
-    two_hop: bool | None = Field(
-        None,
+    two_hop: bool = Field(
+        True,
         strict=True,
-        description="Scatter gradients inside each node first, then across nodes; null takes the scheme's choice.",
+        description="Collectives that span nodes go through the node, so that nothing crosses its uplink twice; false "
+        "sends every message straight.",
+    )
+    overlap: bool = Field(
+        True,
+        strict=True,
+        description="Sync under the last backward pass and publish under the next forward pass; same bits without it.",
     )
 
     @model_validator(mode="after")
     def _all_degrees_or_a_scheme(self) -> ZeroTopoConfig:
         given = [role for role in (*NEEDED_WITHOUT_SCHEME, "secondary") if getattr(self, role) is not None]
         missing = [role for role in NEEDED_WITHOUT_SCHEME if role not in given]
+        if self.publish.delta is not None and self.publish.dtype is not None:
+            raise ValueError(
+                f'publish sends either differences ("delta": "{self.publish.delta}") or weights in a dtype '
+                f'("{self.publish.dtype}"); give one of the two'
+            )
         if self.scheme is None and given and missing:
             raise ValueError(
                 f"{', '.join(given)} given without a scheme, and {', '.join(missing)} missing; "

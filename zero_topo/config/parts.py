@@ -65,3 +65,17 @@ class PublishConfig(StrictModel):
     """The all-gather after the optimizer step that brings the updated weights back to the weight shards."""
 
     dtype: Dtype | None = Field(None, description="Type of the values on the wire; null takes the model's own type.")
+    delta: Bits | None = Field(
+        None,
+        description="Send the block-quantized difference between the new weights and what all ranks hold, instead of "
+        "the weights; the FP32 masters keep what that leaves behind, and it is in the next difference. Null sends the "
+        "weights.",
+    )
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+        256, description="Elements of a difference that share one scale; no block holds values of two parameters."
+    )
+
+    @property
+    def spec(self) -> BlockSpec | None:
+        """The wire format of the differences; None where whole weights are sent."""
+        return None if self.delta is None else BlockSpec(int(self.delta.removeprefix("int")), self.block_size)

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """From settings to a plan: scheme defaults, then the user's keys, then the machine's degrees.
 
-1. The scheme gives every degree, what is quantized, how sync reduces, and whether the scatter has two hops.
+1. The scheme gives every degree, what is quantized, and how sync reduces.
 2. A key the user wrote replaces the scheme's, also when its value is null; degrees that follow ``weights`` follow it.
 3. The machine turns domains into degrees, and :class:`~zero_topo.plan.Plan` checks the dependency rule.
 4. Each choice made for the user becomes one note.
@@ -42,6 +42,7 @@ class ResolvedConfig:
         sync: settings of the mode of sync.
         publish: settings of publish.
         accumulation_dtype: type of the gradient buffer, or None for the model's own.
+        overlap: whether sync runs under the last backward pass and publish under the next forward pass.
         meter: whether collectives count their bytes.
         seed: seed of the modes' random choices, or None.
         debug_checks: whether replicas are compared after each step.
@@ -57,6 +58,7 @@ class ResolvedConfig:
     sync: SyncMode
     publish: PublishConfig
     accumulation_dtype: str | None
+    overlap: bool
     meter: bool
     seed: int | None
     debug_checks: bool
@@ -74,11 +76,12 @@ class ResolvedConfig:
             "scheme": self.scheme,
             "world_size": self.plan.world_size,
             "degrees": self.plan.degrees(),
-            "hops": list(self.plan.hops),
+            "inner": self.plan.inner,
             "quantize": {role: None if spec is None else str(spec) for role, spec in specs.items()},
             "sync": self.sync.model_dump(),
             "publish": self.publish.model_dump(),
             "accumulation_dtype": self.accumulation_dtype,
+            "overlap": self.overlap,
             "meter": self.meter,
             "seed": self.seed,
             "debug_checks": self.debug_checks,
@@ -94,7 +97,6 @@ class _Choice:
     places: tuple[str | int, str | int | None, str | int, str | int]
     quantize: QuantizeConfig
     sync: SyncMode
-    two_hop: bool
 
 
 def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
@@ -104,11 +106,11 @@ def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
         ValueError: for an unaligned degree or a broken dependency rule, with the way out.
     """
     choice = _merge(config)
-    plan = Plan.build(topology, choice.places, choice.two_hop)
+    plan = Plan.build(topology, choice.places, config.two_hop)
     dropped = plan.weights == 1 and plan.secondary is not None
     if dropped:
         weights, _, gradients, optimizer = choice.places
-        plan = Plan.build(topology, (weights, None, gradients, optimizer), choice.two_hop)
+        plan = Plan.build(topology, (weights, None, gradients, optimizer), config.two_hop)
     return ResolvedConfig(
         plan=plan,
         topology=topology,
@@ -119,6 +121,7 @@ def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
         sync=choice.sync,
         publish=config.publish,
         accumulation_dtype=config.accumulation_dtype,
+        overlap=config.overlap,
         meter=config.meter,
         seed=config.seed,
         debug_checks=config.debug_checks,
@@ -135,7 +138,6 @@ def _merge(config: ZeroTopoConfig) -> _Choice:
         places=_places(config, scheme),
         quantize=_overridden(scheme.quantize, config.quantize),
         sync=_overridden(scheme.sync, config.sync) if type(config.sync) is type(scheme.sync) else config.sync,
-        two_hop=scheme.two_hop if config.two_hop is None else config.two_hop,
     )
 
 
@@ -171,9 +173,11 @@ def _notes(
         yield f"sync: {_sync_words(choice.sync)} over {plan.world_size // plan.gradients} gradient copies"
     if plan.weights < plan.optimizer:
         dtype = config.publish.dtype or "the model's own type"
-        yield f"publish: updated weights travel in {dtype} over {topology.domain(plan.optimizer)}"
-    if len(plan.hops) > 1:
-        yield f"scatter in two hops: {plan.hops[0]} ranks inside the node, then {plan.gradients} ranks"
+        delta = config.publish.delta
+        what = f"updated weights travel in {dtype}" if delta is None else f"{delta} differences of weights travel"
+        yield f"publish: {what} over {topology.domain(plan.optimizer)}"
+    if len(plan.route(1, plan.gradients)) > 1:
+        yield f"scatter in two hops: {plan.inner} ranks inside the node, then across {plan.gradients}"
 
 
 def _who_holds_what(choice: _Choice, plan: Plan) -> str:

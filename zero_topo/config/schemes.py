@@ -35,7 +35,6 @@ class Scheme:
         weights, secondary, gradients, optimizer: domain of each role, ``Follow.WEIGHTS``, or None for no secondary.
         quantize: what travels in fewer bits.
         sync: how gradient shards are reduced across gradient domains.
-        two_hop: scatter inside the node first, then across nodes (ZeRO++'s qgZ).
     """
 
     weights: Place
@@ -44,7 +43,6 @@ class Scheme:
     optimizer: Place
     quantize: QuantizeConfig = _PLAIN
     sync: SyncMode = _STRAIGHT
-    two_hop: bool = False
 
 
 _SAME = Follow.WEIGHTS
@@ -53,9 +51,7 @@ _PAPER_BITS = QuantizeConfig(weights="int8", secondary="int8", gradients="int4")
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {
         "zero3": Scheme("world", None, "world", "world"),
-        "zero++": Scheme(
-            "world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4"), two_hop=True
-        ),
+        "zero++": Scheme("world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4")),
         "mics": Scheme("node", None, _SAME, _SAME),
         "hsdp": Scheme("node", None, "node", "node"),
         "paper": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),

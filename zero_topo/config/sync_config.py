@@ -14,6 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from zero_topo.config.errors import StrictModel
+from zero_topo.quant.spec import BlockSpec
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -40,7 +41,30 @@ class DenseSync(SyncMode):
     )
 
 
-SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync,)
+class QuantizedSync(SyncMode):
+    """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
+
+    MODE: ClassVar[str] = "quantized"
+
+    mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
+    bits: Literal[8, 4] = Field(4, description="Bits per value on the wire, next to one FP32 scale per block.")
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+        256, description="Elements that share one scale; no block holds values of two parameters."
+    )
+    error_feedback: bool = Field(
+        True,
+        strict=True,
+        description="Keep what quantization took away, in FP32 where it was taken, and add it at the next step. Costs "
+        "4 bytes for each gradient element a rank sends.",
+    )
+
+    @property
+    def spec(self) -> BlockSpec:
+        """The wire format."""
+        return BlockSpec(self.bits, self.block_size)
+
+
+SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync)
 
 
 class _OneOfModes:

@@ -11,7 +11,7 @@ from zero_topo.cost.memory import (
     padding_bytes,
     paper_memory_table,
 )
-from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, sync_rows, table_units
+from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, table_units
 
 __all__ = [
     "ADAM_BYTES",
@@ -25,6 +25,5 @@ __all__ = [
     "paper_memory_table",
     "paper_volume_table",
     "step_bytes",
-    "sync_rows",
     "table_units",
 ]

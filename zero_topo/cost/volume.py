@@ -9,7 +9,9 @@ Note [What counts as sent]
 Note [Sizes]
     ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``; ``F`` is the sum of all
     ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. Every parameter is a message of its own
-    in a gather (blocks never straddle parameters), every bucket one per destination in a scatter, through all its hops.
+    in a gather (blocks never straddle parameters), every bucket one per destination in a scatter. Sync and publish
+    send one per run of parameters (``packed_runs``), where each parameter's row is filled up to whole blocks if it is
+    quantized. Messages go by the routes of ``plan.py``, unchanged from hop to hop.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
@@ -17,13 +19,13 @@ Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import singledispatch
 
-from zero_topo.config import DenseSync, ResolvedConfig
-from zero_topo.plan import Plan
+from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
+from zero_topo.plan import Plan, packed_runs
 from zero_topo.quant.spec import BlockSpec
 
 Key = tuple[str, str]
@@ -43,6 +45,7 @@ class Workload:
         scatter_itemsize: bytes per gradient in an unquantized scatter.
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
+        run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -56,6 +59,7 @@ class Workload:
     scatter_itemsize: int
     sync_itemsize: int
     publish_itemsize: int
+    run_numel: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.numels) != len(self.persistent):
@@ -97,26 +101,54 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     kept_whole = [n for n, kept in zip(shards, work.persistent, strict=True) if kept]
     backward_degree, backward_spec = _backward_source(config)
 
+    books = Books(plan)
+
+    def gather(phase: str, degree: int, sizes: Iterable[int], spec: BlockSpec | None, times: int = 1) -> None:
+        nbytes = sum(_message(plan.world_size // degree * n, spec, work.itemsize) for n in sizes)
+        books.gather(phase, (1, degree), times * nbytes)
+
+    gather("gather_forward", plan.weights, gathered, config.weights_spec, work.micro_batches)
+    gather("gather_backward", backward_degree, gathered, backward_spec, work.micro_batches)
+    gather("gather_exact", plan.weights, kept_whole, None)
+    rows = plan.world_size // plan.gradients
+    for bucket in work.parameter_buckets():
+        numel = rows * sum(shards[i] for i in bucket)
+        scattered = _message(numel, config.gradients_spec, work.scatter_itemsize)
+        books.reduce("scatter", (1, plan.gradients), work.micro_batches * scattered)
+    for run in packed_runs([plan.world_size * n for n in shards], work.run_numel):
+        widths = [shards[i] for i in run]
+        book_sync(config.sync, books, widths, work.sync_itemsize)
+        rows = plan.world_size // plan.optimizer
+        published = rows_message(rows, widths, config.publish.spec, work.publish_itemsize)
+        books.gather("publish", (plan.weights, plan.optimizer), published)
     sent: Counter[Key] = Counter()
-
-    def book(phase: str, degree: int, nbytes: int) -> None:
-        sent[phase, config.topology.domain(degree)] += nbytes
-
-    def gather(degree: int, sizes: Iterable[int], spec: BlockSpec | None) -> int:
-        return (degree - 1) * sum(_message(plan.world_size // degree * n, spec, work.itemsize) for n in sizes)
-
-    forward = gather(plan.weights, gathered, config.weights_spec)
-    backward = gather(backward_degree, gathered, backward_spec)
-    book("gather_forward", plan.weights, work.micro_batches * forward)
-    book("gather_backward", backward_degree, work.micro_batches * backward)
-    book("gather_exact", plan.weights, gather(plan.weights, kept_whole, None))
-    for lo, hi in plan.hop_chain():
-        book("scatter", hi, work.micro_batches * _scatter_hop(config, work, shards, (lo, hi)))
-    columns = sum(shards)
-    book("sync", plan.world_size, sync_rows(config.sync, plan) * columns * work.sync_itemsize)
-    publish_rows = (plan.optimizer // plan.weights - 1) * (plan.world_size // plan.optimizer)
-    book("publish", plan.optimizer, publish_rows * columns * work.publish_itemsize)
+    for phase, degree, nbytes in books.moves:
+        sent[phase, config.topology.domain(degree)] += int(nbytes)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
+
+
+class Books:
+    """Notes what a rank sends, hop by hop, in bytes or in any other unit.
+
+    Attributes:
+        plan: routes and degrees.
+        moves: ``(phase, degree of the hop, amount)``, in the order booked.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.moves: list[tuple[str, int, Fraction | int]] = []
+
+    def gather(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
+        """A message from each member to all others: outermost hop first, then all that came, inside."""
+        for lo, hi in reversed(self.plan.route(*pair)):
+            self.moves.append((phase, hi, (hi // lo - 1) * message))
+            message *= hi // lo
+
+    def reduce(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
+        """A message from each member to each: by every hop, those for the destinations beyond it."""
+        for lo, hi in self.plan.route(*pair):
+            self.moves.append((phase, hi, (hi // lo - 1) * (pair[1] // hi) * message))
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
@@ -128,20 +160,50 @@ def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
 
 
 @singledispatch
-def sync_rows(mode: object, plan: Plan) -> int:
-    """World shards a rank sends in one sync, for modes that send whole ones; dispatches on the mode's settings.
+def book_sync(mode: object, books: Books, widths: Sequence[int], itemsize: int) -> None:
+    """Book one sync of parameters of these widths (columns of a world shard); dispatches on the mode's settings.
 
     Raises:
         ValueError: for a mode without a formula.
     """
-    raise ValueError(f"there is no volume formula for the sync mode {type(mode).__name__}; register one in sync_rows")
+    raise ValueError(f"there is no volume formula for the sync mode {type(mode).__name__}; register one in book_sync")
 
 
-@sync_rows.register
-def _(mode: DenseSync, plan: Plan) -> int:
+@book_sync.register
+def _(mode: DenseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
     """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
-    target = plan.gradients if mode.reduce == "all_reduce" else plan.optimizer
-    return (plan.world_size // plan.gradients - 1) + (plan.world_size // target - 1)
+    plan, row = books.plan, sum(widths) * itemsize
+    books.reduce("sync", (plan.gradients, plan.world_size), row)
+    books.gather("sync", (_sync_target(mode, plan), plan.world_size), row)
+
+
+@book_sync.register
+def _(mode: QuantizedSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
+    """Inside the node unquantized if that is not behind us, then one quantized row to each owner, then back."""
+    plan = books.plan
+    inner, outer = sync_hops(plan)
+    if inner is not None:
+        books.reduce("sync", inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
+    books.reduce("sync", outer, rows_message(1, widths, mode.spec, itemsize))
+    books.gather("sync", (plan.optimizer, plan.world_size), sum(widths) * itemsize)
+
+
+def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
+    """The hop of a quantized sync inside the node, if gradients are spread over less than one, and that across."""
+    *inner, outer = plan.route(plan.gradients, plan.world_size)
+    return (inner[0] if inner else None), outer
+
+
+def _sync_target(mode: object, plan: Plan) -> int:
+    whole = isinstance(mode, DenseSync) and mode.reduce == "all_reduce"
+    return plan.gradients if whole else plan.optimizer
+
+
+def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
+    """Bytes of a message of some rows of some parameters; each row of each is filled up to whole blocks."""
+    if spec is None:
+        return rows * sum(widths) * itemsize
+    return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
 def _backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
@@ -150,16 +212,6 @@ def _backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
     if plan.secondary is None or plan.weights == 1:
         return plan.weights, config.weights_spec
     return plan.secondary, config.secondary_spec
-
-
-def _scatter_hop(config: ResolvedConfig, work: Workload, shards: list[int], hop: tuple[int, int]) -> int:
-    """Bytes of one micro-batch in one hop of the scatter: a message for each destination behind each other member."""
-    lo, hi = hop
-    plan = config.plan
-    rows = plan.world_size // plan.gradients
-    messages = (rows * sum(shards[i] for i in bucket) for bucket in work.parameter_buckets())
-    sent = (hi // lo - 1) * (plan.gradients // hi)
-    return sent * sum(_message(numel, config.gradients_spec, work.scatter_itemsize) for numel in messages)
 
 
 def _message(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
@@ -191,26 +243,27 @@ def table_units(config: ResolvedConfig) -> tuple[Term, ...]:
 
     Unquantized values are counted as 16 bits; phases in which nothing moves are left out.
     """
-    plan, domain = config.plan, config.topology.domain
-    n = plan.world_size
+    plan, n = config.plan, config.plan.world_size
+    books = Books(plan)
 
-    def term(phase: str, hi: int, shards: Fraction, spec: BlockSpec | None) -> Term:
-        return Term(phase, shards * _share_of_16_bits(spec), hi, domain(hi))
+    def book(phase: str, move: Callable[..., None], pair: tuple[int, int], spec: BlockSpec | None) -> None:
+        move(phase, pair, Fraction(1, pair[1]) * _share_of_16_bits(spec))
 
     backward_degree, backward_spec = _backward_source(config)
-    terms = [
-        term("gather_forward", plan.weights, _spread(1, plan.weights), config.weights_spec),
-        term("gather_backward", backward_degree, _spread(1, backward_degree), backward_spec),
-        *(term("scatter", hi, _spread(lo, hi), config.gradients_spec) for lo, hi in plan.hop_chain()),
-        term("sync", n, Fraction(sync_rows(config.sync, plan), n), None),
-        term("publish", plan.optimizer, _spread(plan.weights, plan.optimizer), None),
-    ]
-    return tuple(t for t in terms if t.volume)
-
-
-def _spread(lo: int, hi: int) -> Fraction:
-    """Share of the model that a rank sends in a hop: ``hi / lo - 1`` messages of ``1 / hi`` each."""
-    return Fraction(hi // lo - 1, hi)
+    book("gather_forward", books.gather, (1, plan.weights), config.weights_spec)
+    book("gather_backward", books.gather, (1, backward_degree), backward_spec)
+    book("scatter", books.reduce, (1, plan.gradients), config.gradients_spec)
+    book("sync", books.reduce, (plan.gradients, n), getattr(config.sync, "spec", None))
+    book("sync", books.gather, (_sync_target(config.sync, plan), n), None)
+    book("publish", books.gather, (plan.weights, plan.optimizer), config.publish.spec)
+    merged: dict[tuple[str, int], Fraction] = {}
+    for phase, degree, volume in books.moves:
+        merged[phase, degree] = merged.get((phase, degree), Fraction(0)) + volume
+    return tuple(
+        Term(phase, volume, degree, config.topology.domain(degree))
+        for (phase, degree), volume in merged.items()
+        if volume
+    )
 
 
 def _share_of_16_bits(spec: BlockSpec | None) -> Fraction:

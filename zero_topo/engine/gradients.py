@@ -9,25 +9,34 @@ Note [Zeroed, then added]
     still waits in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
-    ``safe_get_full_grad`` and friends want the synced gradient before the step. A peek syncs and then zeroes every row
-    but the rank's own, so that the sum over the ranks that share a row is still the gradient: more micro-batches and
-    the step's own sync stay right, at the price of a second sync.
+    ``safe_get_full_grad`` and friends want the synced gradient before the step. A peek syncs and then reopens every
+    run: what was delivered is in the rank's own row and nowhere else, so that the sum over the ranks that share a row
+    is still the gradient. More micro-batches and the step's own sync stay right, at the price of a second sync.
+
+Note [Sync under backward]
+    Parameters are synced in runs of neighbours, in whatever order. In the last micro-batch a run begins as soon as all
+    its gradients have been scattered; the step begins the rest and waits for all. A gradient that comes late (a
+    parameter used in and outside a reentrant checkpoint) reopens its run, as a peek does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.pack import in_tree_order, rows_of, shard_piece
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
+from zero_topo.plan import packed_runs
 from zero_topo.quant.pieces import Piece, piece_of
 from zero_topo.quant.reference import Reduce
 from zero_topo.sync.base import SyncMode
@@ -35,10 +44,19 @@ from zero_topo.sync.base import SyncMode
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Wire format of the scatter and dtype of the accumulation buffer."""
+    """How gradients move and are kept.
+
+    Attributes:
+        wire: format of the scatter.
+        accumulation_dtype: of the buffer.
+        run_numel: parameter elements that one collective of sync carries.
+        loss_scale: the present one.
+    """
 
     wire: Wire
     accumulation_dtype: torch.dtype
+    run_numel: int
+    loss_scale: Callable[[], float]
 
 
 class Gradients:
@@ -47,25 +65,27 @@ class Gradients:
     Attributes:
         buffer: ``[N / G, F]``; sums over this gradient domain, divided by N. Row ``t // G`` is DeepSpeed's
             ``grad_partitions_flat_buffer``.
+        mode: the mode of sync.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        mesh: Mesh,
-        meter: Meter,
-        mode: SyncMode,
-        options: GradientOptions,
-        device: torch.device,
+        self, layout: Layout, mesh: Mesh, mode: SyncMode, options: GradientOptions, meter: Meter, lane: Lane
     ) -> None:
+        context, plan = mode.context, layout.plan
         self.layout = layout
-        self.buffer = torch.zeros(layout.shape(layout.plan.gradients), dtype=options.accumulation_dtype, device=device)
+        shape = layout.shape(plan.gradients)
+        self.buffer = torch.zeros(shape, dtype=options.accumulation_dtype, device=context.device)
         self.mode = mode
-        self._mesh, self._meter, self._options = mesh, meter, options
+        self._mesh, self._meter, self._options, self._lane = mesh, meter, options, lane
+        self._route = mesh.route(1, plan.gradients)
+        self._runs = packed_runs(layout.padded_numels, options.run_numel)
+        self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
+        self._missing = [set(slots) for slots in self._runs]  # what the last micro-batch has not scattered yet
+        self._started: dict[int, Handle[None]] = {}
         self._dirty = False
-        self._pending = False
+        self._peeked = False  # the own row is synced, and nothing came since
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool = False) -> None:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
         1. each destination's message holds its shards of the bucket's gradients, read where they lie;
@@ -75,35 +95,52 @@ class Gradients:
         Args:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
+            last: whether this is the last micro-batch of the step: then sync begins (Note [Sync under backward]).
         """
         plan = self.layout.plan
-        hops = [self._mesh.hop(lo, hi) for lo, hi in plan.hop_chain()]
+        runs = sorted({self._run_of[slot] for slot in slots})
+        self._reopen([run for run in runs if run in self._started])
         flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
         parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
         reduce = Reduce(1.0 / plan.world_size, accumulate=True)
         sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
-        reduce_scatter(hops, parts, self._options.wire, sums)
-        self._dirty = self._pending = True
+        reduce_scatter(self._route, parts, self._options.wire, sums).wait()
+        self._dirty, self._peeked = True, False
+        if last and self._lane.overlaps:
+            for slot in slots:
+                self._missing[self._run_of[slot]].discard(slot)
+            self._start([run for run in runs if not self._missing[run]])
 
     def _slot_piece(self, index: int) -> Piece:
         piece = piece_of(self.layout.slot(self.buffer, index))
         assert piece is not None
         return piece
 
+    def _start(self, runs: Sequence[int]) -> None:
+        scale = self._options.loss_scale()
+        for run in runs:
+            spans = self.layout.spans(self._runs[run])
+            self._started[run] = self._lane.run(partial(self.mode.start, self.buffer, spans, scale))
+
+    def _reopen(self, runs: Sequence[int]) -> None:
+        for run in runs:
+            self._started.pop(run).wait()
+            self.mode.reopen(self.buffer, self.layout.spans(self._runs[run]))
+
     def sync(self) -> None:
         """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean gradient."""
-        self.mode.sync(self.buffer)
-        self._pending = False
+        self._start([run for run in range(len(self._runs)) if run not in self._started])
+        for run in sorted(self._started):
+            self._started[run].wait()
 
     def peek(self) -> Tensor:
         """The rank's own row, synced, ``[F]``; collective (see Note [Peeking]). Writing to it changes the gradient."""
-        own = self.layout.row(self.layout.plan.gradients)
-        if self._pending:
+        if len(self._started) < len(self._runs) and not self._peeked:
             self.sync()
-            self.buffer[:own].zero_()
-            self.buffer[own + 1 :].zero_()
+            self._reopen(sorted(self._started))
+            self._peeked = True
         self._dirty = True
-        return self.buffer[own]
+        return self.buffer[self.layout.row(self.layout.plan.gradients)]
 
     def replace(self, index: int, full: Tensor) -> None:
         """Make a whole tensor, alike on every rank, the synced gradient of a slot; collective."""
@@ -115,8 +152,18 @@ class Gradients:
         """The synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""
         return self.layout.subset(self.buffer, self.layout.plan.gradients, self.layout.plan.optimizer)
 
-    def zero(self) -> None:
-        """Forget all accumulated gradients."""
+    def end_step(self, skipped: bool) -> None:
+        """The optimizer has stepped, or skipped it: settle the mode's state and forget the gradients."""
+        for run in sorted(self._started):
+            self._started[run].wait()
+        self._started.clear()
+        self._missing = [set(slots) for slots in self._runs]
+        self._peeked = False
+        self.mode.commit(skipped)
         if self._dirty:
             self.buffer.zero_()
-        self._dirty = self._pending = False
+        self._dirty = False
+
+    def zero(self) -> None:
+        """Forget all accumulated gradients, as if they had never been."""
+        self.end_step(skipped=True)

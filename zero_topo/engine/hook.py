@@ -21,6 +21,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
@@ -39,6 +40,7 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
 VERSION = "0.19.8"
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
 REQUIRED: tuple[Required, ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
@@ -56,7 +58,7 @@ REQUIRED: tuple[Required, ...] = (
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
-    (Stock, "_post_step", ("self", "timer_names")),
+    (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
@@ -72,8 +74,8 @@ ATTRIBUTES: tuple[Assigned, ...] = (
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "module")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
-    (Stock, ("communication_data_type", "gradient_accumulation_dtype")),
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon", "ipg_buckets")),
+    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "loss_scale")),
 )
 
 
@@ -164,6 +166,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
+            loss_scale=lambda: float(self.loss_scale),
         )
         self.topo = Stage3(self._topo_config, setup)
         weights = self.topo.weights
@@ -237,7 +240,8 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
         slots = [self._slots[p.ds_id] for p in params_to_reduce]
-        self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce])
+        last = self.is_gradient_accumulation_boundary() and not self.offload_optimizer
+        self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
@@ -260,7 +264,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             self._copy_gradients_to_host()
         super().step(closure)
         self._stepping = False
-        self.topo.end_step()
+        self.topo.end_step(skipped=self.overflow)
 
     def _copy_gradients_to_host(self) -> None:
         rows, own = self.topo.gradients.optimizer_rows(), self.grad_partitions_flat_buffer
@@ -281,15 +285,18 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         self.averaged_gradients[sub_group_id] = None
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]
+        updated = self.fp32_partitioned_groups_flat[sub_group_id].detach()
+        rows = updated.view(1, -1) if self.topo.masters is None else self.topo.masters.table(updated)
+        slots = [self._slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
+        if weights.publishes_differences:
+            weights.publish(range(slots[0], slots[-1] + 1), rows.to(weights.primary.device))
+            return
         if self.topo.masters is None:
-            return super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        begin, end = self._sub_group_columns()[sub_group_id]
-        updated = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
-        self.topo.weights.optimizer_rows()[:, begin:end].copy_(updated.to(self.topo.publish_dtype))
-
-    def _post_step(self, timer_names: Any) -> None:
-        self.topo.publish()
-        super()._post_step(timer_names)
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        else:
+            weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
+        weights.publish(range(slots[0], slots[-1] + 1))
 
     # -- gradients and masters seen by the user (safe_get_*, safe_set_*) ---------------------------------------------
 
@@ -351,13 +358,15 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):
-            return super()._rigid_state_dict()
+            return {**super()._rigid_state_dict(), STATE: self.topo.state_dict()}
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
             clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
+        own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
+        self.topo.load_state_dict((own or {}).get(STATE, {}), self.lp_param_buffer)
         self.topo.restart(self.lp_param_buffer)
 
     def _restore_from_bit16_weights(self) -> None:

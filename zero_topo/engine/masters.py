@@ -29,7 +29,7 @@ class Masters:
     def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
         self._own = layout.row(layout.plan.optimizer)
-        self._hop = mesh.hop(layout.plan.optimizer, layout.plan.world_size)
+        self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size)
         self._counted = Counted(meter, "publish")
         self._device = device
 
@@ -64,7 +64,7 @@ class Masters:
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
         moved = columns.to(self._device)
-        all_gather_rows(self._hop, moved, self._counted)
+        all_gather_rows(self._route, moved, self._counted)
         if moved is not columns:
             columns.copy_(moved)
 

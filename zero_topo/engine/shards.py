@@ -12,6 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -50,6 +51,15 @@ class Layout:
     def columns(self) -> int:
         """``F``: columns of all slots."""
         return sum(self.widths)
+
+    @cached_property
+    def padded_numels(self) -> tuple[int, ...]:
+        """Elements of each slot with its padding, over the whole world."""
+        return tuple(self.plan.world_size * width for width in self.widths)
+
+    def spans(self, slots: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """The ranges of columns of some slots."""
+        return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in slots)
 
     def row(self, degree: int) -> int:
         """Index of the rank's own world shard in its shard of ``degree``."""

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import ResolvedConfig
@@ -23,6 +27,8 @@ from zero_topo.plan import Plan
 from zero_topo.quant.registry import select_quantizer
 from zero_topo.sync import SyncContext, build_mode
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +42,8 @@ class Setup:
         like: a tensor of the model's dtype on the accelerator.
         scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
-        bucket_numel: DeepSpeed's ``reduce_bucket_size``; also bounds the temporaries of sync and publish.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
+        loss_scale: the present loss scale.
     """
 
     numels: tuple[int, ...]
@@ -45,6 +52,7 @@ class Setup:
     scatter_dtype: torch.dtype
     accumulation_dtype: torch.dtype
     bucket_numel: int
+    loss_scale: Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -92,24 +100,27 @@ class Stage3:
         self.setup = setup
         self.meter = Meter(config.meter)
         self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
-        self.mesh = Mesh(config.plan, config.topology, required_hops(config.plan))
+        self.mesh = Mesh(config.plan, config.topology, travelled(config.plan))
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
+        self._lane = Lane(setup.like.device, config.overlap)
         self.weights = self._build_weights()
         self.gradients = self._build_gradients()
         self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device) if self.separate_masters else None
 
     @property
     def separate_masters(self) -> bool:
-        """Whether FP32 masters need buffers of their own: several rows per rank, or weights published rounded."""
-        plan = self.config.plan
-        return plan.optimizer < plan.world_size or self.publish_dtype != self.setup.like.dtype
+        """Whether FP32 masters need buffers of their own: several rows per rank, or weights that differ."""
+        plan, model = self.config.plan, self.setup.like.dtype
+        exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
+        return plan.optimizer < plan.world_size or not exact
 
     def _build_weights(self) -> Weights:
         config, setup = self.config, self.setup
-        options = WeightOptions(config.weights_spec, config.secondary_spec, self.publish_dtype, setup.bucket_numel)
-        return Weights(self.layout, self.mesh, self.meter, self.quantizer, options, setup.like)
+        publish = Wire(self.quantizer, config.publish.spec, self.publish_dtype)
+        options = WeightOptions(config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
+        return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
 
     def _build_gradients(self) -> Gradients:
         config, setup = self.config, self.setup
@@ -119,12 +130,17 @@ class Stage3:
             meter=self.meter,
             quantizer=self.quantizer,
             dtype=self.sync_dtype,
-            chunk_numel=setup.bucket_numel,
+            columns=self.layout.columns,
+            device=setup.like.device,
         )
-        wire = Wire(self.quantizer, config.gradients_spec, setup.scatter_dtype)
-        options = GradientOptions(wire, self.accumulation_dtype)
+        options = GradientOptions(
+            wire=Wire(self.quantizer, config.gradients_spec, setup.scatter_dtype),
+            accumulation_dtype=self.accumulation_dtype,
+            run_numel=setup.bucket_numel,
+            loss_scale=setup.loss_scale,
+        )
         mode = build_mode(config.sync, context)
-        return Gradients(self.layout, self.mesh, self.meter, mode, options, setup.like.device)
+        return Gradients(self.layout, self.mesh, mode, options, self.meter, self._lane)
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -142,20 +158,44 @@ class Stage3:
         self.gradients.zero()
         self.meter.reset_step()
 
-    def end_step(self) -> None:
-        """After an optimizer step, skipped or not: zero the gradients and close the meter's step."""
-        self.gradients.zero()
-        self.meter.end_step()
-
-    def publish(self) -> None:
-        """Publish updated weights; with ``debug_checks``, compare all replicas afterwards.
+    def end_step(self, skipped: bool) -> None:
+        """After an optimizer step, skipped or not: settle state, zero the gradients, close the meter's step.
 
         Raises:
-            RuntimeError: on every rank, if ranks that share a shard hold different bits.
+            RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
-        self.weights.publish()
+        self.gradients.end_step(skipped)
         if self.config.debug_checks:
+            self.weights.settle()
             check_replicas(self.config.plan, self.weights.copies())
+        self.meter.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond DeepSpeed's own to go on bit for bit; this rank's part.
+
+        The residuals of sync, and with delta publish the weights that all hold: they are not the masters rounded.
+        """
+        row = self.weights.primary[self.layout.row(self.config.plan.weights)]
+        held = {"held": row.detach().clone()} if self.weights.publishes_differences else {}
+        return {"degrees": self.config.plan.degrees(), "sync": dict(self.gradients.mode.state_dict()), **held}
+
+    def load_state_dict(self, state: Mapping[str, Any], row: Tensor) -> None:
+        """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or empty, it means a fresh start.
+
+        Args:
+            state: from a checkpoint of any plan.
+            row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
+                are published.
+        """
+        fits = state.get("degrees") == self.config.plan.degrees()
+        if fits and "held" in state and self.weights.publishes_differences:
+            row.copy_(state["held"])
+        mode = self.gradients.mode
+        try:
+            mode.load_state_dict(state.get("sync", {}) if fits else {})
+        except ValueError as error:
+            mode.load_state_dict({})
+            logger.warning("sync starts without the checkpoint's state: %s", error)
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
@@ -169,19 +209,22 @@ class Stage3:
             scatter_itemsize=setup.scatter_dtype.itemsize,
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
+            run_numel=setup.bucket_numel,
         )
 
     def memory(self) -> dict[str, int]:
         """Bytes of the shards on this rank, but for the optimizer's."""
-        return {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
+        kept = self.gradients.mode.state_bytes()
+        shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
+        return {**shards, "residual": kept} if kept else shards
 
 
-def required_hops(plan: Plan) -> list[tuple[int, int]]:
-    """Every hop an engine of this plan may use, in the order in which all ranks create the groups."""
+def travelled(plan: Plan) -> list[tuple[int, int]]:
+    """Every ``(lo, hi)`` an engine of this plan may communicate over, in the order in which ranks create the groups."""
     world = plan.world_size
-    hops = [(1, plan.weights), *plan.hop_chain(), (plan.gradients, world), (plan.optimizer, world)]
-    hops += [(plan.weights, plan.optimizer), (plan.weights, world)]
-    return [*hops, (1, plan.secondary)] if plan.secondary is not None else hops
+    pairs = [(1, plan.weights), (1, plan.gradients), (plan.gradients, world), (plan.optimizer, world)]
+    pairs += [(plan.weights, plan.optimizer), (plan.weights, world)]
+    return [*pairs, (1, plan.secondary)] if plan.secondary is not None else pairs
 
 
 def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:

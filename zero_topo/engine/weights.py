@@ -33,29 +33,31 @@ from torch import Tensor
 
 from zero_topo.collectives.all_gather import Counted, all_gather, all_gather_rows
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.pack import flat_of, members, rows_of
+from zero_topo.collectives.wire import Wire
+from zero_topo.engine.publish import Publisher, PublishOptions
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Hop, Mesh
-from zero_topo.quant.ops import Quantizer
+from zero_topo.mesh import Mesh, Route
 from zero_topo.quant.spec import BlockSpec
 
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Formats: block specs of the primary and secondary gathers (None is unquantized), publish dtype, chunk size."""
+    """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish."""
 
     primary: BlockSpec | None
     secondary: BlockSpec | None
-    publish_dtype: torch.dtype
-    chunk_numel: int
+    publish: Wire
+    run_numel: int
 
 
 @dataclass(frozen=True)
 class Source:
     """What a gather sends: rows of a shard, quantized on the fly by ``spec``, or wire bytes kept in ``stored``."""
 
-    hop: Hop
+    route: Route
     rows: Tensor | None
     spec: BlockSpec | None
     stored: Tensor | None = None
@@ -69,15 +71,19 @@ class Weights:
     """
 
     def __init__(
-        self, layout: Layout, mesh: Mesh, meter: Meter, quantizer: Quantizer, options: WeightOptions, like: Tensor
+        self, layout: Layout, mesh: Mesh, meter: Meter, options: WeightOptions, like: Tensor, lane: Lane
     ) -> None:
         plan = layout.plan
         self.layout = layout
         self.primary = like.new_zeros(layout.shape(plan.weights))
-        self._mesh, self._meter, self._quantizer, self._options = mesh, meter, quantizer, options
-        self._primary_source = Source(mesh.hop(1, plan.weights), self.primary, options.primary)
-        self._exact_source = Source(mesh.hop(1, plan.weights), self.primary, None)
-        self._version = 0
+        self._mesh, self._meter, self._options = mesh, meter, options
+        self._quantizer = options.publish.quantizer
+        route = mesh.route(1, plan.weights)
+        self._primary_source = Source(route, self.primary, options.primary)
+        self._exact_source = Source(route, self.primary, None)
+        publish = PublishOptions(options.publish, options.run_numel)
+        self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
+        self._version = [0] * len(layout.numels)
         self._updated: torch.Event | None = None
         self._captured = [-1] * len(layout.numels)
         self._ends: list[int] = []  # where each slot's message begins in a stored secondary, plus the end
@@ -95,14 +101,14 @@ class Weights:
         plan, spec = self.layout.plan, self._options.secondary
         if plan.secondary is None or plan.weights == 1:
             return None
-        hop = self._mesh.hop(1, plan.secondary)
+        route = self._mesh.route(1, plan.secondary)
         if spec is not None:
             rows = plan.world_size // plan.secondary
             self._ends = list(accumulate((spec.nbytes(rows * w) for w in self.layout.widths), initial=0))
-            return Source(hop, None, spec, torch.zeros(self._ends[-1], dtype=torch.uint8, device=self.primary.device))
+            return Source(route, None, spec, torch.zeros(self._ends[-1], dtype=torch.uint8, device=self.primary.device))
         if self._captures:
-            return Source(hop, self.primary.new_zeros(self.layout.shape(plan.secondary)), None)
-        return Source(hop, self.layout.subset(self.primary, plan.weights, plan.secondary), None)
+            return Source(route, self.primary.new_zeros(self.layout.shape(plan.secondary)), None)
+        return Source(route, self.layout.subset(self.primary, plan.weights, plan.secondary), None)
 
     def _store(self, index: int, rows: Tensor) -> None:
         """Quantize or copy a slot's secondary rows (``[N / S, width]``) into the secondary copy."""
@@ -124,14 +130,14 @@ class Weights:
         subset = self.layout.subset(self.primary, plan.weights, plan.secondary)
         for index in range(len(self.layout.numels)) if slots is None else slots:
             self._store(index, self.layout.slot(subset, index))
-            self._captured[index] = self._version
+            self._captured[index] = self._version[index]
 
     def _capture(self, index: int, rows: Tensor) -> None:
         """Keep this rank's secondary rows of a slot that a forward gather brought whole (``rows``: ``[N, width]``)."""
         degree = self.layout.plan.secondary
         assert degree is not None
         self._store(index, self.layout.subset(rows, 1, degree))
-        self._captured[index] = self._version
+        self._captured[index] = self._version[index]
 
     # -- gather ----------------------------------------------------------------------------------------------------
 
@@ -145,6 +151,7 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
         """
+        self.settle(slots)
         if self._updated is not None:
             self._updated.wait()  # see Note [Publish before gather]
         if phase == "gather_backward" and self._secondary is not None:
@@ -158,7 +165,7 @@ class Weights:
 
     def _is_fresh(self, index: int) -> bool:
         assert self._secondary is not None
-        if self._captured[index] == self._version or (self._secondary.stored is None and not self._captures):
+        if self._captured[index] == self._version[index] or (self._secondary.stored is None and not self._captures):
             return True
         if not self._captures:
             raise RuntimeError(f"the secondary shard of slot {index} was not refreshed after the last publish")
@@ -184,18 +191,18 @@ class Weights:
 
     def _gather(self, source: Source, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         captures = self._captures and phase == "gather_forward"
-        if source.hop.group is None:
+        if source.route.size == 1:
             return Handle(None, (), lambda: [self._local(i) for i in slots])
         message, ends = self._message(source, slots)
-        handle = all_gather(source.hop, message, self._meter, phase)
-        version = self._version
+        handle = all_gather(source.route, message, self._meter, phase)
+        versions = [self._version[i] for i in slots]
 
         def finish() -> list[Tensor]:
             pieces = handle.wait()
             whole = []
-            for index, (begin, end) in zip(slots, pairwise(ends), strict=True):
+            for index, version, (begin, end) in zip(slots, versions, pairwise(ends), strict=True):
                 rows = self._assemble(source, index, [piece[begin:end] for piece in pieces])
-                if captures and version == self._version:
+                if captures and version == self._version[index]:
                     self._capture(index, rows)
                 whole.append(flat_of(rows, self.layout.numels[index], self.layout.plan))
             return whole
@@ -208,7 +215,7 @@ class Weights:
 
     def _message(self, source: Source, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """One message of all slots, and where each slot's part begins (plus the end)."""
-        rows = self.layout.plan.world_size // source.hop.hi
+        rows = self.layout.plan.world_size // source.route.hi
         if source.spec is None:
             assert source.rows is not None
             ends = list(accumulate((rows * self.layout.widths[i] for i in slots), initial=0))
@@ -228,7 +235,7 @@ class Weights:
     def _assemble(self, source: Source, index: int, pieces: Sequence[Tensor]) -> Tensor:
         """A slot's rows ``[N, width]`` from the members' parts; dequantize, interleave and round in one pass."""
         rows = self.primary.new_empty(self.layout.plan.world_size, self.layout.widths[index])
-        for target, piece in zip(members(rows, source.hop.size), pieces, strict=True):
+        for target, piece in zip(members(rows, source.route.size), pieces, strict=True):
             if source.spec is None:
                 target.copy_(piece.view(target.shape))
             else:
@@ -242,48 +249,60 @@ class Weights:
         plan = self.layout.plan
         return self.layout.subset(self.primary, plan.weights, plan.optimizer)
 
-    def publish(self) -> None:
-        """All-gather the updated optimizer shards into the primary shards, then refresh the secondary."""
-        plan = self.layout.plan
-        counted = Counted(self._meter, "publish", self._options.chunk_numel)
-        all_gather_rows(
-            self._mesh.hop(plan.weights, plan.optimizer), self.primary, counted, self._options.publish_dtype
-        )
-        self.mark_updated()
+    @property
+    def publishes_differences(self) -> bool:
+        """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
+        return self._publisher.sends_differences
+
+    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+        """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
+
+        Args:
+            slots: consecutive slots; None is all.
+            masters: their FP32 masters, for differences.
+        """
+        slots = range(len(self.layout.numels)) if slots is None else slots
+        self.settle(slots)
+        self._publisher.start(slots, masters)
+
+    def settle(self, slots: Sequence[int] | None = None) -> None:
+        """Finish what publish has under way for some slots, or for all, and bring the secondary up to date."""
+        changed = self._publisher.settle(slots)
+        if changed:
+            self._renew(changed)
 
     def publish_world(self) -> None:
         """Rebuild the primary shards from each rank's own world shard: at start-up and after a load."""
-        plan = self.layout.plan
-        counted = Counted(self._meter, "publish", self._options.chunk_numel)
-        all_gather_rows(self._mesh.hop(plan.weights, plan.world_size), self.primary, counted)
-        self.mark_updated()
+        self.settle()
+        self._rebuild(self.primary)
+        self._renew(range(len(self.layout.numels)))
 
     def publish_slot(self, index: int) -> None:
         """The same for one slot whose world shards were edited in place."""
+        self.settle([index])
+        self._rebuild(self.layout.slot(self.primary, index))
+        self._renew([index])
+
+    def _rebuild(self, rows: Tensor) -> None:
         plan = self.layout.plan
-        counted = Counted(self._meter, "publish", self._options.chunk_numel)
-        all_gather_rows(self._mesh.hop(plan.weights, plan.world_size), self.layout.slot(self.primary, index), counted)
-        self._renew(index)
+        counted = Counted(self._meter, "publish", self._options.run_numel)
+        all_gather_rows(self._mesh.route(plan.weights, plan.world_size), rows, counted)
 
-    def _renew(self, index: int) -> None:
-        if self._captures:
-            self._captured[index] = -1
-        else:
-            self.refresh_secondary([index])
-        self._updated = recorded_event(self.primary.device)
-
-    def mark_updated(self) -> None:
-        """The primary shards changed: older secondaries are stale, and those cut from the primary are cut anew."""
-        self._version += 1
-        self.refresh_secondary()
+    def _renew(self, slots: Sequence[int]) -> None:
+        """The primary shards of some slots changed: older secondaries are stale, those cut from it are cut anew."""
+        for index in slots:
+            self._version[index] += 1
+        if not self._captures:
+            self.refresh_secondary(slots)
         self._updated = recorded_event(self.primary.device)
 
     def write_back(self, index: int, full: Tensor) -> None:
         """Take over a parameter that every rank holds whole and alike (an edit under ``GatheredParameters``)."""
         plan = self.layout.plan
         rows = rows_of(full.detach().reshape(-1), plan)
+        self.settle([index])
         self.layout.slot(self.primary, index).copy_(self.layout.subset(rows, 1, plan.weights))
-        self._renew(index)
+        self._renew([index])
 
     # -- accounting ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """
 
-from zero_topo.sync import dense
+from zero_topo.sync import dense, quantized
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 
-__all__ = ["SyncContext", "SyncMode", "build_mode", "dense"]
+__all__ = ["SyncContext", "SyncMode", "build_mode", "dense", "quantized"]

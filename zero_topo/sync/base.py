@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.pack import Span
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.ops import Quantizer
@@ -24,11 +25,12 @@ class SyncContext:
 
     Attributes:
         plan: the degrees.
-        mesh: holds the hop ``(gradients, world)`` and those named by the mode's ``hops``.
+        mesh: holds the routes ``(gradients, world)`` and ``(optimizer, world)``.
         meter: counts the bytes sent under phase "sync".
         quantizer: block quantization, for modes that use it.
         dtype: type in which dense values travel.
-        chunk_numel: elements that one collective may carry; bounds the temporary memory.
+        columns: ``F``, columns of a gradient shard.
+        device: of the gradient shard.
     """
 
     plan: Plan
@@ -36,38 +38,58 @@ class SyncContext:
     meter: Meter
     quantizer: Quantizer
     dtype: torch.dtype
-    chunk_numel: int
+    columns: int
+    device: torch.device
 
 
 class SyncMode(ABC):
-    """One way to reduce gradient shards. The engine calls :meth:`sync` once per optimizer step, on every rank."""
+    """One way to reduce gradient shards across gradient domains.
+
+    Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
+    every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
+    """
+
+    def __init__(self, context: SyncContext) -> None:
+        self.context = context
 
     @abstractmethod
-    def sync(self, shard: Tensor) -> None:
-        """Reduce in place.
+    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+        """Begin to reduce some parameters, in place.
 
         Args:
-            shard: ``[N / G, F]``, the rank's gradient shard: this gradient domain's sum, already divided by N. On
-                return the rows of the rank's optimizer shard hold the sum over all gradient domains.
+            shard: ``[N / G, F]``, the rank's gradient shard: this gradient domain's sum, divided by N, times the loss
+                scale. Once the handle has been waited for, the rows of the rank's optimizer shard hold the sum over all
+                gradient domains.
+            spans: ranges of columns, one for each parameter.
+            scale: the loss scale. State is kept without it.
         """
 
-    @abstractmethod
-    def wire_bytes(self, columns: int) -> Mapping[str, int]:
-        """Domain -> bytes one rank sends per call for rows of ``columns`` elements."""
+    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+        """A run that has been started and waited for will be started again in this step, with more gradients.
 
-    def state_bytes(self, columns: int) -> int:
-        """Bytes of state (residuals, masks) the mode keeps per rank."""
+        What has been delivered stays in the rank's own row; the other rows keep only what has not.
+        """
+        own = self.context.plan.row(self.context.mesh.rank, self.context.plan.gradients)
+        for begin, end in spans:
+            shard[:own, begin:end] = 0
+            shard[own + 1 :, begin:end] = 0
+
+    def commit(self, skipped: bool) -> None:  # noqa: B027 (most modes keep no state)
+        """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
+
+    def state_bytes(self) -> int:
+        """Bytes of state (residuals, masks) this rank keeps."""
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """State to save with a checkpoint, this rank's own."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one means a fresh start.
 
         Raises:
-            ValueError: for state of another mode.
+            ValueError: for state of another mode or of other shapes.
         """
         if state:
             raise ValueError(f"this sync mode keeps no state, but the checkpoint carries {sorted(state)}")
@@ -81,8 +103,3 @@ def build_mode(config: object, context: SyncContext) -> SyncMode:
         ValueError: if no mode is registered for the block.
     """
     raise ValueError(f"no sync mode is registered for {type(config).__name__}")
-
-
-def mode_hops(config: object, plan: Plan) -> list[tuple[int, int]]:
-    """Hops a mode may use: up to the world, and back down to the optimizer or gradient shard."""
-    return [(plan.gradients, plan.world_size), (plan.optimizer, plan.world_size)]

@@ -1,0 +1,141 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Publish: updated weights travel from the optimizer shards back to the weight shards, run by run.
+
+Note [Delta publish]
+    With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is what every rank holds of it, and
+    every rank, the owner included, puts ``w + q`` in its place: one FP32 sum, one rounding to the type of the weights.
+    Since the owner's ``w`` goes through the very same arithmetic, all copies stay bit-identical, and what ``q`` or the
+    rounding left out is in the next difference: the FP32 master is the error's memory. A row of a parameter is filled
+    up to whole blocks, so a norm never shares a scale with a matrix.
+
+Note [Publish under forward]
+    A run is published as soon as the optimizer has updated it, and is finished when a gather first needs one of its
+    parameters (:meth:`Publisher.settle`). Every slot carries the version of its weights, and a gather of another
+    version than the present one raises instead of reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.all_gather import Counted, all_gather_pieces, spread
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.lane import Lane
+from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.pack import Span, members, span_pieces
+from zero_topo.collectives.wire import Wire
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Mesh
+from zero_topo.plan import packed_runs
+from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.reference import Reduce
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """Format of the messages (``wire.spec`` of differences, else ``wire.dtype``), and elements per collective."""
+
+    wire: Wire
+    run_numel: int
+
+
+class Publisher:
+    """Publishes into a primary weight shard.
+
+    Args:
+        layout: the slots.
+        mesh: holds the route ``(weights, optimizer)``.
+        primary: ``[N / W, F]``.
+        options: the format.
+        meter: counts under "publish".
+        lane: where it runs.
+    """
+
+    def __init__(
+        self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
+    ) -> None:
+        plan = layout.plan
+        self._layout, self._primary, self._options, self._lane = layout, primary, options, lane
+        self._route = mesh.route(plan.weights, plan.optimizer)
+        self._counted = Counted(meter, "publish")
+        self._wanted = [0] * len(layout.numels)  # version of the weights, by slot
+        self._held = [0] * len(layout.numels)  # version that the primary shard holds
+        self._pending: list[tuple[range, Handle[None]]] = []
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether :meth:`start` needs the FP32 masters."""
+        return self._options.wire.spec is not None
+
+    def start(self, slots: range, masters: Tensor | None = None) -> None:
+        """Begin to publish consecutive slots whose optimizer rows were updated; collective.
+
+        Args:
+            slots: the slots.
+            masters: FP32 ``[N / O, columns of these slots]``, for differences; otherwise the optimizer's rows of the
+                primary shard hold the new weights already.
+        """
+        assert all(self._held[slot] == self._wanted[slot] for slot in slots), "settle the last publish first"
+        first = self._layout.begins[slots[0]] if slots else 0
+        sizes = [self._layout.padded_numels[i] for i in slots]
+        for run in packed_runs(sizes, self._options.run_numel):
+            part = range(slots.start + run.start, slots.start + run.stop)
+            for slot in part:
+                self._wanted[slot] += 1
+            spans = self._layout.spans(part)
+            self._pending.append((part, self._lane.run(partial(self._publish, spans, masters, first))))
+
+    def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
+        by_member = members(self._primary, self._route.size)
+        if masters is None:
+            if self._route.size == 1:
+                return Handle(None, (), lambda: None)
+            plain = [span_pieces(rows, spans) for rows in by_member]
+            return all_gather_pieces(self._route, plain, self._options.wire, self._counted)
+        assert self._options.wire.spec is not None
+        block = self._options.wire.spec.block_size
+        pieces = [span_pieces(rows, spans, block) for rows in by_member]
+        own = pieces[self._route.index]
+        message = self._difference(own, span_pieces(masters, [(b - first, e - first) for b, e in spans], block))
+        add = Reduce(accumulate=True)
+        self._options.wire.reduce([message], own, add)
+        return spread(self._route, message, pieces, self._options.wire, self._counted, add)
+
+    def _difference(self, held: Sequence[Piece], wanted: Sequence[Piece]) -> Tensor:
+        """The message that turns what all ranks hold into (almost) what the masters say."""
+        wire = self._options.wire
+        differences = [Piece(w.flat - h.flat, w.rows, w.columns, w.stride) for w, h in zip(wanted, held, strict=True)]
+        message = torch.empty(wire.nbytes(total_numel(held)), dtype=torch.uint8, device=self._primary.device)
+        wire.encode(differences, message)
+        return message
+
+    def settle(self, slots: Iterable[int] | None = None) -> list[int]:
+        """Finish what is under way for some slots, or for all; collective where publish takes two hops.
+
+        Returns:
+            The slots whose weights changed.
+
+        Raises:
+            RuntimeError: if a slot still is not of the present version.
+        """
+        wanted = set(range(len(self._wanted)) if slots is None else slots)
+        changed: list[int] = []
+        waiting = []
+        for part, handle in self._pending:
+            if wanted.isdisjoint(part):
+                waiting.append((part, handle))
+                continue
+            handle.wait()
+            changed += part
+            for slot in part:
+                self._held[slot] += 1
+        self._pending = waiting
+        stale = [slot for slot in wanted if self._held[slot] != self._wanted[slot]]
+        if stale:
+            raise RuntimeError(f"weights of slots {sorted(stale)[:8]} are about to be read before they were published")
+        return changed

@@ -1,0 +1,215 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Quantized sync: what crosses between gradient domains is INT8 or INT4, and what that takes away is sent later.
+
+Note [Error feedback]
+    Let ``g`` be this rank's gradient shard and ``e`` what earlier steps took away. It sends ``q = Q(g + e)`` to the
+    owners of its rows and keeps ``e' = (g + e) - q``, so that the sum of all it ever sent is the sum of all gradients
+    minus the present ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). Its own row it adds without
+    quantizing, so there is no ``e`` for it. ``e'`` is computed only when the step is known not to be skipped: until
+    then the messages and the gradients are kept, and ``e`` is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.exchange import to_each
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.pack import Span, span_pieces
+from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
+from zero_topo.collectives.wire import Wire
+from zero_topo.config import QuantizedSync
+from zero_topo.mesh import Hop, Route
+from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.reference import Reduce
+from zero_topo.sync.base import SyncContext, SyncMode, build_mode
+from zero_topo.sync.dense import spread_back
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What one run of parameters sent in this step, until the step is decided.
+
+    Attributes:
+        spans: their columns.
+        rows: what was to be sent, ``[members, columns]`` of the gradient shard or of the node's sum.
+        messages: ``[members, bytes]``, by member.
+        scale: the loss scale in both.
+        owing: whether the residual was added to the rows.
+    """
+
+    spans: tuple[Span, ...]
+    rows: Tensor
+    messages: Mapping[int, Tensor]
+    scale: float
+    owing: bool
+
+
+class Quantized(SyncMode):
+    """All-to-all of quantized rows to the optimizer shards, with error feedback.
+
+    1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
+    2. rows plus residual, quantized, one all-to-all over ``(max(G, L), N)``;
+    3. the owner adds the messages, in tree order, to its own row in FP32;
+    4. if optimizer shards are replicated: gather hop back to them, unquantized;
+    5. after the step: residual = rows + residual - dequantized messages. See Note [Error feedback].
+    """
+
+    def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
+        super().__init__(context)
+        plan, mesh = context.plan, context.mesh
+        self._spec = config.spec
+        hops = mesh.route(plan.gradients, plan.world_size).hops
+        self._inner = Route(hops[:-1]) if len(hops) > 1 else None
+        self._across: Hop = hops[-1]
+        self._down = mesh.route(plan.optimizer, plan.world_size)
+        self._dense = Wire(context.quantizer, None, context.dtype)
+        self._wire = Wire(context.quantizer, config.spec, context.dtype)
+        self._residual: Tensor | None = None
+        if config.error_feedback and self._across.size > 1:
+            self._residual = torch.zeros(self._across.size - 1, context.columns, device=context.device)
+        self._sent: dict[tuple[Span, ...], _Sent] = {}
+        self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
+
+    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+        """See :meth:`SyncMode.start`."""
+        if self._across.group is None:
+            return Handle(None, (), lambda: None)
+        rows, own_row = self._rows(shard, spans)
+        owing = self._residual is not None and tuple(spans) not in self._paid
+        run = _Sent(tuple(spans), rows, {}, scale, owing)
+        run = replace(run, messages=self._encode(run))
+        across = self._exchange(run.messages)
+        self._sent[run.spans] = run
+
+        def finish() -> None:
+            received = across.wait()
+            others = [received[slot] for member, slot in enumerate(self._across.slots) if member != self._across.index]
+            own = span_pieces(own_row, spans, self._spec.block_size)
+            self._wire.reduce(others, own, Reduce(accumulate=True))
+            self._spread(shard, own_row, spans)
+
+        return Handle(None, (), finish)
+
+    def _rows(self, shard: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """What the members of the hop across shall get, and this rank's own row of it, ``[1, F]``."""
+        if self._inner is None:
+            return shard, shard[self._across.index][None]
+        size = self._inner.size
+        rows = shard.new_zeros(self._across.size, shard.shape[1], dtype=torch.float32)
+        parts = [span_pieces(shard[member::size], spans) for member in range(size)]
+        sums = Sums(span_pieces(rows, spans), self.context.meter, "sync")
+        reduce_scatter(self._inner, parts, self._dense, sums).wait()
+        return rows, rows[self._across.index][None]
+
+    def _spread(self, shard: Tensor, own_row: Tensor, spans: Sequence[Span]) -> None:
+        plan = self.context.plan
+        own = plan.row(self.context.mesh.rank, plan.gradients)
+        if self._inner is not None:
+            for begin, end in spans:
+                shard[own, begin:end] = own_row[0, begin:end]
+        spread_back(self.context, self._down, [span_pieces(row[None], spans) for row in shard], self._dense)
+
+    def _others(self) -> list[tuple[int, int]]:
+        """(member, row of the residual) of every other member."""
+        return [(member, k) for k, member in enumerate(m for m in range(self._across.size) if m != self._across.index)]
+
+    def _pieces(self, row: Tensor, spans: Sequence[Span]) -> list[Piece]:
+        return span_pieces(row[None], spans, self._spec.block_size)
+
+    def _wanted(self, run: _Sent, member: int, k: int) -> list[Piece]:
+        """What a member should get if nothing were lost: the rows, plus the residual if that is due."""
+        pieces = self._pieces(run.rows[member], run.spans)
+        if not run.owing:
+            return pieces
+        assert self._residual is not None
+        owed = self._pieces(self._residual[k], run.spans)
+        return [_filled(p, r.flat.mul(run.scale).add_(p.flat)) for p, r in zip(pieces, owed, strict=True)]
+
+    def _encode(self, run: _Sent) -> dict[int, Tensor]:
+        """The message for each other member."""
+        messages = {}
+        for member, k in self._others():
+            pieces = self._wanted(run, member, k)
+            nbytes = self._wire.nbytes(total_numel(pieces))
+            messages[member] = torch.empty(nbytes, dtype=torch.uint8, device=run.rows.device)
+            self._wire.encode(pieces, messages[member])
+        return messages
+
+    def _lost(self, run: _Sent, member: int, k: int) -> list[Piece]:
+        """What a member should have got and did not, FP32, times the loss scale."""
+        pieces = [_filled(p, p.flat.to(torch.float32, copy=True)) for p in self._wanted(run, member, k)]
+        self._wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
+        return pieces
+
+    def _exchange(self, messages: Mapping[int, Tensor]) -> Handle[Tensor]:
+        hop, context = self._across, self.context
+        nbytes = next(iter(messages.values())).numel()
+        send = torch.zeros(hop.size, nbytes, dtype=torch.uint8, device=context.device)
+        for member, message in messages.items():
+            send[hop.slots[member]].copy_(message)
+        context.meter.record("sync", hop.domain, (hop.size - 1) * nbytes)
+        received, work = to_each(hop, send)
+        return Handle(work, (), lambda: received)
+
+    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+        """See :meth:`SyncMode.reopen`: what quantization took away stays in the rows, and the residual is spent."""
+        run = self._sent.pop(tuple(spans), None)
+        lost = [] if run is None or self._residual is None else [(m, self._lost(run, m, k)) for m, k in self._others()]
+        super().reopen(shard, spans)
+        rows = shard if self._inner is None else shard[self._inner.index :: self._inner.size]
+        for member, pieces in lost:
+            for piece, target in zip(pieces, self._pieces(rows[member], spans), strict=True):
+                target.flat.copy_(piece.flat)
+        self._paid.add(tuple(spans))
+
+    def commit(self, skipped: bool) -> None:
+        """Take over the residuals of this step, or forget it."""
+        sent, self._sent = self._sent, {}
+        self._paid.clear()
+        if skipped or self._residual is None:
+            return
+        for run in sent.values():
+            for member, k in self._others():
+                residual = self._pieces(self._residual[k], run.spans)
+                for piece, target in zip(self._lost(run, member, k), residual, strict=True):
+                    target.flat.copy_(piece.flat.div_(run.scale))
+
+    @property
+    def residual(self) -> Tensor | None:
+        """FP32 ``[other members, F]``: what this rank still owes each, unscaled."""
+        return self._residual
+
+    def state_bytes(self) -> int:
+        """Bytes of the residual."""
+        return 0 if self._residual is None else self._residual.nbytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The residual."""
+        return {} if self._residual is None else {"residual": self._residual}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`SyncMode.load_state_dict`."""
+        if self._residual is None:
+            return super().load_state_dict(state)
+        if not state:
+            self._residual.zero_()
+            return
+        if set(state) != {"residual"} or state["residual"].shape != self._residual.shape:
+            shapes = {name: tuple(value.shape) for name, value in state.items()}
+            raise ValueError(f"quantized sync needs a residual of {tuple(self._residual.shape)}, not {shapes}")
+        self._residual.copy_(state["residual"])
+
+
+def _filled(like: Piece, flat: Tensor) -> Piece:
+    """A piece of the same shape with other contents."""
+    return Piece(flat, like.rows, like.columns, like.stride)
+
+
+@build_mode.register
+def _(config: QuantizedSync, context: SyncContext) -> Quantized:
+    return Quantized(config, context)
