@@ -2,10 +2,10 @@
  *
  * A GPU for tests: the kernels' source, compiled by an ordinary C++17 compiler, runs on the CPU thread by thread.
  *
- * Each thread of a thread block is a fiber, run until it waits (barrier, shuffle, ballot) or ends. What it emulates are
+ * Each thread of a thread block is a fiber, run until it waits (barrier, shuffle, ballot) or ends. What is emulated are
  * the rules: a collective goes on when all 32 lanes (64 for wider ones) wait at the same line of source with the same
- * arguments, a barrier when the whole thread block does; anything else ends the launch with zt_emulation_error. Wave size
- * (32 or 64) and the order in which fibers run are settings, so that tests see code that depends on either; vector
+ * arguments, a barrier when the whole thread block does; anything else ends the launch with zt_emulation_error. Wave
+ * size (32 or 64) and the order in which fibers run are settings, so that tests see code that depends on either; vector
  * accesses must be aligned. Not emulated: memory ordering, lanes that run at once (a race shows only if an order of
  * fibers makes it matter), speed, a compiler's registers. One launch at a time.
  */
@@ -82,7 +82,8 @@ inline int zt_emulation_lane() { return zt_emulation_machine().thread % zt_emula
 
 inline void zt_emulation_fail(const char *what, int line) {
     zt_emulation_state &m = zt_emulation_machine();
-    if (!m.error[0]) snprintf(m.error, sizeof m.error, "block %u thread %d line %d: %s", m.block.x, m.thread, line, what);
+    if (m.error[0]) return;
+    snprintf(m.error, sizeof m.error, "block %u thread %d line %d: %s", m.block.x, m.thread, line, what);
 }
 
 /* From a fiber to the scheduler and, when what it waits for has come, back. */
@@ -133,10 +134,10 @@ inline void zt_emulation_exchange(int first, int count) {
     for (int i = 0; i < count; i++) ballot |= (uint64_t)(lanes[i].value != 0) << i;
     for (int i = 0; i < count; i++) {
         const zt_emulation_wait &wait = lanes[i].wait;
-        const int base = i & ~(wait.width - 1), within = i & (wait.width - 1);
+        const int base = i & ~(wait.width - 1), within = i & (wait.width - 1), other = within ^ wait.argument;
         int from = i;
         if (wait.kind == ZT_SHUFFLE) from = base + (wait.argument & (wait.width - 1));
-        if (wait.kind == ZT_SHUFFLE_XOR && (within ^ wait.argument) < wait.width) from = base + (within ^ wait.argument);
+        if (wait.kind == ZT_SHUFFLE_XOR && other < wait.width) from = base + other;
         if (wait.kind == ZT_SHUFFLE_UP && within >= wait.argument) from = i - wait.argument;
         lanes[i].result = lanes[from].value;
         /* The other half of a wave of 64 is elsewhere: its bits are nobody's to use. */
@@ -189,7 +190,8 @@ inline bool zt_emulation_block(char *stacks, size_t stack_bytes) {
 inline bool zt_emulation_run(std::function<void()> body, unsigned grid, int threads) {
     zt_emulation_state &m = zt_emulation_machine();
     const size_t stack_bytes = 1 << 16, all = stack_bytes * (size_t)threads;
-    char *stacks = (char *)mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *stacks = (char *)mmap(nullptr, all, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (stacks == (char *)MAP_FAILED) return false;
     m.error[0] = 0;
     m.body = body;

@@ -86,7 +86,7 @@ static inline int zt_clear(void *data, int64_t nbytes, void *stream) {
 #endif
 }
 
-/* -- Collectives of aligned groups of `width` lanes, a power of two up to 32 ---------------------------------------- */
+/* -- Collectives of aligned groups of `width` lanes, a power of two up to 32 --------------------------------------- */
 
 #if defined(__HIPCC__)
 ZT_DEVICE uint32_t zt_shuffle(uint32_t value, int lane, int width) { return __shfl((int)value, lane, width); }
@@ -122,6 +122,18 @@ ZT_DEVICE float zt_mul(float a, float b) { return a * b; }
 ZT_DEVICE float zt_div(float a, float b) { return a / b; }
 #endif
 
+/* The bits of `word` in `mask`, those of `flip` among them inverted, and the bits of `rest`, which are not in `mask`.
+ * In one instruction: nvcc has to be told; AMD's, which has no such xor, shares the inversion among a word's masks. */
+ZT_DEVICE uint32_t zt_masked(uint32_t word, uint32_t mask, uint32_t flip, uint32_t rest) {
+#if defined(__CUDA_ARCH__)
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(out) : "r"(word), "r"(mask), "r"((flip & mask) ^ rest));
+    return out;
+#else
+    return ((word ^ flip) & mask) | rest;
+#endif
+}
+
 template <typename To, typename From> ZT_DEVICE To zt_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "another type of the same bits");
     To to;
@@ -129,7 +141,7 @@ template <typename To, typename From> ZT_DEVICE To zt_bits(From from) {
     return to;
 }
 
-/* -- Sixteen-bit floats, two in a word: the first in the low half ---------------------------------------------------- */
+/* -- Sixteen-bit floats, two in a word: the first in the low half -------------------------------------------------- */
 
 ZT_DEVICE float zt_from_bf16(uint32_t bits) { return zt_bits<float>(bits << 16); }
 
@@ -161,14 +173,32 @@ ZT_DEVICE uint32_t zt_to_bf16(float value) {
 ZT_DEVICE uint32_t zt_to_bf16x2(float first, float second) { return zt_to_bf16(first) | zt_to_bf16(second) << 16; }
 #endif
 
-/* -- Device memory. Everything is read once or twice: loads ask not to stay in the caches --------------------------- */
+/* -- Device memory. Everything is read once or twice: loads ask not to stay in the caches -------------------------- */
 
 #if defined(__CUDACC__) && !defined(__HIPCC__)
 template <typename T> ZT_DEVICE T zt_load(const void *from) { return __ldcs((const T *)from); }
 template <typename T> ZT_DEVICE void zt_store(void *to, T value) { __stwb((T *)to, value); }
 #elif defined(__HIPCC__)
-template <typename T> ZT_DEVICE T zt_load(const void *from) { return *(const T *)from; }
-template <typename T> ZT_DEVICE void zt_store(void *to, T value) { *(T *)to = value; }
+/* Through pointers to global memory, which only built-in types have: generic ones would take slower instructions. */
+#define ZT_GLOBAL __attribute__((address_space(1)))
+typedef uint32_t zt_native2 __attribute__((ext_vector_type(2)));
+typedef uint32_t zt_native4 __attribute__((ext_vector_type(4)));
+template <typename T> ZT_DEVICE T zt_load(const void *from) { return *(const ZT_GLOBAL T *)from; }
+template <> __device__ __forceinline__ uint2 zt_load(const void *from) {
+    const zt_native2 v = *(const ZT_GLOBAL zt_native2 *)from;
+    return make_uint2(v.x, v.y);
+}
+template <> __device__ __forceinline__ uint4 zt_load(const void *from) {
+    const zt_native4 v = *(const ZT_GLOBAL zt_native4 *)from;
+    return make_uint4(v.x, v.y, v.z, v.w);
+}
+template <typename T> ZT_DEVICE void zt_store(void *to, T value) { *(ZT_GLOBAL T *)to = value; }
+template <> __device__ __forceinline__ void zt_store(void *to, uint2 v) {
+    *(ZT_GLOBAL zt_native2 *)to = zt_native2{v.x, v.y};
+}
+template <> __device__ __forceinline__ void zt_store(void *to, uint4 v) {
+    *(ZT_GLOBAL zt_native4 *)to = zt_native4{v.x, v.y, v.z, v.w};
+}
 #else
 template <typename T> ZT_DEVICE T zt_load(const void *from) {
     T value;

@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Count sketches on GPUs; zero_topo/quant/sparse_reference.py, Note [Count sketch], says what they are. Sums are made in
- * the reference's order: no result depends on the order in which threads run.
+ * Count sketches on GPUs; zero_topo/quant/sparse_reference.py, Note [Count sketch], says what they are. Sums are made
+ * in the reference's order: no result depends on the order in which threads run.
  */
 #include "zt_gpu_units.h"
 
@@ -22,7 +22,7 @@ struct zt_sketch_arguments {
     int64_t *left;
 };
 
-/* -- Insertion -------------------------------------------------------------------------------------------------------- */
+/* -- Insertion ----------------------------------------------------------------------------------------------------- */
 
 /* Up to ZT_SKETCH_GROUP rows of one third of the sketch. */
 struct zt_row_group {
@@ -48,7 +48,8 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
     __shared__ uint32_t shared[ZT_THREADS / 32], found[ZT_THREADS];
     const int64_t tiles = (zt_row_groups(a.rows, 0) + zt_row_groups(a.rows, 1) + zt_row_groups(a.rows, 2)) * ZT_SLICES;
     const int t = threadIdx.x;
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int64_t step = gridDim.x;
+    for (int64_t tile = blockIdx.x; tile < tiles; tile += step) {
         const zt_row_group group = zt_row_group_of(a.rows, tile / ZT_SLICES);
         const int64_t lane = tile % ZT_SLICES * ZT_THREADS + t;
         for (int r = 0; r < ZT_SKETCH_GROUP; r++) sums[r][t] = 0.0f;
@@ -66,7 +67,8 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
                 for (int k = 0; k < 4; k++) {
                     const uint32_t entry = i + k < count ? found[i + k] : 0;
                     const int64_t element = (base + (entry & 255)) * ZT_SKETCH_LANES + lane;
-                    values[k] = i + k < count && element < a.n ? zt_bits<float>(zt_load<uint32_t>(a.in + element)) : 0.0f;
+                    const bool exists = i + k < count && element < a.n;
+                    values[k] = exists ? zt_bits<float>(zt_load<uint32_t>(a.in + element)) : 0.0f;
                 }
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
@@ -82,7 +84,7 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
     }
 }
 
-/* -- Peeling ---------------------------------------------------------------------------------------------------------- */
+/* -- Peeling ------------------------------------------------------------------------------------------------------- */
 
 /* The flags of 32 blocks of a lane. */
 ZT_DEVICE uint32_t zt_load_flags(const zt_sketch_arguments &a, int64_t lane, int64_t word) {
@@ -134,8 +136,8 @@ ZT_DEVICE zt_places zt_places_of(const zt_sketch_arguments &a, int64_t block) {
     return places;
 }
 
-/* Visits the 32 blocks of a word in ascending order, a thread each; returns those that became known. Blocks that are not
- * alone now but come to be by a later one's being known wait for the next pass, as in the reference. */
+/* Visits the 32 blocks of a word in ascending order, a thread each; returns those that became known. Blocks that are
+ * not alone now but come to be by a later one's being known wait for the next pass, as in the reference. */
 ZT_DEVICE uint32_t zt_peel_word(const zt_sketch_arguments &a, int64_t lane, int64_t word, uint32_t unknown) {
     const int t = threadIdx.x;
     const int64_t block = word * 32 + t;
@@ -184,7 +186,7 @@ ZT_DEVICE void zt_guess(const zt_sketch_arguments &a, int64_t lane, int64_t bloc
     a.x[block * ZT_SKETCH_LANES + lane] = zt_median(guess[0], guess[1], guess[2]);
 }
 
-/* One lane of the sketch for each thread block of 32: they share its words, 32 at a time, and then each word's blocks. */
+/* One lane of the sketch for each thread block of 32, who share its words, 32 at a time, and then a word's blocks. */
 ZT_KERNEL(32) zt_peel_kernel(ZT_ARGUMENTS zt_sketch_arguments a) {
     const int t = threadIdx.x;
     for (int64_t lane = blockIdx.x; lane < ZT_SKETCH_LANES; lane += gridDim.x) {
@@ -214,7 +216,7 @@ ZT_KERNEL(32) zt_peel_kernel(ZT_ARGUMENTS zt_sketch_arguments a) {
     }
 }
 
-/* -- On the host ------------------------------------------------------------------------------------------------------- */
+/* -- On the host --------------------------------------------------------------------------------------------------- */
 
 static int zt_sketch_size_is_bad(int64_t n, int64_t rows) { return n < 0 || rows < 3 || rows > 0x7fffffff; }
 

@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * The sparse modes on GPUs: bit masks and selection by a threshold, as in zero_topo/quant/sparse_reference.py. Picks come
- * in ascending order, whatever the order in which threads run.
+ * The sparse modes on GPUs: bit masks and selection by a threshold, as in zero_topo/quant/sparse_reference.py. Picks
+ * come in ascending order, whatever the order in which threads run.
  */
 #include "zt_gpu_units.h"
 
@@ -26,7 +26,7 @@ struct zt_above_arguments {
     int32_t dtype;
 };
 
-/* -- Masks ------------------------------------------------------------------------------------------------------------- */
+/* -- Masks --------------------------------------------------------------------------------------------------------- */
 
 /* Four bytes of 0 or 1 are gathered into four bits, and back, by one product whose terms do not meet. */
 ZT_DEVICE uint32_t zt_gather(uint32_t word) { return word * 0x01020408u >> 24 & 15; }
@@ -61,11 +61,11 @@ ZT_KERNEL(ZT_THREADS) zt_mask_unpack_kernel(ZT_ARGUMENTS zt_mask_arguments a) {
     }
 }
 
-/* -- Selection --------------------------------------------------------------------------------------------------------- */
+/* -- Selection ----------------------------------------------------------------------------------------------------- */
 
 /* Reads the unit at element `begin`; which of its elements exist and reach the threshold, as bits. */
 ZT_DEVICE uint32_t zt_above(const zt_above_arguments &a, int64_t begin, float *v) {
-    const int bytes = a.dtype == ZT_FP32 ? 4 : 2;
+    const int bytes = zt_bytes_of(a.dtype);
     const char *from = a.x + begin * bytes;
     if (a.n - begin >= ZT_UNIT && zt_aligned16(from)) {
         if (a.dtype == ZT_FP32)
@@ -89,7 +89,8 @@ ZT_DEVICE uint32_t zt_above(const zt_above_arguments &a, int64_t begin, float *v
 
 ZT_KERNEL(ZT_THREADS) zt_count_kernel(ZT_ARGUMENTS zt_above_arguments a) {
     __shared__ uint32_t shared[ZT_THREADS / 32];
-    for (int64_t chunk = blockIdx.x; chunk < zt_gpu_partials(a.n); chunk += gridDim.x) {
+    const int64_t step = gridDim.x;
+    for (int64_t chunk = blockIdx.x; chunk < zt_gpu_partials(a.n); chunk += step) {
         const int64_t begin = chunk * ZT_GPU_CHUNK + threadIdx.x * ZT_UNIT;
         float v[ZT_UNIT];
         uint32_t total, mine = __popc(zt_above(a, begin, v));
@@ -101,7 +102,8 @@ ZT_KERNEL(ZT_THREADS) zt_count_kernel(ZT_ARGUMENTS zt_above_arguments a) {
 
 ZT_KERNEL(ZT_THREADS) zt_compact_kernel(ZT_ARGUMENTS zt_above_arguments a) {
     __shared__ uint32_t shared[ZT_THREADS / 32];
-    for (int64_t chunk = blockIdx.x; chunk < zt_gpu_partials(a.n); chunk += gridDim.x) {
+    const int64_t step = gridDim.x;
+    for (int64_t chunk = blockIdx.x; chunk < zt_gpu_partials(a.n); chunk += step) {
         int64_t first = a.offsets[chunk]; /* the same for all threads, as is what follows */
         if (first >= a.capacity) continue;
         for (int half = 0; half < 2; half++) {
@@ -114,7 +116,7 @@ ZT_KERNEL(ZT_THREADS) zt_compact_kernel(ZT_ARGUMENTS zt_above_arguments a) {
             for (int k = 0; k < ZT_UNIT; k++) {
                 if (!(bits >> k & 1) || at >= a.capacity) continue;
                 a.indices[at] = begin + k;
-                zt_store_element(a.values + at * (a.dtype == ZT_FP32 ? 4 : 2), a.dtype, v[k]);
+                zt_store_element(a.values + at * zt_bytes_of(a.dtype), a.dtype, v[k]);
                 at++;
             }
             first += total;
@@ -122,7 +124,7 @@ ZT_KERNEL(ZT_THREADS) zt_compact_kernel(ZT_ARGUMENTS zt_above_arguments a) {
     }
 }
 
-/* -- On the host ------------------------------------------------------------------------------------------------------- */
+/* -- On the host --------------------------------------------------------------------------------------------------- */
 
 static int zt_launch_mask(void (*kernel)(zt_mask_arguments), zt_mask_arguments a, void *stream) {
     if (a.n < 0 || (a.n > 0 && (!a.mask || !a.bits))) return ZT_BAD_SIZE;

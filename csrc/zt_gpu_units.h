@@ -1,15 +1,15 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Eight neighbouring values of a message, a unit, are what one lane handles at a time: where they lie in the pieces, and
- * how they are read, written, and decoded from a message.
+ * Eight neighbouring values of a message, a unit, are what one lane handles at a time: where they lie in the pieces,
+ * and how they are read, written, and decoded from a message.
  *
  * Note [Units]
  *     A unit is 16 bytes of FP16 or BF16, 32 of FP32, 8 of INT8 and 4 of INT4. Lane l of the `lanes` that share a wire
- *     block has units l, l + lanes, l + 2 lanes ... of it, so neighbouring lanes touch neighbouring memory. A block that
- *     lies in one run of one piece (a row, as far as it exists), aligned to 16 bytes, is read and written by vectors,
- *     all loads first. Otherwise each unit finds its own place: by vectors or single elements within one run, element by
- *     element where a run ends inside it. Those loops are rolled, values moving through registers, because an array
- *     with a computed index would lie in slow local memory.
+ *     block has units l, l + lanes, l + 2 lanes ... of it, so neighbouring lanes touch neighbouring memory. A block
+ *     that lies in one run of one piece (a row, as far as it exists), aligned to 16 bytes, is read and written by
+ *     vectors, all loads first. Otherwise each unit finds its own place: by vectors or single elements within one run,
+ *     element by element where a run ends inside it. Those loops are rolled, values moving through registers, because
+ *     an array with a computed index would lie in slow local memory.
  *
  * Note [Exact tricks]
  *     Placing an unsigned field of b bits at bit k of the word whose exponent gives bit k the weight 1 makes the float
@@ -48,6 +48,8 @@ struct zt_run {
     int dtype;
 };
 
+ZT_DEVICE int zt_bytes_of(int dtype) { return dtype == ZT_FP32 ? 4 : 2; }
+
 ZT_DEVICE zt_run zt_find(const zt_gpu_pieces &pieces, int64_t element) {
     if (element >= pieces.numel) return {nullptr, ZT_UNIT, 0, ZT_FP32}; /* the padding of the last block */
     int at = 0;
@@ -58,18 +60,18 @@ ZT_DEVICE zt_run zt_find(const zt_gpu_pieces &pieces, int64_t element) {
         else
             past = middle;
     }
-    const zt_gpu_piece &piece = pieces.piece[at];
+    const zt_gpu_piece piece = pieces.piece[at];
+    const int dtype = pieces.dtype[at];
     const int64_t i = element - piece.start, columns = piece.columns;
     int64_t row = 0;
     if (i >= columns) /* 64-bit divisions are slow, and most pieces are one run or small */
         row = (uint64_t)i >> 32 ? i / columns : (int64_t)((uint32_t)i / (uint32_t)columns);
     const int64_t column = i - row * columns, offset = row * piece.row_stride + column;
-    const int dtype = pieces.dtype[at];
     const int64_t left = columns - column, exist = piece.limit - offset;
-    return {piece.data + offset * (dtype == ZT_FP32 ? 4 : 2), left, exist < left ? exist : left, dtype};
+    return {piece.data + offset * zt_bytes_of(dtype), left, exist < left ? exist : left, dtype};
 }
 
-/* -- Elements and units in memory ------------------------------------------------------------------------------------ */
+/* -- Elements and units in memory ---------------------------------------------------------------------------------- */
 
 ZT_DEVICE float zt_load_element(const char *from, int dtype) {
     if (dtype == ZT_FP32) return zt_bits<float>(zt_load<uint32_t>(from));
@@ -118,16 +120,20 @@ template <int DTYPE> ZT_DEVICE void zt_store_unit(char *to, const float *v) {
     if (DTYPE == ZT_FP32) zt_store<uint4>(to + 16, uint4{words[4], words[5], words[6], words[7]});
 }
 
-/* -- The units of one lane ------------------------------------------------------------------------------------------- */
+/* -- The units of one lane ----------------------------------------------------------------------------------------- */
 
 /* Where a lane's units lie: of the block that begins at element `first`, units lane, lane + lanes, ... */
 struct zt_place {
-    int64_t first;
+    uint64_t first;
     int32_t lane, lanes;
 };
 
-/* From the beginning of the block, in elements: at most 2048. */
-ZT_DEVICE int zt_unit_offset(zt_place place, int unit) { return (unit * place.lanes + place.lane) * ZT_UNIT; }
+/* Which of the block's units is the lane's u-th, and where it begins: in elements from the beginning of the block. */
+ZT_DEVICE int zt_unit_of(zt_place place, int u) { return u * place.lanes + place.lane; }
+ZT_DEVICE int zt_unit_offset(zt_place place, int u) { return zt_unit_of(place, u) * ZT_UNIT; }
+
+/* Where a block begins in a message: a unit takes BITS bytes. */
+template <int BITS> ZT_DEVICE int64_t zt_packed_offset(zt_place place) { return place.first / ZT_UNIT * BITS; }
 
 /* Moves the first K of N values to the end. */
 template <int K, int N> ZT_DEVICE void zt_rotate(float *v) {
@@ -141,7 +147,7 @@ template <int K, int N> ZT_DEVICE void zt_rotate(float *v) {
 }
 
 ZT_DEVICE void zt_step(zt_run &run) {
-    run.data += run.dtype == ZT_FP32 ? 4 : 2;
+    run.data += zt_bytes_of(run.dtype);
     run.left--;
     run.present--;
 }
@@ -157,7 +163,7 @@ ZT_DEVICE void zt_load_unit_anywhere(const zt_gpu_pieces &pieces, int64_t elemen
             zt_load_unit<ZT_FP16>(run.data, v);
     } else if (run.present >= ZT_UNIT) {
 #pragma unroll
-        for (int k = 0; k < ZT_UNIT; k++) v[k] = zt_load_element(run.data + k * (run.dtype == ZT_FP32 ? 4 : 2), run.dtype);
+        for (int k = 0; k < ZT_UNIT; k++) v[k] = zt_load_element(run.data + k * zt_bytes_of(run.dtype), run.dtype);
     } else {
 #pragma unroll 1
         for (int k = 0; k < ZT_UNIT; k++, zt_step(run)) {
@@ -179,7 +185,7 @@ ZT_DEVICE void zt_store_unit_anywhere(const zt_gpu_pieces &pieces, int64_t eleme
             zt_store_unit<ZT_FP16>(run.data, v);
     } else if (run.present >= ZT_UNIT) {
 #pragma unroll
-        for (int k = 0; k < ZT_UNIT; k++) zt_store_element(run.data + k * (run.dtype == ZT_FP32 ? 4 : 2), run.dtype, v[k]);
+        for (int k = 0; k < ZT_UNIT; k++) zt_store_element(run.data + k * zt_bytes_of(run.dtype), run.dtype, v[k]);
     } else {
 #pragma unroll 1
         for (int k = 0; k < ZT_UNIT; k++, zt_step(run)) {
@@ -193,20 +199,27 @@ ZT_DEVICE void zt_store_unit_anywhere(const zt_gpu_pieces &pieces, int64_t eleme
 template <int UNITS, int DTYPE> ZT_DEVICE void zt_load_run(const char *data, zt_place place, float *v) {
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
-        zt_load_unit<DTYPE>(data + zt_unit_offset(place, u) * (DTYPE == ZT_FP32 ? 4 : 2), v + u * ZT_UNIT);
+        zt_load_unit<DTYPE>(data + zt_unit_offset(place, u) * zt_bytes_of(DTYPE), v + u * ZT_UNIT);
 }
 
-/* v is what to add to if `accumulate`, what to write otherwise. */
+/* Two units at a time: registers do not hold what is read of all. */
 template <int UNITS, int DTYPE> ZT_DEVICE void zt_store_run(char *data, zt_place place, float *v, bool accumulate) {
-    if (accumulate) {
-        float before[UNITS * ZT_UNIT];
-        zt_load_run<UNITS, DTYPE>(data, place, before);
 #pragma unroll
-        for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = zt_add(before[k], v[k]);
+    for (int first = 0; first < UNITS; first += 2) {
+        char *to[2];
+#pragma unroll
+        for (int u = 0; u < 2; u++) to[u] = data + zt_unit_offset(place, first + u) * zt_bytes_of(DTYPE);
+        float *now = v + first * ZT_UNIT;
+        if (accumulate) {
+            float before[2 * ZT_UNIT];
+            zt_load_unit<DTYPE>(to[0], before);
+            zt_load_unit<DTYPE>(to[1], before + ZT_UNIT);
+#pragma unroll
+            for (int k = 0; k < 2 * ZT_UNIT; k++) now[k] = zt_add(before[k], now[k]);
+        }
+        zt_store_unit<DTYPE>(to[0], now);
+        zt_store_unit<DTYPE>(to[1], now + ZT_UNIT);
     }
-#pragma unroll
-    for (int u = 0; u < UNITS; u++)
-        zt_store_unit<DTYPE>(data + zt_unit_offset(place, u) * (DTYPE == ZT_FP32 ? 4 : 2), v + u * ZT_UNIT);
 }
 
 /* Whether all units of all lanes may be read and written by vectors. */
@@ -216,7 +229,7 @@ ZT_DEVICE bool zt_is_one_run(zt_run run, zt_place place, int units) {
 
 /* Reads the values of a lane's units, v[ZT_UNIT * UNITS]; what does not exist is 0. */
 template <int UNITS> ZT_DEVICE void zt_load_units(const zt_gpu_pieces &pieces, zt_place place, float *v) {
-    const zt_run run = zt_find(pieces, place.first);
+    const zt_run run = zt_find(pieces, (int64_t)place.first);
     if (zt_is_one_run(run, place, UNITS)) {
         if (run.dtype == ZT_FP32)
             zt_load_run<UNITS, ZT_FP32>(run.data, place, v);
@@ -228,7 +241,7 @@ template <int UNITS> ZT_DEVICE void zt_load_units(const zt_gpu_pieces &pieces, z
     }
 #pragma unroll 1
     for (int u = 0; u < UNITS; u++) {
-        zt_load_unit_anywhere(pieces, place.first + zt_unit_offset(place, u), v);
+        zt_load_unit_anywhere(pieces, (int64_t)place.first + zt_unit_offset(place, u), v);
         zt_rotate<ZT_UNIT, UNITS * ZT_UNIT>(v);
     }
 }
@@ -236,7 +249,7 @@ template <int UNITS> ZT_DEVICE void zt_load_units(const zt_gpu_pieces &pieces, z
 /* Writes or adds them where they exist; v is used up. */
 template <int UNITS>
 ZT_DEVICE void zt_store_units(const zt_gpu_pieces &pieces, zt_place place, float *v, bool accumulate) {
-    const zt_run run = zt_find(pieces, place.first);
+    const zt_run run = zt_find(pieces, (int64_t)place.first);
     if (zt_is_one_run(run, place, UNITS)) {
         if (run.dtype == ZT_FP32)
             zt_store_run<UNITS, ZT_FP32>(run.data, place, v, accumulate);
@@ -248,7 +261,7 @@ ZT_DEVICE void zt_store_units(const zt_gpu_pieces &pieces, zt_place place, float
     }
 #pragma unroll 1
     for (int u = 0; u < UNITS; u++) {
-        const int64_t element = place.first + zt_unit_offset(place, u);
+        const int64_t element = (int64_t)place.first + zt_unit_offset(place, u);
         if (accumulate) {
             float before[ZT_UNIT];
             zt_load_unit_anywhere(pieces, element, before);
@@ -260,13 +273,13 @@ ZT_DEVICE void zt_store_units(const zt_gpu_pieces &pieces, zt_place place, float
     }
 }
 
-/* -- Units in messages ----------------------------------------------------------------------------------------------- */
+/* -- Units in messages --------------------------------------------------------------------------------------------- */
 
 /* Where the planes of a message lie. */
 struct zt_planes {
     zt_wire_spec spec;
     int64_t blocks, numel;
-    int64_t scales, zero_points; /* bytes from the beginning of the message */
+    int64_t values_end, scales, zero_points, nbytes; /* bytes from the beginning of the message */
 };
 
 /* The bytes of a unit of INT8 or INT4, as they lie. */
@@ -286,14 +299,13 @@ template <int BITS> ZT_DEVICE zt_packed<BITS> zt_load_packed(const uint8_t *from
 /* The values of a unit as integers in floats; from -128 (or -8) on, or from 0 on if not SIGNED. */
 template <int BITS, bool SIGNED> ZT_DEVICE void zt_unpack(zt_packed<BITS> packed, float *q) {
     const uint32_t field = (1u << BITS) - 1, bias = 1u << (BITS - 1), per_word = 32 / BITS;
-    const float unwanted = SIGNED ? (float)bias : 0.0f;
+    const uint32_t flip = BITS == 4 ? 0x88888888u : 0x80808080u; /* two's complement -> biased */
 #pragma unroll
     for (unsigned k = 0; k < ZT_UNIT; k++) {
-        const uint32_t word = packed.word[k / per_word] ^ (BITS == 4 ? 0x88888888u : 0x80808080u);
-        const uint32_t at = k % per_word * BITS, shift = at & 15;
-        const uint32_t half = at < 16 ? word : word >> 16;
-        q[k] = zt_sub(zt_bits<float>((half & field << shift) | (150 - shift) << 23),
-                      (float)(1u << (23 - shift)) + unwanted);
+        const uint32_t word = packed.word[k / per_word], at = k % per_word * BITS, shift = at & 15;
+        const float unwanted = (float)(1u << (23 - shift)) + (SIGNED ? (float)bias : 0.0f);
+        const uint32_t bits = zt_masked(at < 16 ? word : word >> 16, field << shift, flip, (150 - shift) << 23);
+        q[k] = zt_sub(zt_bits<float>(bits), unwanted);
     }
 }
 
@@ -331,7 +343,7 @@ template <int BITS> ZT_DEVICE void zt_store_packed(uint8_t *to, zt_packed<BITS> 
         zt_store<uint2>(to, uint2{packed.word[0], packed.word[1]});
 }
 
-/* -- Thread blocks -------------------------------------------------------------------------------------------------- */
+/* -- Thread blocks ------------------------------------------------------------------------------------------------- */
 
 /* The sum of the values of the threads before this one; *total is that of all. `shared` has a place for each 32. */
 ZT_DEVICE uint32_t zt_scan(uint32_t value, uint32_t *shared, uint32_t *total) {

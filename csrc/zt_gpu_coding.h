@@ -1,0 +1,161 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * Blocks in the registers of the lanes that share them: finding scales, quantizing, and summing messages up.
+ */
+#ifndef ZT_GPU_CODING_H
+#define ZT_GPU_CODING_H
+
+#include "zt_gpu_units.h"
+
+#define ZT_NAN 0x7fc00000u
+#define ZT_INFINITY 0x7f800000u
+#define ZT_SMALLEST 0x0d800000u /* 2^-100; blocks below it are zero */
+
+struct zt_gpu_messages {
+    const uint8_t *data[ZT_GPU_MESSAGES];
+    int32_t count;
+};
+
+/* A float's bits as an integer that sorts as the float does (-0 below 0, NaN outermost), and back. */
+ZT_DEVICE int32_t zt_sortable(uint32_t bits) {
+    return (int32_t)(bits ^ ((uint32_t)((int32_t)bits >> 31) & 0x7fffffffu));
+}
+
+struct zt_extremes {
+    uint32_t scale; /* bits */
+    zt_coder coder;
+};
+
+/* Scale and inverse for values in a span of `width` (bits, not negative) that becomes 0..levels. */
+ZT_DEVICE zt_extremes zt_scaled(uint32_t width, float levels) {
+    if (width >= ZT_INFINITY) return {ZT_NAN, {0.0f, 0.0f, 0}};
+    if (width < ZT_SMALLEST) return {0, {0.0f, 0.0f, ~0u}};
+    const float span = zt_bits<float>(width);
+    return {zt_bits<uint32_t>(zt_div(span, levels)), {0.0f, zt_div(levels, span), ~0u}};
+}
+
+template <int N, bool SYMMETRIC> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
+    if (SYMMETRIC) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
+            most = size > most ? size : most;
+        }
+        for (int by = lanes / 2; by > 0; by /= 2) {
+            const uint32_t other = zt_shuffle_xor(most, by, lanes);
+            most = other > most ? other : most;
+        }
+        return zt_scaled(most, (float)((1 << (bits - 1)) - 1));
+    }
+    int32_t low = 0x7fffffff, high = -0x7fffffff - 1;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int32_t key = zt_sortable(zt_bits<uint32_t>(v[k]));
+        low = key < low ? key : low;
+        high = key > high ? key : high;
+    }
+    for (int by = lanes / 2; by > 0; by /= 2) {
+        const int32_t lower = (int32_t)zt_shuffle_xor((uint32_t)low, by, lanes);
+        const int32_t higher = (int32_t)zt_shuffle_xor((uint32_t)high, by, lanes);
+        low = lower < low ? lower : low;
+        high = higher > high ? higher : high;
+    }
+    /* Adding 0 makes a zero point of -0 one of 0. */
+    const float zero = zt_add(zt_bits<float>((uint32_t)zt_sortable((uint32_t)low)), 0.0f);
+    const float top = zt_bits<float>((uint32_t)zt_sortable((uint32_t)high));
+    const uint32_t span = zt_bits<uint32_t>(zt_sub(top, zero)) & 0x7fffffffu;
+    zt_extremes extremes = zt_scaled(span, (float)((1 << bits) - 1));
+    extremes.coder.zero = extremes.coder.keep ? zero : 0.0f;
+    return extremes;
+}
+
+template <int UNITS, int BITS, bool SYMMETRIC>
+ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, uint8_t *message) {
+    message += zt_packed_offset<BITS>(place);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        zt_store_packed<BITS>(message + zt_unit_of(place, u) * BITS, zt_pack<BITS, SYMMETRIC>(v + u * ZT_UNIT, coder));
+}
+
+/* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
+template <int UNITS, bool SYMMETRIC>
+ZT_DEVICE void zt_encode(const float *v, zt_place place, int64_t block, zt_planes planes, uint8_t *message) {
+    const int bits = planes.spec.bits;
+    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, SYMMETRIC>(v, place.lanes, bits);
+    if (block >= planes.blocks) return;
+    if (bits == 8)
+        zt_store_block<UNITS, 8, SYMMETRIC>(v, place, extremes.coder, message);
+    else
+        zt_store_block<UNITS, 4, SYMMETRIC>(v, place, extremes.coder, message);
+    if (place.lane != 0) return;
+    zt_store<uint32_t>(message + planes.scales + block * ZT_WIRE_SCALE_BYTES, extremes.scale);
+    if (!SYMMETRIC)
+        zt_store<uint32_t>(message + planes.zero_points + block * ZT_WIRE_SCALE_BYTES,
+                           zt_bits<uint32_t>(extremes.coder.zero));
+}
+
+/* Adds a lane's units of MANY messages to v, in their order, after reading them all. */
+template <int MANY, int UNITS, int BITS, bool SYMMETRIC>
+ZT_DEVICE void zt_add_messages(const uint8_t *const *messages, zt_planes planes, zt_place place, int64_t block,
+                               float *v) {
+    zt_packed<BITS> packed[MANY][UNITS];
+    float scale[MANY], zero[MANY];
+#pragma unroll
+    for (int i = 0; i < MANY; i++) {
+        const uint8_t *values = messages[i] + zt_packed_offset<BITS>(place);
+        const uint8_t *scales = messages[i] + planes.scales + block * ZT_WIRE_SCALE_BYTES;
+        scale[i] = zt_bits<float>(zt_load<uint32_t>(scales));
+        zero[i] = SYMMETRIC ? 0.0f : zt_bits<float>(zt_load<uint32_t>(scales + (planes.zero_points - planes.scales)));
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) packed[i][u] = zt_load_packed<BITS>(values + zt_unit_of(place, u) * BITS);
+    }
+#pragma unroll
+    for (int i = 0; i < MANY; i++) {
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            float q[ZT_UNIT];
+            zt_unpack<BITS, SYMMETRIC>(packed[i][u], q);
+#pragma unroll
+            for (int k = 0; k < ZT_UNIT; k++) {
+                const float product = zt_mul(q[k], scale[i]), value = SYMMETRIC ? product : zt_add(product, zero[i]);
+                v[u * ZT_UNIT + k] = zt_add(v[u * ZT_UNIT + k], value);
+            }
+        }
+    }
+}
+
+/* v = the sum of a lane's units over the messages, in their order. */
+template <int UNITS, int BITS, bool SYMMETRIC>
+ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, zt_planes planes, zt_place place, int64_t block, float *v) {
+    const int ahead = UNITS == 2 ? 4 : UNITS == 4 ? 2 : 1;
+#pragma unroll
+    for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
+    int i = 0;
+#pragma unroll 1
+    for (; i + ahead <= messages.count; i += ahead)
+        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages.data + i, planes, place, block, v);
+#pragma unroll 1
+    for (; i < messages.count; i++)
+        zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages.data + i, planes, place, block, v);
+}
+
+template <int N> ZT_DEVICE void zt_multiply(float *v, float factor) {
+    if (factor == 1.0f) return;
+#pragma unroll
+    for (int k = 0; k < N; k++) v[k] = zt_mul(v[k], factor);
+}
+
+/* Zeros for the padding of the last block: `present` values of this one exist. */
+template <int UNITS> ZT_DEVICE void zt_clear_beyond(float *v, zt_place place, int64_t present) {
+    if (present >= place.lanes * (UNITS * ZT_UNIT)) return;
+#pragma unroll 1
+    for (int u = 0; u < UNITS; u++) {
+#pragma unroll
+        for (int k = 0; k < ZT_UNIT; k++)
+            if (zt_unit_offset(place, u) + k >= present) v[k] = 0.0f;
+        zt_rotate<ZT_UNIT, UNITS * ZT_UNIT>(v);
+    }
+}
+
+#endif /* ZT_GPU_CODING_H */
