@@ -8,7 +8,7 @@ Note [Arithmetic contract]
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
     type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
     Asymmetric: ``lo = min``, ``span = max - min`` (the zero padding of the tail takes part), scale = span / (2**b - 1),
-    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo; a span below 2**-100 gives
+    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo + 0.0 (never -0.0); a span below 2**-100 gives
     scale 0, a span that is Inf or NaN gives scale NaN and q = 0.
 """
 
@@ -141,7 +141,7 @@ def _asymmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor, Tensor
     scale = (span / levels).masked_fill_(tiny, 0.0).masked_fill_(bad, torch.nan)
     inverse = (levels / span).masked_fill_(tiny, 0.0)
     q = blocks.sub_(lo[:, None]).mul_(inverse[:, None]).round_().clamp_(0, top).sub_(spec.levels + 1)
-    return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale, lo.masked_fill(bad, 0.0)
+    return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale, lo.masked_fill(bad, 0.0).add_(0.0)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:

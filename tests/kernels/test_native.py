@@ -1,0 +1,80 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The compiled module that the engine loads, behind its torch binding: the reference's bits, on one and two threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.kernels import golden
+from zero_topo.quant.native import Native, load
+from zero_topo.quant.ops import BackendUnavailable, Quantizer
+from zero_topo.quant.pieces import FLOATS
+from zero_topo.quant.reference import Total
+from zero_topo.quant.spec import BlockSpec
+
+SOME = [f for f in golden.FEW_FORMATS if f.spec.symmetric or f.dtype == torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    """The kernels for this processor; compiled here if no one has yet."""
+    try:
+        return load(torch.device("cpu"))
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """That many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("fmt", SOME, ids=str)
+def test_every_operation_gives_the_references_bits(native: Native, fmt: golden.Format) -> None:
+    """Arguments arrive in the kernels as they were given."""
+    golden.check_quantize(native, fmt)
+    golden.check_dequantize(native, fmt)
+    golden.check_reduce(native, fmt, sources=(3,))
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False)], ids=str)
+def test_sums_are_quantized_again(native: Native, spec: BlockSpec) -> None:
+    """As the operation above, without a detour through memory."""
+    golden.check_requantize(native, spec)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: torch.dtype) -> None:
+    """Large enough to be split: several million values, an odd number."""
+    golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), numels=[3_000_001])
+    golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), numels=[2_000_003])
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_sparse_operations_give_the_references_values(native: Native) -> None:
+    """Masks, picks and sketches."""
+    golden.check_masks(native)
+    for dtype in FLOATS:
+        golden.check_selection(native, dtype)
+    golden.check_sketch(native)
+    x = golden.values(300_001, torch.float32, 2)
+    indices, picked = torch.empty(300_001, dtype=torch.int64), torch.empty(300_001)
+    found = int(native.compact_above(x, 0.5, indices, picked))
+    assert torch.equal(indices[:found], (x.abs() >= 0.5).nonzero()[:, 0])
+
+
+def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:
+    """A message of the wrong size is not read: the binding says which rule it breaks."""
+    short = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="zero_topo kernels: "):
+        native.requantize([short], BlockSpec(8), BlockSpec(8), torch.zeros(384, dtype=torch.uint8), Total(3))
+    with pytest.raises(ValueError, match="384 contiguous bytes"):
+        Quantizer("native", native).dequantize(short, BlockSpec(8), torch.empty(3))
