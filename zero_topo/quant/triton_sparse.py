@@ -1,0 +1,310 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The sparse modes' operations as Triton kernels, and what all Triton kernels here share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = tl.constexpr(2048)
+LANES = tl.constexpr(1024)
+# Lanes of a program that peels, by one wave of 32 or 64 threads. The interpreter takes as long for more of them.
+PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
+
+
+class _Picks(NamedTuple):
+    """Where selected elements go: the running count at each chunk's end, and room for so many."""
+
+    ends: Tensor
+    indices: Tensor
+    room: int
+
+
+class _Places(NamedTuple):
+    """Rows (int32) and signs (FP32) of a sketch's blocks, ``[3, blocks]``."""
+
+    rows: Tensor
+    signs: Tensor
+    blocks: int
+
+
+class _Peeling(NamedTuple):
+    """The state of one peeling."""
+
+    counts: Tensor
+    unresolved: Tensor
+    found: Tensor
+    left: Tensor
+
+
+class _Sorted(NamedTuple):
+    """Which of the places are in each row, blocks ascending: ``order[starts[row] : starts[row + 1]]``."""
+
+    order: Tensor
+    starts: Tensor
+
+
+def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
+    """Start programs on the device of their first argument, a tensor or what begins with one.
+
+    Products and sums are not contracted.
+    """
+    with torch.cuda.device_of(target if isinstance(target, Tensor) else target[0]):
+        kernel[(programs,)](target, *arguments, num_warps=warps, enable_fp_fusion=False)
+
+
+def mask_pack(mask: Tensor, bits: Tensor) -> None:
+    """Booleans ``[n]`` -> bytes ``[ceil(n / 8)]``."""
+    n = mask.numel()
+    launch(_mask_pack, triton.cdiv(n, CHUNK.value), bits, mask.view(torch.uint8), n)
+
+
+def mask_unpack(bits: Tensor, mask: Tensor) -> None:
+    """And back."""
+    n = mask.numel()
+    launch(_mask_unpack, triton.cdiv(n, CHUNK.value), mask.view(torch.uint8), bits, n)
+
+
+def count_above(x: Tensor, threshold: float) -> Tensor:
+    """How many ``|x[i]| >= threshold``, int64 ``[1]``."""
+    return _counts(x, threshold).sum().view(1)
+
+
+def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
+    """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
+    ends = _counts(x, threshold).cumsum(0)
+    launch(_compact_above, ends.numel(), values, x, x.numel(), threshold, _Picks(ends, indices, indices.numel()))
+    return ends[-1:]
+
+
+def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
+    """FP32 ``[n]`` -> its count sketch ``[rows, 1024]``.
+
+    A program sums one row. Which blocks go there it reads from a list, sorted, so that sums have the reference's order.
+    """
+    rows = sketch.shape[0]
+    places = _places(x, seed, rows)
+    found, order = places.rows.view(-1).sort(stable=True)
+    starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=found.dtype, device=x.device))
+    launch(_sketch_insert, rows, sketch, x, x.numel(), places, _Sorted(order, starts))
+
+
+def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
+    """And back, given the mask; how many elements were only estimated, int64 ``[1]``.
+
+    A program peels ``PART`` lanes, block after block as the reference does; lanes know nothing of one another.
+    """
+    places = _places(out, seed, sketch.shape[0])
+    unresolved = torch.zeros(places.blocks * LANES.value, dtype=torch.uint8, device=out.device)
+    mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
+    counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
+    left = torch.empty(LANES.value // PART.value, dtype=torch.int64, device=out.device)
+    state = _Peeling(counts, unresolved, out.zero_(), left)
+    launch(_sketch_peel, left.numel(), sketch, state, places, warps=1)
+    return left.sum().view(1)
+
+
+def _counts(x: Tensor, threshold: float) -> Tensor:
+    """Of each chunk, int64 ``[chunks]``."""
+    counts = torch.empty(triton.cdiv(x.numel(), CHUNK.value), dtype=torch.int64, device=x.device)
+    launch(_count_above, counts.numel(), counts, x, x.numel(), threshold)
+    return counts
+
+
+def _places(x: Tensor, seed: int, rows: int) -> _Places:
+    blocks = triton.cdiv(x.numel(), LANES.value)
+    at = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
+    signs = torch.empty(3, blocks, device=x.device)
+    signed = (seed + 2**63) % 2**64 - 2**63
+    launch(_hash, triton.cdiv(3 * blocks, LANES.value), at, signs, blocks, rows, signed)
+    return _Places(at, signs, blocks)
+
+
+@triton.jit
+def loaded(pointers: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> tl.tensor:
+    """What exists, zero elsewhere; without masks, which keep loads from taking 16 bytes at once, if all does."""
+    return tl.load(pointers) if whole else tl.load(pointers, mask=exists, other=0)
+
+
+@triton.jit
+def widened(x: tl.tensor) -> tl.tensor:
+    """FP32, exactly; bfloat16 is its upper half."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _mask_pack(bits: tl.tensor, mask: tl.tensor, n: int) -> None:
+    """A chunk of bytes 0 or 1 -> bits."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    byte = begin // 8 + tl.arange(0, CHUNK // 8)
+    bit = tl.arange(0, 8)[None, :]
+    element = byte[:, None] * 8 + bit
+    flags = loaded(mask + element, element < n, begin + CHUNK <= n).to(tl.int32)
+    tl.store(bits + byte, tl.sum(flags << bit, axis=1).to(tl.uint8), mask=byte * 8 < n)
+
+
+@triton.jit
+def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
+    """Bits -> a chunk of bytes 0 or 1."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    byte = begin // 8 + tl.arange(0, CHUNK // 8)
+    bit = tl.arange(0, 8)[None, :]
+    element = byte[:, None] * 8 + bit
+    packed = tl.load(bits + byte, mask=byte * 8 < n, other=0).to(tl.int32)
+    flags = ((packed[:, None] >> bit) & 1).to(tl.uint8)
+    if begin + CHUNK <= n:
+        tl.store(mask + element, flags)
+    else:
+        tl.store(mask + element, flags, mask=element < n)
+
+
+@triton.jit
+def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
+    """A chunk's elements: indices, values, and which have a large magnitude, as int32; NaN never has."""
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    element = begin + tl.arange(0, CHUNK)
+    values = loaded(x + element, element < n, begin + CHUNK <= n)
+    large = (tl.abs(widened(values)) >= threshold) & (element < n)
+    return element, values, large.to(tl.int32)
+
+
+@triton.jit
+def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> None:
+    """A chunk's count."""
+    _, _, large = _above(x, n, threshold)
+    tl.store(counts + tl.program_id(0), tl.sum(large, axis=0))
+
+
+@triton.jit
+def _compact_above(kept: tl.tensor, x: tl.tensor, n: int, threshold: float, picks: _Picks) -> None:
+    """A chunk's large elements, to where those of the chunks before end."""
+    element, values, large = _above(x, n, threshold)
+    begin = tl.load(picks.ends + tl.program_id(0)) - tl.sum(large, axis=0)
+    place = tl.cumsum(large, axis=0) - 1
+    writes = (large != 0) & (place < tl.minimum(picks.room - begin, CHUNK).to(tl.int32))
+    tl.store(picks.indices + begin + place, element, mask=writes)
+    tl.store(kept + begin + place, values, mask=writes)
+
+
+@triton.jit
+def _mix(z: tl.tensor) -> tl.tensor:
+    """The finalizer of MurmurHash3, uint64."""
+    z = (z ^ (z >> 33)) * 0xFF51AFD7ED558CCD
+    z = (z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53
+    return z ^ (z >> 33)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) -> None:
+    """Row and sign of each block in each third of the sketch."""
+    index = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    third, block = index // blocks, index % blocks
+    steps = (3 * block + third + 1).to(tl.uint64)
+    mixed = _mix(tl.cast(seed, tl.int64).to(tl.uint64) + steps * 0x9E3779B97F4A7C15)
+    first, past = third * rows // 3, (third + 1) * rows // 3
+    row = first + (((mixed & 0xFFFFFFFF) * (past - first).to(tl.uint64)) >> 32).to(tl.int64)
+    tl.store(at + index, row.to(tl.int32), mask=third < 3)
+    tl.store(signs + index, tl.where((mixed >> 63) == 1, -1.0, 1.0), mask=third < 3)
+
+
+@triton.jit
+def _sketch_insert(sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, by_row: _Sorted) -> None:
+    """One row: the sum of its blocks, ascending."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float32)
+    for position in tl.range(tl.load(by_row.starts + row), tl.load(by_row.starts + row + 1)):
+        place = tl.load(by_row.order + position)
+        element = place % places.blocks * LANES + lane
+        total += tl.load(places.signs + place) * tl.load(x + element, mask=element < n, other=0.0)
+    tl.store(sketch + row * LANES + lane, total)
+
+
+@triton.jit
+def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
+    """Some lanes: count what is unresolved in each row, resolve in passes, estimate the rest.
+
+    A barrier after each block: the next may share its rows, and a lane may change its thread.
+    """
+    lane = _lanes()
+    for block in tl.range(places.blocks):
+        here = tl.load(state.unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
+        for third in tl.static_range(3):
+            cell, _ = _cell(places, third, block)
+            tl.store(state.counts + cell, tl.load(state.counts + cell) + here)
+        tl.debug_barrier()
+    resolved = 1
+    while resolved > 0:
+        resolved = 0
+        for block in tl.range(places.blocks):
+            resolved += _visit(sketch, state, places, block)
+            tl.debug_barrier()
+    left = 0
+    for block in tl.range(places.blocks):
+        element = tl.cast(block, tl.int64) * LANES + lane
+        here = tl.load(state.unresolved + element).to(tl.int32)
+        a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
+        tl.store(state.found + element, _middle(a, b, c), mask=here != 0)
+        left += tl.sum(here, axis=0)
+    tl.store(state.left + tl.program_id(0), left)
+
+
+@triton.jit
+def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> tl.tensor:
+    """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; how many.
+
+    The row that gave the value is not read again, so it does not matter that the value is taken out of it too.
+    """
+    lane = _lanes()
+    element = tl.cast(block, tl.int64) * LANES + lane
+    here = tl.load(state.unresolved + element) != 0
+    known = lane < 0
+    if tl.max(here.to(tl.int32), axis=0) > 0:
+        value = tl.zeros((PART,), tl.float32)
+        for third in tl.static_range(3):
+            cell, sign = _cell(places, third, block)
+            alone = here & ~known & (tl.load(state.counts + cell) == 1)
+            value = tl.where(alone, sign * tl.load(sketch + cell), value)
+            known = known | alone
+        tl.store(state.found + element, value, mask=known)
+        tl.store(state.unresolved + element, 0, mask=known)
+        for third in tl.static_range(3):
+            cell, sign = _cell(places, third, block)
+            tl.store(state.counts + cell, tl.load(state.counts + cell) - 1, mask=known)
+            tl.store(sketch + cell, tl.load(sketch + cell) - sign * value, mask=known)
+    return tl.sum(known.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _lanes() -> tl.tensor:
+    """The program's lanes, ``[PART]``."""
+    return tl.program_id(0) * PART + tl.arange(0, PART)
+
+
+@triton.jit
+def _cell(places: _Places, third: int, block: int) -> tl.tuple:
+    """Where a block lies in a third of the sketch: offsets ``[PART]``, and its sign."""
+    place = third * places.blocks + block
+    return tl.load(places.rows + place).to(tl.int64) * LANES + _lanes(), tl.load(places.signs + place)
+
+
+@triton.jit
+def _says(sketch: tl.tensor, places: _Places, third: int, block: int) -> tl.tensor:
+    """The value of an element by one row, ``[PART]``."""
+    cell, sign = _cell(places, third, block)
+    return sign * tl.load(sketch + cell)
+
+
+@triton.jit
+def _middle(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    """The median; NaN if one is."""
+    ALL: tl.constexpr = tl.PropagateNan.ALL
+    upper = tl.minimum(tl.maximum(a, b, propagate_nan=ALL), c, propagate_nan=ALL)
+    return tl.maximum(tl.minimum(a, b, propagate_nan=ALL), upper, propagate_nan=ALL)
