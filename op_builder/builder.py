@@ -29,6 +29,7 @@ logger = logging.getLogger("zero_topo.op_builder")
 
 BINDING = "zt_binding.cpp"
 COMMON = (BINDING, "zt_error.cpp")
+SHARED = ("zt_kernels.h", "zt_wire.h")
 # No contraction of a product and a sum into one rounding: every backend gives the same bits.
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 CUDA_ARCHITECTURES = "8.0;9.0"
@@ -121,7 +122,8 @@ class TopoBuilder(OpBuilder):
     def recipe(self, verbose: bool = False) -> jit.Recipe:
         """What to compile, and how."""
         flags = (*self.cxx_args(), *self.nvcc_args(), torch.__version__, str(torch.compiled_with_cxx11_abi()))
-        sources = tuple(Path(source) for source in self.sources())
+        headers = [path for path in source_dir().glob("*.h") if path.name in SHARED or path.name.startswith(self.name)]
+        sources = (*(Path(source) for source in self.sources()), *headers)
         return jit.Recipe(self.name, sources, flags, lambda directory: self._compile(directory, verbose))
 
     def _compile(self, directory: Path, verbose: bool) -> None:
@@ -140,7 +142,7 @@ class TopoBuilder(OpBuilder):
                 verbose=verbose,
             )
         except (RuntimeError, OSError) as error:
-            lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
+            lines = [line for line in str(error).splitlines() if "error: " in line] or str(error).splitlines()
             raise jit.BuildError(f"{self.name} does not compile: {lines[0]}; its build is in {directory}") from error
 
     def with_cuda(self) -> bool:

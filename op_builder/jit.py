@@ -41,7 +41,7 @@ class Recipe:
 
     Attributes:
         name: of the module.
-        sources: files to compile; headers beside them count for the hash.
+        sources: files to compile, and the headers they include.
         flags: of the compilers, and whatever else should lead to another build.
         compile: called as ``compile(directory)``; leaves ``name.so`` there.
     """
@@ -54,8 +54,7 @@ class Recipe:
     def key(self) -> str:
         """Hash of everything the module depends on."""
         digest = hashlib.sha256("\0".join(self.flags).encode())
-        headers = {path for source in self.sources for path in source.parent.glob("*.h")}
-        for path in sorted({*self.sources, *headers}):
+        for path in sorted(self.sources):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:16]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,9 @@ class World:
     config: ResolvedConfig
     numels: tuple[int, ...] = NUMELS
 
-    def engine(self, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -> Stage3:
+    def engine(
+        self, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20, loss_scale: Callable[[], float] = lambda: 1.0
+    ) -> Stage3:
         """This rank's engine, weights still zero."""
         return Stage3(
             self.config,
@@ -37,7 +40,7 @@ class World:
                 scatter_dtype=dtype,
                 accumulation_dtype=dtype,
                 bucket_numel=chunk,
-                loss_scale=lambda: 1.0,
+                loss_scale=loss_scale,
             ),
         )
 

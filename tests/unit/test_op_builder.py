@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from zero_topo.op_builder import jit, source_dir
-from zero_topo.op_builder.builder import BUILDERS, CPUBuilder, GPUBuilder
+from zero_topo.op_builder.builder import BUILDERS, SHARED, CPUBuilder, GPUBuilder
 
 SOURCE = """
 #include <Python.h>
@@ -124,6 +124,14 @@ def test_builders_name_files_that_exist() -> None:
     named = {Path(source).name for kind in BUILDERS for source in kind().sources()}
     there = {path.name for path in source_dir().iterdir() if path.suffix in (".cpp", ".cu")}
     assert named == there
+
+
+def test_a_header_that_changes_means_another_module() -> None:
+    """Each header is of one builder or of all, so that the hash covers what is compiled and nothing else."""
+    builders = [kind() for kind in BUILDERS]
+    for header in source_dir().glob("*.h"):
+        owners = [builder.name for builder in builders if header in builder.recipe().sources]
+        assert owners == ([b.name for b in builders] if header.name in SHARED else [header.name[:6]]), header.name
 
 
 def test_deepspeed_does_not_take_our_builders_for_its_own() -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import singledispatch
 
-from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.cost.volume import Workload
+from zero_topo.config import ROLES, QuantizedSync, ResolvedConfig
+from zero_topo.cost.volume import Workload, sync_hops
+from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
+RESIDUAL_BYTES = 4  # FP32
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
 
 
@@ -30,17 +33,33 @@ def memory_bytes(
         optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
 
     Returns:
-        Role -> bytes. An unquantized secondary inside the weight shard is a view of it and costs nothing.
+        Role -> bytes; "residual" only if sync keeps one. An unquantized secondary inside the weight shard is a view
+        of it and costs nothing.
     """
     plan = config.plan
     shards = [plan.shard_numel(m) for m in work.numels]
     columns, n = sum(shards), plan.world_size
-    return {
+    held = {
         "weights": n // plan.weights * columns * work.itemsize,
         "secondary": _secondary_bytes(config, shards, work.itemsize),
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
+    kept = residual_elements(config.sync, plan) * columns * RESIDUAL_BYTES
+    return {**held, "residual": kept} if kept else held
+
+
+@singledispatch
+def residual_elements(mode: object, plan: Plan) -> int:
+    """World shards of FP32 residual that a mode of sync keeps on a rank; dispatches on the mode's settings."""
+    return 0
+
+
+@residual_elements.register
+def _(mode: QuantizedSync, plan: Plan) -> int:
+    """One row for each other member of the hop across nodes."""
+    lo, hi = sync_hops(plan)[1]
+    return hi // lo - 1 if mode.error_feedback else 0
 
 
 def padding_bytes(

@@ -8,8 +8,8 @@ Note [Arithmetic contract]
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
     type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
     Asymmetric: ``lo = min``, ``span = max - min`` (the zero padding of the tail takes part), scale = span / (2**b - 1),
-    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo + 0.0 (never -0.0); a span below 2**-100 gives
-    scale 0, a span that is Inf or NaN gives scale NaN and q = 0.
+    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo + 0.0 (never -0.0); a span
+    below 2**-100 gives scale 0, a span that is Inf or NaN gives scale NaN and q = 0.
 """
 
 from __future__ import annotations

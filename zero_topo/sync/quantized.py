@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -35,8 +36,9 @@ class _Sent:
     """What one run of parameters sent in this step, until the step is decided.
 
     Attributes:
-        spans: their columns.
-        rows: what was to be sent, ``[members, columns]`` of the gradient shard or of the node's sum.
+        spans: their columns of a gradient shard.
+        rows: what was to be sent, ``[members, ...]``: the gradient shard itself, or a table of these columns alone.
+        places: their columns of ``rows``.
         messages: ``[members, bytes]``, by member.
         scale: the loss scale in both.
         owing: whether the residual was added to the rows.
@@ -44,6 +46,7 @@ class _Sent:
 
     spans: tuple[Span, ...]
     rows: Tensor
+    places: tuple[Span, ...]
     messages: Mapping[int, Tensor]
     scale: float
     owing: bool
@@ -57,6 +60,10 @@ class Quantized(SyncMode):
     3. the owner adds the messages, in tree order, to its own row in FP32;
     4. if optimizer shards are replicated: gather hop back to them, unquantized;
     5. after the step: residual = rows + residual - dequantized messages. See Note [Error feedback].
+
+    Attributes:
+        across: the hop over which messages are quantized.
+        wire: their format.
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
@@ -65,65 +72,72 @@ class Quantized(SyncMode):
         self._spec = config.spec
         hops = mesh.route(plan.gradients, plan.world_size).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self._across: Hop = hops[-1]
+        self.across: Hop = hops[-1]
         self._down = mesh.route(plan.optimizer, plan.world_size)
         self._dense = Wire(context.quantizer, None, context.dtype)
-        self._wire = Wire(context.quantizer, config.spec, context.dtype)
+        self.wire = Wire(context.quantizer, config.spec, context.dtype)
         self._residual: Tensor | None = None
-        if config.error_feedback and self._across.size > 1:
-            self._residual = torch.zeros(self._across.size - 1, context.columns, device=context.device)
+        if config.error_feedback and self.across.size > 1:
+            self._residual = torch.zeros(self.across.size - 1, context.columns, device=context.device)
         self._sent: dict[tuple[Span, ...], _Sent] = {}
         self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """See :meth:`SyncMode.start`."""
-        if self._across.group is None:
+        if self.across.group is None:
             return Handle(None, (), lambda: None)
-        rows, own_row = self._rows(shard, spans)
+        rows, places = self._rows(shard, spans)
         owing = self._residual is not None and tuple(spans) not in self._paid
-        run = _Sent(tuple(spans), rows, {}, scale, owing)
+        run = _Sent(tuple(spans), rows, places, {}, scale, owing)
         run = replace(run, messages=self._encode(run))
         across = self._exchange(run.messages)
         self._sent[run.spans] = run
 
         def finish() -> None:
             received = across.wait()
-            others = [received[slot] for member, slot in enumerate(self._across.slots) if member != self._across.index]
-            own = span_pieces(own_row, spans, self._spec.block_size)
-            self._wire.reduce(others, own, Reduce(accumulate=True))
-            self._spread(shard, own_row, spans)
+            others = [received[slot] for member, slot in enumerate(self.across.slots) if member != self.across.index]
+            own = self._pieces(rows[self.across.index], places)
+            self.wire.reduce(others, own, Reduce(accumulate=True))
+            self._settle(shard, run)
 
         return Handle(None, (), finish)
 
-    def _rows(self, shard: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """What the members of the hop across shall get, and this rank's own row of it, ``[1, F]``."""
-        if self._inner is None:
-            return shard, shard[self._across.index][None]
+    def _rows(self, shard: Tensor, spans: Sequence[Span]) -> tuple[Tensor, tuple[Span, ...]]:
+        """What the members of the hop across shall get, and which columns of it."""
+        if self._inner is None and self._down.size == 1:
+            return shard, tuple(spans)
+        ends = accumulate((end - begin for begin, end in spans), initial=0)
+        places = tuple(pairwise(ends))
+        rows = shard.new_zeros(self.across.size, places[-1][1], dtype=torch.float32)
+        if self._inner is None:  # what is sent back would overwrite rows that are needed until the step is decided
+            for (begin, end), (first, past) in zip(spans, places, strict=True):
+                rows[:, first:past] = shard[:, begin:end]
+            return rows, places
         size = self._inner.size
-        rows = shard.new_zeros(self._across.size, shard.shape[1], dtype=torch.float32)
         parts = [span_pieces(shard[member::size], spans) for member in range(size)]
-        sums = Sums(span_pieces(rows, spans), self.context.meter, "sync")
+        sums = Sums(span_pieces(rows, places), self.context.meter, "sync")
         reduce_scatter(self._inner, parts, self._dense, sums).wait()
-        return rows, rows[self._across.index][None]
+        return rows, places
 
-    def _spread(self, shard: Tensor, own_row: Tensor, spans: Sequence[Span]) -> None:
+    def _settle(self, shard: Tensor, run: _Sent) -> None:
+        """Put the own row where it belongs, and bring it to the ranks that hold copies of it."""
         plan = self.context.plan
-        own = plan.row(self.context.mesh.rank, plan.gradients)
-        if self._inner is not None:
-            for begin, end in spans:
-                shard[own, begin:end] = own_row[0, begin:end]
-        spread_back(self.context, self._down, [span_pieces(row[None], spans) for row in shard], self._dense)
+        if run.rows is not shard:
+            own = plan.row(self.context.mesh.rank, plan.gradients)
+            for (begin, end), (first, past) in zip(run.spans, run.places, strict=True):
+                shard[own, begin:end] = run.rows[self.across.index, first:past]
+        spread_back(self.context, self._down, [span_pieces(row[None], run.spans) for row in shard], self._dense)
 
     def _others(self) -> list[tuple[int, int]]:
         """(member, row of the residual) of every other member."""
-        return [(member, k) for k, member in enumerate(m for m in range(self._across.size) if m != self._across.index)]
+        return [(member, k) for k, member in enumerate(m for m in range(self.across.size) if m != self.across.index)]
 
     def _pieces(self, row: Tensor, spans: Sequence[Span]) -> list[Piece]:
         return span_pieces(row[None], spans, self._spec.block_size)
 
     def _wanted(self, run: _Sent, member: int, k: int) -> list[Piece]:
         """What a member should get if nothing were lost: the rows, plus the residual if that is due."""
-        pieces = self._pieces(run.rows[member], run.spans)
+        pieces = self._pieces(run.rows[member], run.places)
         if not run.owing:
             return pieces
         assert self._residual is not None
@@ -135,19 +149,19 @@ class Quantized(SyncMode):
         messages = {}
         for member, k in self._others():
             pieces = self._wanted(run, member, k)
-            nbytes = self._wire.nbytes(total_numel(pieces))
+            nbytes = self.wire.nbytes(total_numel(pieces))
             messages[member] = torch.empty(nbytes, dtype=torch.uint8, device=run.rows.device)
-            self._wire.encode(pieces, messages[member])
+            self.wire.encode(pieces, messages[member])
         return messages
 
     def _lost(self, run: _Sent, member: int, k: int) -> list[Piece]:
         """What a member should have got and did not, FP32, times the loss scale."""
         pieces = [_filled(p, p.flat.to(torch.float32, copy=True)) for p in self._wanted(run, member, k)]
-        self._wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
+        self.wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
         return pieces
 
     def _exchange(self, messages: Mapping[int, Tensor]) -> Handle[Tensor]:
-        hop, context = self._across, self.context
+        hop, context = self.across, self.context
         nbytes = next(iter(messages.values())).numel()
         send = torch.zeros(hop.size, nbytes, dtype=torch.uint8, device=context.device)
         for member, message in messages.items():

@@ -1,0 +1,264 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Delta publish: copies stay bit-identical and close to the masters; overlap and delay change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.worlds import NUMELS, World, load_own_shards, shuffled, world
+from zero_topo.collectives.handle import Handle
+from zero_topo.cost import step_bytes
+from zero_topo.engine.agreement import checksum
+from zero_topo.engine.publish import Publisher
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.topology.presets import emulated
+
+SLOTS = tuple(range(len(NUMELS)))
+PLAIN = {"weights": None, "secondary": None, "gradients": None}
+SCHEMES = ("topo", "zero3", "zero++", "hsdp", "mics")
+
+
+def block(scheme: str = "topo", delta: str | None = "int4", **more: Any) -> dict[str, Any]:
+    """A block whose only quantized phase is publish."""
+    return {"scheme": scheme, "quantize": PLAIN, "publish": {"delta": delta, "block_size": 64}, **more}
+
+
+def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> tuple[Stage3, Tensor]:
+    """An engine with loaded weights, and the FP32 masters of its optimizer rows."""
+    engine = w.engine(dtype, chunk=chunk)
+    load_own_shards(engine, w.params(dtype))
+    return engine, engine.weights.optimizer_rows().float().clone()
+
+
+def masters_of(w: World, rank: int, degree: int, step: int, rate: float) -> Tensor:
+    """The same random walk of FP32 masters for everybody: this rank's rows of a degree."""
+    plan = w.config.plan
+    columns = []
+    for numel in w.numels:
+        generator = torch.Generator().manual_seed(numel)
+        whole = torch.randn(plan.world_size, plan.shard_numel(numel), generator=generator)
+        for s in range(step):
+            walk = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1000 * s + numel))
+            whole = whole + rate * walk
+        whole.view(-1)[numel:] = 0  # padding
+        columns.append(whole[plan.rows(rank, degree)])
+    return torch.cat(columns, dim=1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("delta", ["int8", "int4"])
+@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
+def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta: str, mixed_up: bool) -> None:
+    """Whatever the tree and the scheme: the owner's own view is every replica's, and follows the masters."""
+    machine = emulated(2, 2, 2)
+    w = world(block(scheme, delta), shuffled(machine) if mixed_up else machine)
+    plan = w.config.plan
+
+    def rank_main(rank: int) -> tuple[int, float]:
+        engine, _ = started(w)
+        for step in range(1, 6):
+            engine.weights.publish(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
+        engine.weights.settle()
+        wanted = masters_of(w, rank, plan.weights, 5, 1e-2)
+        return int(checksum(engine.weights.primary)), float((engine.weights.primary - wanted).norm() / wanted.norm())
+
+    results = run_threads(w.size, rank_main)
+    for group in plan.groups(plan.weights, plan.world_size):
+        assert len({results[rank][0] for rank in group}) == 1
+    assert max(error for _, error in results) < 3e-3
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-3)], ids=str)
+def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> None:
+    """Over many steps; in FP32 it falls with the learning rate. An owner that ignored the replica's rounding drifts."""
+    w = world(block("topo", "int4"))
+
+    def rank_main(rank: int) -> list[float]:
+        engine, masters = started(w, dtype)
+        generator = torch.Generator().manual_seed(rank)
+        errors = []
+        for step in range(120):
+            rate = 1e-2 * (0.97**step)
+            masters = masters + rate * torch.randn(masters.shape, generator=generator)
+            engine.weights.publish(masters=masters)
+            engine.weights.settle()
+            rows = engine.weights.optimizer_rows().float()
+            errors.append(float((rows - masters).norm() / masters.norm()))
+        return errors
+
+    for errors in run_threads(w.size, rank_main):
+        assert max(errors) <= limit
+        late, early = sum(errors[-20:]), sum(errors[20:40])
+        assert late <= 1.25 * early if dtype == torch.bfloat16 else late <= 0.3 * early
+
+
+def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: an owner that takes its rounded masters for what others hold lets them drift apart."""
+    w = world(block("topo", "int4"))
+    start = Publisher.start
+
+    def wrong(self: Publisher, slots: range, masters: Tensor | None = None) -> None:
+        start(self, slots, masters)
+        self.settle()
+        assert masters is not None
+        rows = self._layout.subset(self._primary, w.config.plan.weights, w.config.plan.optimizer)
+        begin, end = self._layout.begins[slots[0]], self._layout.spans(slots)[-1][1]
+        rows[:, begin:end].copy_(masters)
+
+    monkeypatch.setattr(Publisher, "start", wrong)
+
+    def rank_main(rank: int) -> float:
+        engine, masters = started(w)
+        generator = torch.Generator().manual_seed(w.config.plan.position(rank))
+        walk = torch.zeros_like(masters)
+        for _ in range(60):
+            walk = walk + 1e-2 * torch.randn(masters.shape, generator=generator)
+            engine.weights.publish(masters=masters + walk)
+            engine.weights.settle()
+        whole = torch.cat(engine.weights.gather(SLOTS, "gather_forward").wait())
+        copies = [torch.empty_like(whole) for _ in range(2)]
+        torch.distributed.all_gather(copies, whole, group=engine.mesh.hop(4, 8).group)
+        return float((copies[0] - copies[1]).norm() / whole.norm())
+
+    assert max(run_threads(w.size, rank_main)) > 5e-3
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero++", "zero3"])
+@pytest.mark.parametrize("delta", [None, "int4"])
+def test_overlap_and_the_size_of_runs_change_no_bit(scheme: str, delta: str | None) -> None:
+    """Publish under the next forward, in any number of runs, gathers what one blocking publish gathers."""
+    found = []
+    for overlap, chunk in ((False, 1 << 20), (True, 1 << 20), (True, 600), (True, 1)):
+        w = world(block(scheme, delta, overlap=overlap))
+
+        def rank_main(rank: int, w: World = w, chunk: int = chunk) -> list[Tensor]:
+            engine, _ = started(w, chunk=chunk)
+            seen = []
+            for step in range(1, 4):
+                publish_step(engine, masters_of(w, rank, w.config.plan.optimizer, step, 1e-2))
+                for slots in [(0, 1), (2,), (4, 3)]:
+                    seen += engine.weights.gather(slots, "gather_forward").wait()
+                seen += engine.weights.gather(SLOTS, "gather_backward").wait()
+            return seen
+
+        found.append(run_threads(w.size, rank_main))
+    for rank_results in zip(*found, strict=True):
+        for tensors in zip(*rank_results, strict=True):
+            assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+def publish_step(engine: Stage3, masters: Tensor) -> None:
+    """What the optimizer does with new masters."""
+    if engine.weights.publishes_differences:
+        engine.weights.publish(masters=masters)
+        return
+    engine.weights.optimizer_rows().copy_(masters)
+    engine.weights.publish()
+
+
+class Late:
+    """A work that delivers only when waited for: until then, the received buffer holds NaN."""
+
+    def __init__(self, work: Any, received: Tensor, poison: Tensor) -> None:
+        self._work, self._received, self._poison = work, received, poison
+
+    def wait(self) -> None:
+        """Deliver."""
+        self._work.wait()
+        self._received.copy_(self._poison)
+
+
+def delayed(to_all: Callable[..., Any]) -> Callable[..., Any]:
+    """An exchange whose messages arrive at the last moment."""
+
+    def slow(hop: Any, message: Tensor) -> Any:
+        received, work = to_all(hop, message)
+        work.wait()
+        arrived = received.clone()
+        received.view(torch.uint8).fill_(255)  # NaN in every floating type
+        return received, Late(Handle(None, (), lambda: None), received, arrived)
+
+    return slow
+
+
+def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is gathered after a step is of that step, however late publish arrives."""
+    from zero_topo.collectives import all_gather
+
+    monkeypatch.setattr(all_gather, "to_all", delayed(all_gather.to_all))
+    w = world(block("topo", None))
+
+    def rank_main(rank: int) -> bool:
+        engine, _ = started(w, torch.float32)
+        good = True
+        for step in range(1, 4):
+            publish_step(engine, masters_of(w, rank, 8, step, 1e-2))
+            for slots in [(3,), (0, 1, 2, 4)]:
+                for slot, whole in zip(slots, engine.weights.gather(slots, "gather_forward").wait(), strict=True):
+                    rows = engine.layout.slot(masters_of(w, rank, 1, step, 1e-2), slot)
+                    good &= torch.equal(whole, rows.reshape(-1)[: NUMELS[slot]])
+        return good
+
+    assert all(run_threads(w.size, rank_main))
+
+
+def test_weights_of_another_version_are_an_error_not_a_stale_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the engine forgot to finish a publish before a gather, the version stamp says so."""
+    w = world(block("topo", None))
+
+    def rank_main(rank: int) -> str:
+        engine, masters = started(w, torch.float32)
+        publish_step(engine, masters + 1.0)
+        publisher = engine.weights._publisher
+        publisher._pending.clear()
+        with pytest.raises(RuntimeError, match="before they were published") as caught:
+            engine.weights.gather(SLOTS, "gather_forward")
+        return str(caught.value)
+
+    assert len(set(run_threads(w.size, rank_main))) == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("delta", [None, "int8", "int4"])
+def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None:
+    """Per domain, for several runs, quantized or not."""
+    w = world(block(scheme, delta))
+
+    def rank_main(rank: int) -> None:
+        engine, masters = started(w, chunk=600)
+        engine.meter.reset_step()
+        publish_step(engine, masters + 0.5)
+        engine.end_step(skipped=False)
+        work = engine.workload((False,) * len(w.numels), 1)
+        expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] == "publish"}
+        engine.weights.settle()
+        engine.meter.end_step()
+        sent = {k: n for k, n in engine.meter.total().items() if k[0] == "publish"}
+        assert sent == expected
+
+    run_threads(w.size, rank_main)
+
+
+def test_held_weights_go_to_a_checkpoint_and_back() -> None:
+    """What all ranks hold is not the masters rounded: a resumed run goes on from the very same weights."""
+    w = world(block("topo", "int4"))
+
+    def rank_main(rank: int) -> bool:
+        engine, _ = started(w)
+        engine.weights.publish(masters=masters_of(w, rank, 8, 3, 1e-2))
+        engine.weights.settle()
+        saved = engine.state_dict()
+        fresh, _ = started(w)
+        row = fresh.weights.primary[fresh.layout.row(2)]
+        row.copy_(masters_of(w, rank, 8, 3, 1e-2)[0])
+        fresh.load_state_dict(saved, row)
+        fresh.restart(row)
+        return torch.equal(fresh.weights.primary, engine.weights.primary)
+
+    assert all(run_threads(w.size, rank_main))
