@@ -21,7 +21,8 @@
 #error "zero_topo's kernels give the same bits everywhere: compile without -ffast-math, with -ffp-contract=off"
 #endif
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(ZT_X86) /* chosen by the compiler's flags */
+#elif defined(__x86_64__) && defined(__GNUC__)
 #define ZT_X86 1
 #else
 #define ZT_X86 0

@@ -23,6 +23,7 @@ struct V {
     using F = __m256;
     using I = __m256i;
     static constexpr int64_t kLanes = 8;
+    static constexpr int kTile = 8;
 
     ZT_INLINE F set(float x) { return _mm256_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -59,16 +60,23 @@ struct V {
         memcpy(p, whole, static_cast<size_t>(n * (D == ZT_FP32 ? 4 : 2)));
     }
 
-    template <int32_t D> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
+    /* a, then b; NAN says that a BF16 may have to be NaN. */
+    template <int32_t D, bool NAN> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
         if (D == ZT_FP32) {
             put(p, _mm256_castps_si256(a), stream);
             put(p + 32, _mm256_castps_si256(b), stream);
         } else if (D == ZT_BF16) {
-            const I mixed = _mm256_packus_epi32(rounded_to_bf16(a), rounded_to_bf16(b));
+            const I mixed = _mm256_packus_epi32(rounded_to_bf16<NAN>(a), rounded_to_bf16<NAN>(b));
             put(p, _mm256_permute4x64_epi64(mixed, 0xd8), stream);
         } else {
             put(p, _mm256_inserti128_si256(_mm256_castsi128_si256(narrowed<D>(a)), narrowed<D>(b), 1), stream);
         }
+    }
+
+    template <int N> ZT_INLINE bool any_nan(const F *x) {
+        F found = _mm256_cmp_ps(x[0], x[1], _CMP_UNORD_Q);
+        for (int i = 2; i < N; i += 2) found = _mm256_or_ps(found, _mm256_cmp_ps(x[i], x[i + 1], _CMP_UNORD_Q));
+        return _mm256_movemask_ps(found) != 0;
     }
 
     /* Larger of two as unsigned numbers of the elements' width. */
@@ -167,15 +175,16 @@ private:
 
     template <int32_t D> ZT_INLINE __m128i narrowed(F x) {
         if (D == ZT_FP16) return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const I halves = rounded_to_bf16(x);
+        const I halves = rounded_to_bf16<true>(x);
         return _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
     }
 
-    /* The BF16 is in the lower half of each lane; a NaN becomes 0x7fc0. */
-    ZT_INLINE I rounded_to_bf16(F x) {
+    /* The BF16 is in the lower half of each lane; a NaN becomes 0x7fc0 if NAN. */
+    template <bool NAN> ZT_INLINE I rounded_to_bf16(F x) {
         const I bits = _mm256_castps_si256(x);
         const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         const I up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        if (!NAN) return _mm256_srli_epi32(up, 16);
         const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
         const F kept = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
         return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);

@@ -20,6 +20,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,popcnt,bmi")
 #endif
 
+#ifndef NT
+#define NT 8
+#endif
 #define ZT_INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -29,6 +32,7 @@ struct V {
     using F = __m512;
     using I = __m512i;
     static constexpr int64_t kLanes = 16;
+    static constexpr int kTile = NT;
 
     ZT_INLINE F set(float x) { return _mm512_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -63,16 +67,22 @@ struct V {
         _mm256_mask_storeu_epi16(p, first, narrowed<D>(x));
     }
 
-    template <int32_t D> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
+    /* a, then b; NAN says that a BF16 may have to be NaN. */
+    template <int32_t D, bool NAN> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
         if (D == ZT_FP32) {
             put(p, _mm512_castps_si512(a), stream);
             put(p + 64, _mm512_castps_si512(b), stream);
-        } else if (D == ZT_BF16) {
-            const I upper_halves = _mm512_add_epi16(_mm512_slli_epi16(counting(), 1), _mm512_set1_epi16(1));
-            put(p, _mm512_permutex2var_epi16(rounded_to_bf16(a), upper_halves, rounded_to_bf16(b)), stream);
+        } else if (D == ZT_BF16 && !NAN) {
+            put(p, rounded_to_bf16(_mm512_castps_si512(a), _mm512_castps_si512(b)), stream);
         } else {
             put(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrowed<D>(a)), narrowed<D>(b), 1), stream);
         }
+    }
+
+    template <int N> ZT_INLINE bool any_nan(const F *x) {
+        uint32_t found = 0;
+        for (int i = 0; i < N; i += 2) found |= _mm512_cmp_ps_mask(x[i], x[i + 1], _CMP_UNORD_Q);
+        return found;
     }
 
     /* Larger of two as unsigned numbers of the elements' width. */
@@ -164,11 +174,6 @@ struct V {
     }
 
 private:
-    ZT_INLINE I counting() {
-        return _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8,
-                                7, 6, 5, 4, 3, 2, 1, 0);
-    }
-
     ZT_INLINE void put(uint8_t *p, I x, bool stream) {
         if (stream) return _mm512_stream_si512(reinterpret_cast<I *>(p), x);
         _mm512_storeu_si512(p, x);
@@ -181,16 +186,22 @@ private:
 
     template <int32_t D> ZT_INLINE __m256i narrowed(F x) {
         if (D == ZT_FP16) return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(x), 16));
+        const I bits = _mm512_castps_si512(x), zero = _mm512_setzero_si512();
+        const __m256i rounded = _mm512_castsi512_si256(rounded_to_bf16(bits, zero));
+        const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        return _mm256_mask_mov_epi16(rounded, nan, _mm256_set1_epi16(0x7fc0));
     }
 
-    /* The BF16 is in the upper half of each lane; a NaN becomes 0x7fc0. */
-    ZT_INLINE I rounded_to_bf16(F x) {
-        const I bits = _mm512_castps_si512(x);
-        const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
-        const I biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-        const I up = _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
-        return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+    /* 32 numbers, none of them NaN. The upper halves, and 1 more where the lower half is above 0x8000, or is that and
+     * the upper half is odd. */
+    ZT_INLINE I rounded_to_bf16(I a, I b) {
+        const I even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22,
+                                        20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const I one = _mm512_set1_epi16(1);
+        const I low = _mm512_permutex2var_epi16(a, even, b);
+        const I high = _mm512_permutex2var_epi16(a, _mm512_or_si512(even, one), b);
+        const I sticky = _mm512_ternarylogic_epi32(low, high, one, 0xf8); /* low | (high & one) */
+        return _mm512_add_epi16(high, _mm512_min_epu16(_mm512_subs_epu16(sticky, _mm512_set1_epi16(-0x8000)), one));
     }
 
     ZT_INLINE I bytes(I a, I b, I c, I d) {

@@ -22,9 +22,19 @@ using zt::Writing;
 
 template <int32_t D> constexpr int64_t kSize = D == ZT_FP32 ? 4 : 2;
 constexpr int64_t kLine = 64;
-constexpr int64_t kAhead = 512;
+#ifndef PF
+#define PF 6144
+#endif
+#ifndef GR
+#define GR 2048
+#endif
+constexpr int64_t kAhead = PF;
+#ifndef PS
+#define PS 16384
+#endif
+constexpr int64_t kSourceAhead = PS;
 /* At most this many elements are measured before they are encoded: they have to stay in the first cache. */
-constexpr int64_t kGroup = 2048;
+constexpr int64_t kGroup = GR;
 
 struct Lesser {
     template <class T> ZT_INLINE T of(T a, T b) { return V::lesser(a, b); }
@@ -126,28 +136,49 @@ ZT_INLINE void encode(const uint8_t *x, int64_t block, float scale, float low, u
     }
 }
 
+/* The blocks that are measured before they are encoded. */
+struct Group {
+    float inverse[kGroup / 64], zero[kGroup / 64];
+    uint32_t bad;
+};
+
 ZT_INLINE void put_floats(uint8_t *out, __m128 x, int64_t n) {
+    if (n == 4) return _mm_storeu_ps(reinterpret_cast<float *>(out), x);
     float four[4];
     _mm_storeu_ps(four, x);
     memcpy(out, four, static_cast<size_t>(4 * n));
 }
 
+/* Measures up to kMost blocks, four at a time, and writes their scales (and zero points). */
+template <int32_t D, int BITS, bool SYM>
+ZT_INLINE Group measure(const uint8_t *x, int64_t block, int64_t blocks, Planes out) {
+    Group group;
+    group.bad = 0;
+    for (int64_t b = 0; b < blocks; b += 4, x += 4 * block * kSize<D>) {
+        const int64_t now = blocks - b < 4 ? blocks - b : 4;
+        const Scaling s = SYM ? measured_symmetric<D, BITS>(x, block, now) : measured_asymmetric<D, BITS>(x, block, now);
+        _mm_storeu_ps(group.inverse + b, s.inverse);
+        _mm_storeu_ps(group.zero + b, s.zero);
+        put_floats(out.scales + 4 * b, s.scale, now);
+        if (!SYM) put_floats(out.zero_points + 4 * b, s.zero, now);
+        group.bad |= static_cast<uint32_t>(s.bad) << b;
+    }
+    return group;
+}
+
 /* Note [Four blocks at once]. */
 template <int32_t D, int BITS, bool SYM>
 void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
-    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8;
-    const int64_t most = block * 4 <= kGroup ? 4 : block * 2 <= kGroup ? 2 : 1;
+    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8, most = kGroup / block;
+    const int64_t ahead = most * bytes + kAhead;
     for (int64_t done = 0; done < blocks; done += most) {
         const int64_t now = blocks - done < most ? blocks - done : most;
-        const Scaling s = SYM ? measured_symmetric<D, BITS>(x, block, now) : measured_asymmetric<D, BITS>(x, block, now);
-        float inverse[4], zero[4];
-        _mm_storeu_ps(inverse, s.inverse);
-        _mm_storeu_ps(zero, s.zero);
-        put_floats(out.scales + 4 * done, s.scale, now);
-        if (!SYM) put_floats(out.zero_points + 4 * done, s.zero, now);
+        const Group group = measure<D, BITS, SYM>(x, block, now, out);
+        out.scales += 4 * now;
+        if (!SYM) out.zero_points += 4 * now;
         for (int64_t b = 0; b < now; ++b, x += bytes, out.values += packed) {
-            encode<D, BITS, SYM>(x, block, inverse[b], zero[b], out.values, stream, most * bytes);
-            if (s.bad & (1 << b)) memset(out.values, 0, static_cast<size_t>(packed));
+            encode<D, BITS, SYM>(x, block, group.inverse[b], group.zero[b], out.values, stream, ahead);
+            if (group.bad >> b & 1) memset(out.values, 0, static_cast<size_t>(packed));
         }
     }
 }
@@ -176,44 +207,56 @@ template <class Q> ZT_INLINE Q meaning(const Terms &terms, const uint8_t *data, 
     return Q::of(float_at(data + terms.scales + 4 * block), zero);
 }
 
-/* All sources' sum of one tile: N vectors that begin at byte `offset` of the values. */
-template <class Q, int BITS, int N> ZT_INLINE void sum_tile(const Terms &terms, int64_t offset, int64_t block, V::F *total) {
+/* One tile of one message: N vectors, which begin at byte `offset`; its successor `ahead` is prefetched. */
+template <class Q, int BITS, int N, bool FIRST>
+ZT_INLINE void add_tile(const Terms &terms, int32_t source, int64_t block, int64_t offset, int64_t ahead, V::F *total) {
     constexpr int64_t step = V::kLanes * BITS / 8;
-    const uint8_t *data = terms.messages[0].data;
-    const Q first = meaning<Q>(terms, data, block);
-    for (int i = 0; i < N; ++i) total[i] = first.at(data + offset + i * step);
-    for (int32_t s = 1; s < terms.count; ++s) {
-        data = terms.messages[s].data;
-        const Q q = meaning<Q>(terms, data, block);
-        __builtin_prefetch(data + offset + kAhead);
-        for (int i = 0; i < N; ++i) total[i] = V::add(total[i], q.at(data + offset + i * step));
-    }
-    for (int i = 0; i < N; ++i) total[i] = Q::in_order(total[i]);
+    const uint8_t *data = terms.messages[source].data, *values = data + offset;
+    const Q q = meaning<Q>(terms, data, block);
+    for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + ahead + line);
+    for (int i = 0; i < N; ++i) total[i] = FIRST ? q.at(values + i * step) : V::add(total[i], q.at(values + i * step));
+}
+
+/* Values -> elements at `out`. */
+template <int32_t D, int N> ZT_INLINE void finish_tile(const Terms &terms, V::F *total, uint8_t *out, Writing how) {
+    constexpr int64_t stride = V::kLanes * kSize<D>;
+    if (terms.factor != 1.0f)
+        for (int k = 0; k < N; ++k) total[k] = V::mul(total[k], V::set(terms.factor));
+    if (how.accumulate)
+        for (int k = 0; k < N; ++k) total[k] = V::add(V::load<D>(out + k * stride), total[k]);
+    if (D == ZT_BF16 && V::any_nan<N>(total))
+        for (int k = 0; k < N; k += 2) V::store_two<D, true>(out + k * stride, total[k], total[k + 1], how.stream);
+    else
+        for (int k = 0; k < N; k += 2) V::store_two<D, false>(out + k * stride, total[k], total[k + 1], how.stream);
 }
 
 template <int32_t D, class Q, int BITS, int N>
 void sum_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     const int64_t block = terms.spec.block_size;
-    const V::F factor = V::set(terms.factor);
+    const int64_t ahead = kSourceAhead / terms.count < kLine ? kLine : kSourceAhead / terms.count;
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
         for (int64_t i = 0; i < block; i += N * V::kLanes, out += N * V::kLanes * kSize<D>) {
+            const int64_t offset = b * (block * BITS / 8) + i * BITS / 8;
             V::F total[N];
-            sum_tile<Q, BITS, N>(terms, (b * block + i) * BITS / 8, b, total);
-            if (terms.factor != 1.0f)
-                for (int k = 0; k < N; ++k) total[k] = V::mul(total[k], factor);
-            if (how.accumulate)
-                for (int k = 0; k < N; ++k) total[k] = V::add(V::load<D>(out + k * V::kLanes * kSize<D>), total[k]);
-            for (int k = 0; k < N; k += 2)
-                V::store_two<D>(out + k * V::kLanes * kSize<D>, total[k], total[k + 1], how.stream);
+            add_tile<Q, BITS, N, true>(terms, 0, b, offset, ahead, total);
+            for (int32_t s = 1; s < terms.count; ++s) add_tile<Q, BITS, N, false>(terms, s, b, offset, ahead, total);
+            for (int k = 0; k < N; ++k) total[k] = Q::in_order(total[k]);
+            finish_tile<D, N>(terms, total, out, how);
         }
     }
 }
 
+template <int32_t D, int N> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
+    const bool symmetric = terms.spec.symmetric;
+    if (terms.spec.bits == 8)
+        return (symmetric ? sum_blocks<D, Bytes<true>, 8, N> : sum_blocks<D, Bytes<false>, 8, N>)(terms, blocks, out, how);
+    return (symmetric ? sum_blocks<D, Nibbles<true>, 4, N> : sum_blocks<D, Nibbles<false>, 4, N>)(terms, blocks, out, how);
+}
+
+/* Tiles are of 64 elements, as the smallest blocks, or of what the registers hold. */
 template <int32_t D> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    constexpr int N = 64 / V::kLanes;
-    const auto function = terms.spec.symmetric
-                              ? (terms.spec.bits == 8 ? sum_blocks<D, Bytes<true>, 8, N> : sum_blocks<D, Nibbles<true>, 4, N>)
-                              : (terms.spec.bits == 8 ? sum_blocks<D, Bytes<false>, 8, N> : sum_blocks<D, Nibbles<false>, 4, N>);
+    constexpr int least = 64 / V::kLanes;
+    const auto function = terms.spec.block_size == 64 ? sum_to<D, least> : sum_to<D, V::kTile>;
     function(terms, blocks, out, how);
 }
 

@@ -12,10 +12,10 @@ import os
 import random
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 class Spec(ctypes.Structure):
     """zt_wire_spec."""
 
-    _fields_ = [("bits", ctypes.c_int32), ("block_size", ctypes.c_int32), ("symmetric", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("bits", ctypes.c_int32), ("block_size", ctypes.c_int32), ("symmetric", ctypes.c_int32)]
 
 
 class CPiece(ctypes.Structure):
     """zt_piece."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("data", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
@@ -57,19 +57,19 @@ class CPiece(ctypes.Structure):
 class Message(ctypes.Structure):
     """zt_message."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]  # noqa: RUF012
+    _fields_ = [("data", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]
 
 
 class Range(ctypes.Structure):
     """zt_range."""
 
-    _fields_ = [("begin", ctypes.c_int64), ("end", ctypes.c_int64)]  # noqa: RUF012
+    _fields_ = [("begin", ctypes.c_int64), ("end", ctypes.c_int64)]
 
 
 class CReduce(ctypes.Structure):
     """zt_reduce."""
 
-    _fields_ = [("factor", ctypes.c_float), ("accumulate", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("factor", ctypes.c_float), ("accumulate", ctypes.c_int32)]
 
 
 _PTR, _I32, _I64, _U64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
@@ -265,7 +265,7 @@ class CpuKernels:
     def _ranges(self, total: int, multiple: int = 1) -> list[Range]:
         inner = sorted(self.random.randrange(total // multiple + 1) * multiple for _ in range(self.cuts - 1))
         ends = [0, *inner, total]
-        ranges = [Range(*pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [Range(*pair) for pair in pairwise(ends)]
         self.random.shuffle(ranges)
         return ranges
 
