@@ -6,9 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from op_builder import source_dir
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.reference import Reduce, Total
 from zero_topo.quant.spec import BlockSpec
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-SOURCES = ("zt_gpu_blocks.cu", "zt_gpu_sketch.cu", "zt_gpu_sparse.cu")
-COMPILE = ["g++", "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-# The switching of stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
-COMPILE += ["-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas"]
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+# Switching stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
+COMPILE = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", *WARNINGS, "-fPIC", "-U_FORTIFY_SOURCE")
+LIBRARY = "libzt_gpu_emulated.so"
 CHUNK = 4096
 MOST_BLOCKS = 1 << 20
 
@@ -98,7 +102,7 @@ SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class GpuLibrary:
-    """A backend over a shared library of the kernels; the functions of `zero_topo.quant.reference` and its sparse sister.
+    """A backend over a shared library of the kernels, with the functions of `zero_topo.quant.reference`.
 
     Attributes:
         library: the loaded library.
@@ -108,17 +112,20 @@ class GpuLibrary:
     library: ctypes.CDLL
     settings: Settings = field(default_factory=Settings)
 
+    def status(self, function: str, *arguments: Any) -> int:
+        """Call a function of the library with the settings of this backend."""
+        s = self.settings
+        self.library.zt_emulation_configure(s.wave, int(s.descending), c_int64(s.most_blocks), c_int64(s.first_block))
+        return int(getattr(self.library, function)(*arguments))
+
     def call(self, name: str, *arguments: Any) -> None:
         """Call ``zt_gpu_<name>`` on the default stream.
 
         Raises:
             KernelError: unless it returns ZT_OK.
         """
-        s = self.settings
-        self.library.zt_emulation_configure(s.wave, int(s.descending), c_int64(s.most_blocks), c_int64(s.first_block))
-        function = getattr(self.library, PREFIX + name)
-        function.argtypes = [*SIGNATURES[name], c_void_p]
-        status = function(*arguments, None)
+        getattr(self.library, PREFIX + name).argtypes = [*SIGNATURES[name], c_void_p]
+        status = self.status(PREFIX + name, *arguments, None)
         if status:
             self.library.zt_emulation_error.restype = c_char_p
             raise KernelError(status, self.library.zt_emulation_error().decode())
@@ -208,18 +215,55 @@ def c_messages(messages: Sequence[Tensor]) -> ctypes.Array[CMessage]:
     return (CMessage * max(1, len(messages)))(*map(c_message, messages))
 
 
-def emulated(directory: Path, change: Callable[[str], str] = str) -> ctypes.CDLL:
-    """Compile the kernels for the emulation and load them.
+@dataclass(frozen=True)
+class Step:
+    """A command of a compiler, run in the directory where its results shall lie.
 
-    Args:
-        directory: where to build.
-        change: applied to the text of each source and header, to test that tests see a mistake.
+    Attributes:
+        words: the command; results have names without a directory.
+        log: file for what it prints.
     """
-    for path in source_dir().glob("zt_*"):
-        if path.suffix in (".h", ".cu"):
-            (directory / path.name).write_text(change(path.read_text()))
-    library = directory / "libzt_gpu_emulated.so"
-    command = [*COMPILE, *(str(directory / name) for name in SOURCES), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+
+    words: tuple[str, ...]
+    log: str
+
+
+def kernel_sources(directory: Path) -> list[Path]:
+    """The kernels' source files."""
+    return sorted(directory.glob("zt_gpu*.cu"))
+
+
+def built(name: str, stages: Sequence[Sequence[Step]], source: Path, cache: Path) -> Path:
+    """The directory in which all steps were run, now or earlier on the same sources; those of a stage side by side.
+
+    Raises:
+        AssertionError: with the compiler's messages, if a step fails.
+    """
+    digest = hashlib.sha256(repr(stages).encode())
+    for path in [*kernel_sources(source), *sorted(source.glob("zt_*.h"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    directory = cache / f"{name}_{digest.hexdigest()[:16]}"
+    if not directory.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch, ThreadPoolExecutor(2) as pool:
+            for stage in stages:
+                list(pool.map(lambda step: _run(step, Path(scratch)), stage))
+            with contextlib.suppress(OSError):  # another process was faster
+                shutil.copytree(scratch, directory)
+    return directory
+
+
+def _run(step: Step, directory: Path) -> None:
+    done = subprocess.run(step.words, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(step.words)}\n{done.stdout}{done.stderr}"
+    (directory / step.log).write_text(done.stdout + done.stderr)
+
+
+def emulated(source: Path, cache: Path) -> ctypes.CDLL:
+    """The kernels in a directory, compiled for the emulation unless the cache has them, and loaded."""
+    files = kernel_sources(source)
+    compiles = [
+        Step((*COMPILE, "-x", "c++", "-c", str(path), "-o", f"{path.stem}.o"), f"{path.stem}.log") for path in files
+    ]
+    link = Step((*COMPILE, *(f"{path.stem}.o" for path in files), "-o", LIBRARY, "-shared"), "link.log")
+    return ctypes.CDLL(str(built("zt_gpu_emulated", [compiles, [link]], source, cache) / LIBRARY))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
+from zero_topo.collectives.handle import Handle
 from zero_topo.engine.stage3 import Stage3
 
 Drop = Callable[[Stage3], None]
@@ -44,21 +45,28 @@ def assert_seen(run: Job, drop: Drop) -> None:
 
 def test_a_dropped_cross_node_sync_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.gradients.sync = lambda: None  # type: ignore[method-assign]
+        topo.gradients.mode.start = lambda *_: Handle(None, (), lambda: None)  # type: ignore[method-assign]
 
     assert_seen(job(), drop)
 
 
 def test_a_dropped_publish_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = topo.weights.mark_updated  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: topo.weights._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
 
     assert_seen(job(), drop)
 
 
 def test_a_gradient_buffer_that_is_not_zeroed_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.gradients.zero = lambda: None  # type: ignore[method-assign]
+        end_step = topo.gradients.end_step
+
+        def kept(skipped: bool) -> None:
+            held = topo.gradients.buffer.clone()
+            end_step(skipped)
+            topo.gradients.buffer.copy_(held)
+
+        topo.gradients.end_step = kept  # type: ignore[method-assign]
 
     assert_seen(job(), drop)
 
@@ -90,7 +98,7 @@ def test_replicas_that_part_are_seen_by_the_debug_checks() -> None:
     run = job(debug_checks=True)
 
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = topo.weights.mark_updated  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: topo.weights._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="share a weight shard but hold different bits"):
         losses_without(run, drop)

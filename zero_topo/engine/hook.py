@@ -40,7 +40,6 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
 VERSION = "0.19.8"
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
-STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
 REQUIRED: tuple[Required, ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
@@ -358,7 +357,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):
-            return {**super()._rigid_state_dict(), STATE: self.topo.state_dict()}
+            return super()._rigid_state_dict() | self.topo.state_dict()
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         with self._stock_layout(share=True):
@@ -366,7 +365,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
-        self.topo.load_state_dict((own or {}).get(STATE, {}), self.lp_param_buffer)
+        self.topo.load_state_dict(own or {}, self.lp_param_buffer)
         self.topo.restart(self.lp_param_buffer)
 
     def _restore_from_bit16_weights(self) -> None:

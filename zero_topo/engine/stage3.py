@@ -29,6 +29,7 @@ from zero_topo.sync import SyncContext, build_mode
 
 logger = logging.getLogger(__name__)
 
+STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -174,19 +175,23 @@ class Stage3:
         """What a checkpoint needs beyond DeepSpeed's own to go on bit for bit; this rank's part.
 
         The residuals of sync, and with delta publish the weights that all hold: they are not the masters rounded.
+        One entry for DeepSpeed's own dictionary, or none if there is neither.
         """
         row = self.weights.primary[self.layout.row(self.config.plan.weights)]
         held = {"held": row.detach().clone()} if self.weights.publishes_differences else {}
-        return {"degrees": self.config.plan.degrees(), "sync": dict(self.gradients.mode.state_dict()), **held}
+        sync = dict(self.gradients.mode.state_dict())
+        state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
+        return {STATE: state} if sync or held else {}
 
-    def load_state_dict(self, state: Mapping[str, Any], row: Tensor) -> None:
-        """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or empty, it means a fresh start.
+    def load_state_dict(self, saved: Mapping[str, Any], row: Tensor) -> None:
+        """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
 
         Args:
-            state: from a checkpoint of any plan.
+            saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
                 are published.
         """
+        state = saved.get(STATE, {})
         fits = state.get("degrees") == self.config.plan.degrees()
         if fits and "held" in state and self.weights.publishes_differences:
             row.copy_(state["held"])

@@ -1,0 +1,214 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels compile for every GPU that they are meant for, to code that computes and moves what it should.
+
+No GPU is needed: another process (this file, run as a module) calls the backend on CPU tensors with a driver that
+compiles, as any launch does, and then launches nothing. So what is looked at is what a launch would run, with its
+options and its specialisation on aligned pointers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import ROOT
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
+
+pytest.importorskip("triton")
+
+NVIDIA = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32)}
+AMD = {"gfx90a": ("hip", "gfx90a", 64), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = NVIDIA | AMD
+
+NUMEL = 1 << 16
+# What calls of the two kinds begin with.
+ENCODES = ("quantize", "requantize")
+DECODES = ("dequantize", "reduce")
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A call for each kernel and for what decides its code most, with a name."""
+    from zero_topo.quant import triton
+
+    int8, int4, other, asymmetric = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048, False)
+    fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    rows = Piece(bf16.flat, NUMEL // 4096, 1024, 4096)
+    reduce = triton.dequantize_reduce
+    yield "quantize", lambda: triton.quantize([bf16], int8, chunks(int8)[0])
+    yield "quantize strided", lambda: triton.quantize([rows], int4, chunks(int4, rows.numel)[0])
+    yield "quantize asymmetric", lambda: triton.quantize([fp32], asymmetric, chunks(asymmetric)[0])
+    yield "dequantize", lambda: triton.dequantize(chunks(int8)[0], int8, [fp32])
+    yield "reduce int8 bf16", lambda: reduce(chunks(int8), int8, [bf16], Reduce(0.1))
+    yield "reduce int4 fp32", lambda: reduce(chunks(int4), int4, [fp32], Reduce(0.1, accumulate=True))
+    yield "reduce asymmetric fp16", lambda: reduce(chunks(asymmetric), asymmetric, [fp16], Reduce())
+    yield "requantize", lambda: triton.requantize(chunks(int4), int4, other, chunks(other)[0], Total(NUMEL, 0.1))
+    mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(NUMEL // 8, dtype=torch.uint8)
+    yield "mask_pack", lambda: triton.mask_pack(mask, bits)
+    yield "mask_unpack", lambda: triton.mask_unpack(bits, mask)
+    indices, values = torch.zeros(99, dtype=torch.int64), torch.zeros(99, dtype=torch.bfloat16)
+    yield "compact_above", lambda: triton.compact_above(bf16.flat, 0.5, indices, values)
+    yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat, 11, torch.zeros(30, 1024))
+    yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
+
+
+def whole(dtype: torch.dtype) -> Piece:
+    """A contiguous piece."""
+    return Piece(torch.zeros(NUMEL, dtype=dtype), 1, NUMEL, NUMEL)
+
+
+def chunks(spec: BlockSpec, numel: int = NUMEL) -> list[torch.Tensor]:
+    """Messages in one receive buffer."""
+    return list(torch.zeros(8, spec.nbytes(numel), dtype=torch.uint8))
+
+
+class Compiler:
+    """What Triton asks of a driver, for GPUs that are not there: it compiles for them, and launches nothing."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.targets = [GPUTarget(*target) for target in TARGETS.values()]
+        self.device = 0
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        """Index of a target."""
+        return self.device
+
+    def get_current_target(self) -> Any:
+        """What to compile for."""
+        return self.targets[self.device]
+
+    def get_current_stream(self, device: int) -> int:
+        """The default stream."""
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """The least that any of the targets has."""
+        return {"max_shared_mem": 64 << 10}
+
+    def load_binary(self, *binary: Any) -> tuple[int, int, int, int, int]:
+        """Module, function, registers, spills, threads."""
+        return 0, 0, 0, 0, 1024
+
+    def launcher_cls(self, *kernel: Any) -> Callable[..., None]:
+        """A launch."""
+        return lambda *arguments: None
+
+
+def main(directory: Path) -> None:
+    """Compile for every target into `<directory>/<target>/<call>.<kernel>.<assembly, binary or other stage>`."""
+    import triton
+
+    driver = Compiler()
+    triton.runtime.driver.set_active(driver)
+    place = directory
+
+    def keep(metadata_group: dict[str, str], **compilation: Any) -> None:
+        for name, path in metadata_group.items():
+            shutil.copy(path, f"{place}.{name}")
+            if name.endswith(".cubin"):
+                usage = subprocess.check_output([triton.knobs.nvidia.cuobjdump.path, "-res-usage", path], text=True)
+                Path(f"{place}.{name.removesuffix('cubin')}usage").write_text(usage)
+
+    triton.knobs.compilation.listener = keep
+    for driver.device, target in enumerate(TARGETS):
+        (directory / target).mkdir()
+        for call, run in calls():
+            place = directory / target / call
+            run()
+
+
+Code = dict[str, str]
+KERNELS = 15
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Code]:
+    """Asks for the text of a target's stage (`ptx`, `amdgcn`): {"<call>.<kernel>": text}."""
+    directory = tmp_path_factory.mktemp("triton")
+    env = {**os.environ, "TRITON_CACHE_DIR": str(directory / "cache")}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.kernels.test_triton_compile", str(directory)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def ask(target: str, stage: str) -> Code:
+        found = {path.stem: path.read_text() for path in (directory / target).glob(f"*.{stage}")}
+        assert len(found) == KERNELS
+        return found
+
+    return ask
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
+    """Division is correctly rounded; nothing is approximate, flushed or contracted; BF16 is rounded to nearest even."""
+    code = compiled(target, "ptx")
+    for name, text in code.items():
+        assert not re.findall(r"\bfma\.\S*|\bmad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|div\.full\S*", text), name
+        assert ("div.rn.f32" in text) == name.startswith(ENCODES), name
+    assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16._dequantize_reduce"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_ptx_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
+    """Values and messages are read and written 128 bits a thread, strided rows too."""
+    for name, text in compiled(target, "ptx").items():
+        if name.startswith((*ENCODES, *DECODES)):
+            assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text, name
+            assert not re.findall(r"(?:ld|st)\.global\.b(?:8|16)\b", text), name
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_nvidia_registers_suffice(compiled: Callable[[str, str], Code], target: str) -> None:
+    """Nothing is kept on the stack."""
+    for name, text in compiled(target, "usage").items():
+        assert re.search(r"STACK:0 .*LOCAL:0 ", text), f"{name}: {text}"
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_amd_code_is_for_waves_of_64_and_does_not_spill(compiled: Callable[[str, str], Code], target: str) -> None:
+    """What the metadata of the binaries says; they are linked too."""
+    for name, text in compiled(target, "amdgcn").items():
+        said = dict(re.findall(r"^ *(?:- )?\.(\w+): +(\d+)$", text, re.MULTILINE))
+        assert said["wavefront_size"] == "64", name
+        for what in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+            assert said[what] == "0", f"{name}: {what} {said[what]}"
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
+    """Divisions end in the fix-up of IEEE; sums are not contracted; denormals stay; BF16 is rounded half to even."""
+    code = compiled(target, "amdgcn")
+    for name, text in code.items():
+        assert ("v_div_fixup_f32" in text) == name.startswith(ENCODES), name
+        assert ".amdhsa_float_denorm_mode_32 3" in text, name
+        if name.startswith(DECODES):
+            assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
+    rounds = code["reduce int8 bf16._dequantize_reduce"]
+    assert re.search(r"v_bfe_u32 v\d+, v\d+, 16, 1\b", rounds) and "0x7fff" in rounds
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_amd_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
+    """As on NVIDIA."""
+    for name, text in compiled(target, "amdgcn").items():
+        if name.startswith((*ENCODES, *DECODES)):
+            assert re.search(r"load_dwordx[24]", text) and re.search(r"store_dwordx[24]", text), name
+            assert not re.search(r"_(?:load|store)_(?:ubyte|byte|ushort|short)", text), name
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

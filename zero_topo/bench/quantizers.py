@@ -1,0 +1,195 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""How fast block quantization is: every backend and its peers on the same buffers, against a plain copy.
+
+Note [Traffic]
+    A kernel that is bound by memory moves the bytes it reads and those it writes. ``gb_per_s`` is both together over
+    the median time, and ``memcpy_ratio`` compares that with a copy that moves as much in total, timed in turns with the
+    kernel so that a busy machine slows both. Outputs are allocated and touched before. The reduction's traffic is what
+    it reads from all sources and what it writes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from zero_topo.bench.peers import Peer, peers
+from zero_topo.bench.records import Spread, record
+from zero_topo.quant.ops import BackendUnavailable, Quantizer
+from zero_topo.quant.registry import BACKENDS
+from zero_topo.quant.spec import BlockSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SOURCES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        nbytes: size of the unquantized buffer.
+        repeats: timed calls of each kernel, each beside a copy.
+        threads: numbers of torch threads.
+        dtypes: of the unquantized values.
+        block_sizes: of the wire format.
+        bits: of the wire format.
+        device: "cpu" or "cuda".
+    """
+
+    nbytes: int = 64 << 20
+    repeats: int = 15
+    threads: tuple[int, ...] = (1, 2)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    block_sizes: tuple[int, ...] = (256, 2048)
+    bits: tuple[int, ...] = (8, 4)
+    device: str = "cpu"
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {**vars(self), "sources": SOURCES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one kind of buffer.
+
+    Attributes:
+        call: runs it once, on buffers of its own.
+        traffic: bytes it reads and writes.
+    """
+
+    backend: str
+    op: str
+    dtype: str
+    bits: int
+    block_size: int | None
+    call: Callable[[], object]
+    traffic: int
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Measure everything.
+
+    Returns:
+        The record; ``results`` has one entry per kernel and number of threads: backend, op, dtype, bits, block_size,
+        threads, seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is not there.
+    """
+    results: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    before = torch.get_num_threads()
+    makers = list(_makers(settings, skipped))
+    threads = settings.threads if settings.device == "cpu" else settings.threads[:1]
+    rounds = [(make, count) for make in makers for count in threads]
+    console = Console(stderr=True)
+    for make, count in track(rounds, "kernels", console=console, disable=not console.is_terminal):
+        torch.set_num_threads(count)
+        results += [{**_measured(case, settings), "threads": count} for case in make()]
+    torch.set_num_threads(before)
+    device = torch.cuda.get_device_name() if settings.device == "cuda" else None
+    return record("quantizers", settings.to_json(), {"device": device, "results": results, "skipped": skipped})
+
+
+def _makers(settings: Settings, skipped: dict[str, str]) -> Iterator[Callable[[], list[Case]]]:
+    device = torch.device(settings.device)
+    quantizers = []
+    for name, load in BACKENDS.items():
+        try:
+            quantizers.append(Quantizer(name, load(device)))
+        except BackendUnavailable as reason:
+            skipped[name] = str(reason)
+    for dtype in settings.dtypes:
+        x = _values(settings.nbytes, DTYPES[dtype], device)
+        for bits in settings.bits:
+            for block in settings.block_sizes:
+                for quantizer in quantizers:
+                    yield lambda q=quantizer, d=dtype, b=bits, s=block, x=x: _cases(q, d, BlockSpec(b, s), x)
+        for peer in peers(device, skipped):
+            yield lambda p=peer, d=dtype, x=x: _peer_cases(p, d, x)
+
+
+def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(nbytes // dtype.itemsize, generator=generator).to(dtype).to(device)
+
+
+def _cases(quantizer: Quantizer, dtype: str, spec: BlockSpec, x: Tensor) -> list[Case]:
+    message = quantizer.quantize(x, spec)
+    back = torch.zeros_like(x)
+    part = x[: x.numel() // SOURCES]
+    messages = [quantizer.quantize(x[i * part.numel() : (i + 1) * part.numel()], spec) for i in range(SOURCES)]
+    total = torch.zeros_like(part)
+    both = x.nbytes + message.nbytes
+    reduced = sum(m.nbytes for m in messages) + total.nbytes
+
+    def case(op: str, call: Callable[[], object], traffic: int) -> Case:
+        return Case(quantizer.name, op, dtype, spec.bits, spec.block_size, call, traffic)
+
+    return [
+        case("quantize", lambda: quantizer.quantize(x, spec, message), both),
+        case("dequantize", lambda: quantizer.dequantize(message, spec, back), both),
+        case("dequantize_reduce", lambda: quantizer.dequantize_reduce(messages, spec, total), reduced),
+    ]
+
+
+def _peer_cases(peer: Peer, dtype: str, x: Tensor) -> list[Case]:
+    found = peer.prepare(x)
+    return [Case(peer.name, op, dtype, 8, peer.block_size, call, traffic) for op, call, traffic in found]
+
+
+def _measured(case: Case, settings: Settings) -> dict[str, Any]:
+    """Times the kernel in turns with a copy of the same traffic."""
+    source = torch.ones(case.traffic // 2, dtype=torch.uint8, device=settings.device)
+    target = torch.zeros_like(source)
+    clock = _Clock(settings.device)
+    for _ in range(2):
+        case.call()
+        target.copy_(source)
+    times = [(clock.time(case.call), clock.time(lambda: target.copy_(source))) for _ in range(settings.repeats)]
+    own, copy = Spread.of([a for a, _ in times]), Spread.of([b for _, b in times])
+    speed, copied = case.traffic / own.median / 1e9, 2 * source.nbytes / copy.median / 1e9
+    return {
+        "backend": case.backend,
+        "op": case.op,
+        "dtype": case.dtype,
+        "bits": case.bits,
+        "block_size": case.block_size,
+        "gb_per_s": speed,
+        "memcpy_gb_per_s": copied,
+        "memcpy_ratio": speed / copied,
+        "seconds": own.to_json(),
+    }
+
+
+class _Clock:
+    """Seconds of one call; on a GPU until it has finished there."""
+
+    def __init__(self, device: str) -> None:
+        self._wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Of one call."""
+        self._wait()
+        began = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - began
+
+
+def best(results: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The only result with these values.
+
+    Raises:
+        ValueError: if there is none, or several.
+    """
+    found = [result for result in results if all(result[key] == value for key, value in wanted.items())]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} results for {wanted}, not one")
+    return found[0]
