@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import typer
 
+from zero_topo.cli.bench import bench
 from zero_topo.cli.check import check
 from zero_topo.cli.plan import plan
 from zero_topo.cli.report import report
@@ -42,6 +43,7 @@ def build() -> typer.Typer:
     )
     for name, function in COMMANDS.items():
         app.command(name)(function)
+    app.add_typer(bench, name="bench")
     return app
 
 

@@ -1,0 +1,148 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What an emulated cluster looks like: its tree and the rates of its links. No torch, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.topology import Topology
+from zero_topo.topology.checks import check_int, check_keys
+from zero_topo.topology.presets import emulated
+from zero_topo.units import MB
+
+MBIT = MB // 8  # bytes per second in a Mbit/s
+LEVELS = ("gcd", "gpu", "node")
+ADDRESSES = 1 << 16  # of 10.77.0.0/16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Mbit/s of the link that leads upwards from each unit, in each direction.
+
+    Attributes:
+        gcd: between a die (a rank) and its GPU.
+        gpu: between a GPU and its node.
+        node: a node's uplink.
+    """
+
+    gcd: int
+    gpu: int
+    node: int
+
+    def bytes_per_s(self, level: str) -> int:
+        """Rate of a level's links."""
+        return int(getattr(self, level)) * MBIT
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An emulated cluster. Ranks are numbered along the tree.
+
+    Raises:
+        ValueError: unless there are at least two nodes and every number is a positive integer.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    gcds_per_gpu: int
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "gpus_per_node", "gcds_per_gpu"):
+            check_int(f"cluster {self.name!r}: {key}", getattr(self, key))
+        for level in LEVELS:
+            check_int(f"cluster {self.name!r}: rates_mbit: {level}", getattr(self.rates, level))
+        if self.nodes < 2:
+            raise ValueError(f"cluster {self.name!r}: {self.nodes} node has no uplink to measure; give at least 2")
+        if self.world_size > ADDRESSES // 2:
+            raise ValueError(f"cluster {self.name!r}: {self.world_size} ranks are too many for one host")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks in each node."""
+        return self.gpus_per_node * self.gcds_per_gpu
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    def ranks_below(self, level: str) -> int:
+        """Ranks behind each link of a level."""
+        return {"gcd": 1, "gpu": self.gcds_per_gpu, "node": self.ranks_per_node}[level]
+
+    def address(self, rank: int) -> str:
+        """The rank's IPv4 address."""
+        high, low = divmod(rank + 1, 256)
+        return f"10.77.{high}.{low}"
+
+    def topology(self) -> Topology:
+        """The machine as zero_topo sees it."""
+        return emulated(self.nodes, self.gpus_per_node, self.gcds_per_gpu)
+
+    def topology_block(self) -> dict[str, Any]:
+        """The same as the ``topology`` key of a ``zero_topo`` block."""
+        shape = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "gcds_per_gpu": self.gcds_per_gpu}
+        return {"emulated": shape}
+
+    def to_json(self) -> dict[str, Any]:
+        """As a file that :func:`load_spec` reads back."""
+        shape = self.topology_block()["emulated"]
+        return {"name": self.name, **shape, "rates_mbit": asdict(self.rates)}
+
+    @classmethod
+    def from_json(cls, what: str, data: Mapping[str, Any]) -> Spec:
+        """Build from :meth:`to_json`'s form; ``name`` may be left out.
+
+        Raises:
+            ValueError: for an unknown or missing key, or a value that does not fit.
+        """
+        shape = ("nodes", "gpus_per_node", "gcds_per_gpu")
+        check_keys(what, data, ("name", *shape, "rates_mbit"), required=(*shape, "rates_mbit"))
+        rates = data["rates_mbit"]
+        if not isinstance(rates, Mapping):
+            raise ValueError(f"{what}: rates_mbit must be an object with {', '.join(LEVELS)}, got {rates!r}")
+        check_keys(f"{what}: rates_mbit", rates, LEVELS, required=LEVELS)
+        nodes, gpus_per_node, gcds_per_gpu = (data[key] for key in shape)
+        return cls(str(data.get("name", "custom")), nodes, gpus_per_node, gcds_per_gpu, Rates(**rates))
+
+
+SPECS: Mapping[str, Spec] = MappingProxyType(
+    {
+        # Both keep the proportions of Frontier: 200 GB/s between the dies of a GPU, 100 between GPUs, and of a node's
+        # uplink 25 for each GPU. The uplink is as fast as two cores can keep busy.
+        "t8": Spec("t8", 2, 2, 2, Rates(400, 200, 100)),
+        "t32": Spec("t32", 4, 4, 2, Rates(200, 100, 100)),
+    }
+)
+
+
+def load_spec(source: str) -> Spec:
+    """A preset's name or the path of a JSON file.
+
+    Raises:
+        ValueError: if it is neither, or the file does not describe a cluster.
+    """
+    if source in SPECS:
+        return SPECS[source]
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"cluster {source!r} is neither one of {', '.join(SPECS)} nor a JSON file")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"cluster {path}: not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"cluster {path}: must be a JSON object, got {data!r}")
+    return Spec.from_json(f"cluster {path}", {"name": path.stem, **data})

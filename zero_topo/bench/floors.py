@@ -1,0 +1,125 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a step must move over each link of a cluster, by the cost formulas, and the time below which no step can be.
+
+Note [Loads]
+    The cost formulas say what a rank sends per phase and domain; the hop of that phase and domain says to whom, in
+    equal parts. A link's load is what the ranks behind it send to ranks that are not. Units of one level are loaded
+    alike.
+    Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next unit, so all links
+    of the tree carry the same.
+
+Note [Floors]
+    A hop cannot end before its busiest link has moved its load. Hops that wait for one another add up: ``serial``. If
+    everything could overlap, the busiest link would still have to move the loads of all: ``overlapped``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.plan import Plan
+
+Hop = tuple[int, int]
+ITEMSIZE = 2  # stock ZeRO-3 in 16-bit training
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one hop of a phase puts on the links in an optimizer step.
+
+    Attributes:
+        phase, domain: as the meter books it.
+        out: level -> bytes that leave each unit of that level.
+    """
+
+    phase: str
+    domain: str
+    out: Mapping[str, float]
+
+    def seconds(self, spec: Spec) -> float:
+        """The least time in which the links can move it."""
+        return max(self.out[level] / spec.rates.bytes_per_s(level) for level in LEVELS)
+
+
+def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
+    """Loads of one optimizer step of one of our schemes, see Note [Loads]."""
+    found = []
+    for (phase, domain), nbytes in step_bytes(config, work).items():
+        lo, hi = _hop(config, phase, domain)
+        out = {level: nbytes * _outside(config.plan, (lo, hi), spec.ranks_below(level)) for level in LEVELS}
+        found.append(Load(phase, domain, out))
+    return found
+
+
+def stock_loads(numels: Iterable[int], micro_batches: int, spec: Spec, ring: bool) -> list[Load]:
+    """Loads of one optimizer step of stock ZeRO-3 on gloo, with its own reduce-scatter or with the ring."""
+    ranks = spec.world_size
+    shards = sum(-(-numel // ranks) for numel in numels) * ITEMSIZE
+    once = micro_batches * (ranks - 1) * shards
+    scatter = once if ring else 2 * once
+    sent = {"gather_forward": once, "gather_backward": once, "scatter": scatter}
+    return [Load(phase, "world", dict.fromkeys(LEVELS, nbytes)) for phase, nbytes in sent.items()]
+
+
+def uplink_bytes(found: Sequence[Load]) -> float:
+    """Bytes that leave each node in an optimizer step."""
+    return sum(load.out["node"] for load in found)
+
+
+def floors(found: Sequence[Load], spec: Spec) -> dict[str, float]:
+    """Seconds below which no step can be, see Note [Floors]."""
+    total = {level: sum(load.out[level] for load in found) for level in LEVELS}
+    return {
+        "serial": sum(load.seconds(spec) for load in found),
+        "overlapped": max(total[level] / spec.rates.bytes_per_s(level) for level in LEVELS),
+    }
+
+
+def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
+    """Phase -> its floor in seconds and the bytes it puts on each level's links, in JSON types."""
+    table: dict[str, dict[str, Any]] = {}
+    for load in found:
+        row = table.setdefault(load.phase, {"floor_s": 0.0, "level_bytes": Counter()})
+        row["floor_s"] += load.seconds(spec)
+        row["level_bytes"].update(load.out)
+    return {phase: {**row, "level_bytes": dict(row["level_bytes"])} for phase, row in table.items()}
+
+
+def _hop(config: ResolvedConfig, phase: str, domain: str) -> Hop:
+    """The hop of a phase whose group spans the domain."""
+    fitting = [hop for hop in _route(config.plan, phase) if config.topology.domain(hop[1]) == domain]
+    assert fitting, f"{phase} has no hop in the {domain}"
+    return fitting[-1]
+
+
+def _route(plan: Plan, phase: str) -> list[Hop]:
+    backward = plan.secondary if plan.secondary is not None and plan.weights > 1 else plan.weights
+    routes = {
+        "gather_forward": (1, plan.weights),
+        "gather_backward": (1, backward),
+        "gather_exact": (1, plan.weights),
+        "scatter": (1, plan.gradients),
+        "sync": (plan.gradients, plan.world_size),
+        "publish": (plan.weights, plan.optimizer),
+    }
+    return plan.route(*routes[phase])
+
+
+def _outside(plan: Plan, hop: Hop, unit: int) -> float:
+    """How often what a rank sends in a hop leaves a unit of ``unit`` ranks, times the ranks of the unit.
+
+    Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of its group.
+    """
+    lo, hi = hop
+    others = hi // lo - 1
+    leaving = 0
+    for position in range(unit):
+        start = position // hi * hi + position % lo
+        leaving += sum(1 for other in range(start, start + hi, lo) if other >= unit)
+    return leaving / others

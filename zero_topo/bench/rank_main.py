@@ -1,0 +1,145 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The parent of a benchmark's ranks: imports their program, forks them, and ends all when one fails.
+
+Started by ``ranks.py`` as ``python -m zero_topo.bench.rank_main WORLD.json CONTROL_FD LIFELINE_FD``; see Note [One
+import, many ranks] there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_topo.bench.control import Control
+
+CLONE_NEWNET = 0x40000000
+Program = Callable[[dict[str, Any], Control | None], None]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the ranks to their end; exit status 0 if all ended well."""
+    file, control_fd, lifeline = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    world = json.loads(file.read_text(encoding="utf-8"))
+    program = _load(world["program"])
+    gc.collect()
+    gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
+    children = {}
+    for rank, place in enumerate(world["places"]):
+        pid = os.fork()
+        if pid == 0:
+            os.close(lifeline)
+            _be(rank, place, file.parent)
+            _run(program, world["settings"], _control(control_fd, rank))
+        children[pid] = rank
+    os.close(control_fd)  # rank 0 alone holds it, so that its end is seen
+    return _watch(children, lifeline)
+
+
+def _load(name: str) -> Program:
+    """The function, of a module that may have a ``prepare()`` to be called once, before the fork."""
+    module_name, _, function = name.partition(":")
+    module = importlib.import_module(module_name)
+    getattr(module, "prepare", _nothing)()
+    program: Program = getattr(module, function)
+    return program
+
+
+def _nothing() -> None:
+    return None
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def _be(rank: int, place: Mapping[str, Any], folder: Path) -> None:
+    """Become a rank: its log, its network, its environment."""
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if place["space"] is not None:
+        enter_network(place["space"])
+    os.environ.update(place["env"])
+
+
+def enter_network(space: str) -> None:
+    """Move this process into a network namespace, given by its file.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(space, os.O_RDONLY)
+    try:
+        if libc.setns(descriptor, CLONE_NEWNET):  # os.setns is new in Python 3.12
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), space)
+    finally:
+        os.close(descriptor)
+
+
+def _control(descriptor: int, rank: int) -> Control | None:
+    if rank == 0:
+        return Control(socket.socket(fileno=descriptor))
+    os.close(descriptor)
+    return None
+
+
+def _run(program: Program, settings: dict[str, Any], control: Control | None) -> None:
+    """The rest of a rank's life."""
+    status = 1
+    try:
+        program(settings, control)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
+
+
+def _watch(children: dict[int, int], lifeline: int) -> int:
+    """Wait for all ranks (pid -> rank). A failure of one, or the end of whoever started us, ends the others."""
+    while children:
+        if select.select([lifeline], [], [], 0.05)[0]:
+            return _end(children)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            continue
+        rank = children.pop(pid)
+        if status:
+            print(f"failed: rank {rank}", flush=True)
+            return _end(children)
+    return 0
+
+
+def _end(children: Mapping[int, int]) -> int:
+    """End ranks, with a trace of where each was in its log."""
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for pid in children:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                os.kill(pid, number)
+        time.sleep(0.5 if number == signal.SIGABRT and children else 0)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A record: a benchmark's numbers with all that is needed to judge or repeat them.
+
+Every benchmark's record is a JSON object with ``format``, ``benchmark``, ``when``, ``machine``, ``versions`` and
+``settings``, and the benchmark's own numbers beside them. Repeated measurements are given with their spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from zero_topo._version import __version__
+
+FORMAT = 1
+LIBRARIES = ("torch", "deepspeed", "numpy", "triton")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeated measurements of one quantity, in its unit."""
+
+    median: float
+    min: float
+    max: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON types."""
+        return asdict(self)
+
+
+def record(benchmark: str, settings: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a benchmark that ends now.
+
+    Args:
+        benchmark: its name.
+        settings: everything that was chosen, in JSON types.
+        results: its own keys.
+    """
+    head = {"format": FORMAT, "benchmark": benchmark, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return {**head, "machine": machine(), "versions": versions(), "settings": dict(settings), **results}
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a record; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """The host: processor, cores this process may use, memory, kernel, and how busy it is."""
+    return {
+        "processor": _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "tcp_congestion_control": _content(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, the libraries that are installed, and this package, with its commit in a checkout."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "zero_topo": __version__, "commit": _commit()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a ``+`` if files differ from it; None outside of a checkout."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{commit}+" if changed.strip() else commit
+
+
+def _line(path: Path, key: str) -> str | None:
+    """The value of the first ``key : value`` line of a file."""
+    for line in (_content(path) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

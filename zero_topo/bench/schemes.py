@@ -1,0 +1,102 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The schemes that benchmarks compare, by name: each a ``zero_topo`` block, or stock DeepSpeed without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
+from zero_topo.topology import Topology
+from zero_topo.topology.checks import nearest
+
+
+@dataclass(frozen=True)
+class BenchScheme:
+    """One row of a benchmark.
+
+    Attributes:
+        name: on the command line and in tables.
+        block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
+        ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock only.
+    """
+
+    name: str
+    block: Mapping[str, Any] | None
+    ring: bool = False
+
+    def block_on(self, topology: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The block for a machine given as its ``topology`` key."""
+        return None if self.block is None else {"topology": dict(topology), **self.block}
+
+    def resolve(self, topology: Topology) -> ResolvedConfig | None:
+        """Plan and formats on a machine; None for stock.
+
+        Raises:
+            ValueError: the config's own refusal of the block.
+        """
+        return None if self.block is None else ZeroTopoConfig.parse(dict(self.block)).resolve(topology)
+
+
+def _quantized(bits: int) -> dict[str, Any]:
+    sync = {"mode": "quantized", "bits": bits}
+    return {"scheme": "topo", "sync": sync, "publish": {"delta": f"int{bits}"}}
+
+
+_PLAIN = {"weights": None, "secondary": None, "gradients": None}
+
+KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
+    {
+        scheme.name: scheme
+        for scheme in (
+            BenchScheme("stock", None),
+            BenchScheme("stock-ring", None, ring=True),
+            *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
+            BenchScheme("topo-q8", _quantized(8)),
+            BenchScheme("topo-q4", _quantized(4)),
+            # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
+            BenchScheme("topo-exact", {"scheme": "topo", "quantize": _PLAIN}),
+            BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**_PLAIN, "gradients": "int4"}}),
+        )
+    }
+)
+
+
+def choose(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
+    """Schemes by name.
+
+    Args:
+        names: of :data:`KNOWN` or ``extra``.
+        extra: more schemes, from :func:`load_blocks`.
+
+    Raises:
+        ValueError: for an unknown name, naming the nearest, or the same twice.
+    """
+    known, wanted = {**KNOWN, **extra}, list(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"unknown scheme {name!r}; did you mean {nearest(name, known)!r}? (known: {list(known)})")
+    if len(set(wanted)) < len(wanted) or not wanted:
+        raise ValueError(f"schemes {wanted} must be at least one, each named once")
+    return [known[name] for name in wanted]
+
+
+def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
+    """More schemes from a JSON file: an object of name -> ``zero_topo`` block without its topology.
+
+    Raises:
+        ValueError: if the file is missing or of another form.
+    """
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"blocks {path}: {error}") from None
+    if not isinstance(data, dict) or not all(isinstance(block, dict) for block in data.values()):
+        raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
+    return {name: BenchScheme(name, block) for name, block in data.items()}

@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The model and the DeepSpeed config that benchmarks train under every scheme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEAD_WIDTH = 64
+BYTES = 256  # the example's vocabulary
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What all schemes of a benchmark have in common.
+
+    Attributes:
+        layers, width, context: of the example's GPT; heads are 64 wide.
+        batch: samples of each rank's micro-batch.
+        lr: learning rate.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``.
+        prefetch_numel: DeepSpeed's ``stage3_prefetch_bucket_size``.
+
+    Raises:
+        ValueError: for a width that is no multiple of 64, or a number that is not positive.
+    """
+
+    layers: int
+    width: int
+    context: int
+    batch: int
+    lr: float = 1e-3
+    bucket_numel: int = 5_000_000
+    prefetch_numel: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.context, self.batch, self.bucket_numel) < 1 or self.width % HEAD_WIDTH:
+            raise ValueError(f"the model needs positive sizes and a width that is a multiple of {HEAD_WIDTH}: {self}")
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.width // HEAD_WIDTH
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        block = 12 * self.width**2 + 4 * self.width
+        return self.layers * block + (2 * BYTES + self.context + 2) * self.width
+
+    @property
+    def message_bytes(self) -> int:
+        """The model in 16 bits: the unit ``M`` of communication volumes."""
+        return 2 * self.parameters
+
+    def deepspeed(self, block: Mapping[str, Any] | None, micro_batches: int) -> dict[str, Any]:
+        """The DeepSpeed config: BF16 with Adam, no parameter resident, none kept for reuse."""
+        zero = {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": self.bucket_numel,
+            "stage3_prefetch_bucket_size": self.prefetch_numel,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        }
+        adam = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.batch,
+            "gradient_accumulation_steps": micro_batches,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": adam},
+            "zero_optimization": zero,
+        }
+        return config if block is None else {**config, "zero_topo": dict(block)}
+
+
+def width_for(parameters: int, layers: int) -> int:
+    """The width, a multiple of 64, that brings a GPT of so many layers nearest to a number of parameters."""
+    fitting = (math.sqrt(parameters / (12 * layers)) // HEAD_WIDTH) * HEAD_WIDTH
+    candidates = [max(HEAD_WIDTH, int(fitting) + offset) for offset in (-HEAD_WIDTH, 0, HEAD_WIDTH)]
+    return min(candidates, key=lambda width: abs(TrainingSetup(layers, width, 1, 1).parameters - parameters))

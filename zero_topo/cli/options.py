@@ -1,0 +1,35 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Commands with many options: the options are the fields of a frozen dataclass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+
+def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function whose one argument is a dataclass: each field is an option, as typer sees it.
+
+    Args:
+        options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    names = [field.name for field in fields(options)]  # type: ignore[arg-type]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
+        for name in names
+    ]
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:
+            function(options(**given))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
