@@ -8,7 +8,6 @@
 #include "zt_gpu_units.h"
 
 #define ZT_NAN 0x7fc00000u
-#define ZT_INFINITY 0x7f800000u
 #define ZT_SMALLEST 0x0d800000u /* 2^-100; blocks below it are zero */
 
 struct zt_gpu_messages {

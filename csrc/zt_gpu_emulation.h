@@ -23,7 +23,7 @@
 
 #define __global__
 #define __device__
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline
 #define __shared__ static /* thread blocks run one after another */
 #define __launch_bounds__(...)
 
@@ -36,6 +36,8 @@ struct alignas(16) uint4 {
 struct zt_emulation_index {
     unsigned x;
 };
+
+#define ZT_EMULATION_STACK ((size_t)1 << 16)
 
 enum zt_emulation_kind { ZT_RUNNING, ZT_DONE, ZT_BARRIER, ZT_BALLOT, ZT_SHUFFLE, ZT_SHUFFLE_XOR, ZT_SHUFFLE_UP };
 
@@ -63,8 +65,9 @@ struct zt_emulation_state {
     int64_t first_block = 0;              /* thread blocks below it are left out: tests of huge messages */
     char error[160] = "";
     zt_emulation_index block = {0}, grid = {0};
-    int thread = 0;
-    std::vector<zt_emulation_fiber> fibers;
+    int thread = 0, threads = 0;
+    std::vector<zt_emulation_fiber> fibers; /* kept from launch to launch, with their stacks */
+    char *stacks = nullptr;
     std::function<void()> body;
     jmp_buf scheduler;
 };
@@ -101,7 +104,7 @@ inline void zt_emulation_main() {
     }
 }
 
-inline __attribute__((noinline)) void zt_emulation_resume(int thread, char *stack, size_t stack_bytes) {
+inline __attribute__((noinline)) void zt_emulation_resume(int thread) {
     zt_emulation_state &m = zt_emulation_machine();
     zt_emulation_fiber &fiber = m.fibers[(size_t)thread];
     m.thread = thread;
@@ -111,8 +114,8 @@ inline __attribute__((noinline)) void zt_emulation_resume(int thread, char *stac
     fiber.started = true;
     static ucontext_t context, nowhere;
     getcontext(&context);
-    context.uc_stack.ss_sp = stack;
-    context.uc_stack.ss_size = stack_bytes;
+    context.uc_stack.ss_sp = m.stacks + ZT_EMULATION_STACK * (size_t)thread;
+    context.uc_stack.ss_size = ZT_EMULATION_STACK;
     context.uc_link = nullptr;
     makecontext(&context, zt_emulation_main, 0);
     swapcontext(&nowhere, &context);
@@ -121,7 +124,7 @@ inline __attribute__((noinline)) void zt_emulation_resume(int thread, char *stac
 /* Whether threads [first, first + count) wait at one and the same place. */
 inline bool zt_emulation_met(int first, int count) {
     const std::vector<zt_emulation_fiber> &fibers = zt_emulation_machine().fibers;
-    if ((size_t)(first + count) > fibers.size()) return false;
+    if (first + count > zt_emulation_machine().threads) return false;
     for (int i = 1; i < count; i++)
         if (!(fibers[(size_t)(first + i)].wait == fibers[(size_t)first].wait)) return false;
     return true;
@@ -150,13 +153,12 @@ inline void zt_emulation_exchange(int first, int count) {
 /* Lets go on whoever may; false if nobody may although some have not ended. */
 inline bool zt_emulation_release() {
     zt_emulation_state &m = zt_emulation_machine();
-    const int threads = (int)m.fibers.size();
-    if (m.fibers[0].wait.kind == ZT_BARRIER && zt_emulation_met(0, threads)) {
-        for (zt_emulation_fiber &fiber : m.fibers) fiber.wait.kind = ZT_RUNNING;
+    if (m.fibers[0].wait.kind == ZT_BARRIER && zt_emulation_met(0, m.threads)) {
+        for (int i = 0; i < m.threads; i++) m.fibers[(size_t)i].wait.kind = ZT_RUNNING;
         return true;
     }
     bool released = false;
-    for (int first = 0; first < threads; first += 32) {
+    for (int first = 0; first < m.threads; first += 32) {
         const zt_emulation_wait &wait = m.fibers[(size_t)first].wait;
         const int count = wait.width > 32 ? wait.width : 32;
         if (wait.kind < ZT_BALLOT || first % count || !zt_emulation_met(first, count)) continue;
@@ -167,42 +169,44 @@ inline bool zt_emulation_release() {
 }
 
 /* One thread block; false if its threads did not meet. */
-inline bool zt_emulation_block(char *stacks, size_t stack_bytes) {
+inline bool zt_emulation_block() {
     zt_emulation_state &m = zt_emulation_machine();
-    const int threads = (int)m.fibers.size();
-    for (zt_emulation_fiber &fiber : m.fibers) fiber.wait.kind = ZT_RUNNING;
+    for (int i = 0; i < m.threads; i++) m.fibers[(size_t)i].wait.kind = ZT_RUNNING;
     for (;;) {
         int done = 0;
-        for (int i = 0; i < threads; i++) {
-            const int thread = m.descending ? threads - 1 - i : i;
-            if (m.fibers[(size_t)thread].wait.kind == ZT_RUNNING)
-                zt_emulation_resume(thread, stacks + stack_bytes * (size_t)thread, stack_bytes);
-            done += m.fibers[(size_t)thread].wait.kind == ZT_DONE;
+        for (int i = 0; i < m.threads; i++) {
+            const int thread = m.descending ? m.threads - 1 - i : i;
+            zt_emulation_fiber &fiber = m.fibers[(size_t)thread];
+            if (fiber.wait.kind == ZT_RUNNING) zt_emulation_resume(thread);
+            done += fiber.wait.kind == ZT_DONE;
         }
-        if (done == threads) return !m.error[0];
+        if (done == m.threads) return !m.error[0];
         if (zt_emulation_release()) continue;
-        for (const zt_emulation_fiber &fiber : m.fibers)
-            if (fiber.wait.kind != ZT_DONE) zt_emulation_fail("not every lane came here", fiber.wait.line);
+        for (m.thread = 0; m.fibers[(size_t)m.thread].wait.kind == ZT_DONE;) m.thread++;
+        zt_emulation_fail("not every lane came here", m.fibers[(size_t)m.thread].wait.line);
         return false;
     }
 }
 
 inline bool zt_emulation_run(std::function<void()> body, unsigned grid, int threads) {
     zt_emulation_state &m = zt_emulation_machine();
-    const size_t stack_bytes = 1 << 16, all = stack_bytes * (size_t)threads;
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    char *stacks = (char *)mmap(nullptr, all, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (stacks == (char *)MAP_FAILED) return false;
+    const int most = 1024, flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (!m.stacks) {
+        void *stacks = mmap(nullptr, ZT_EMULATION_STACK * most, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (stacks == MAP_FAILED) return false;
+        m.stacks = (char *)stacks;
+        m.fibers.assign(most, zt_emulation_fiber());
+    }
     m.error[0] = 0;
     m.body = body;
     m.grid.x = grid;
-    m.fibers.assign((size_t)threads, zt_emulation_fiber());
-    bool good = true;
+    m.threads = threads;
+    bool good = threads <= most;
     for (int64_t block = m.first_block; good && block < (int64_t)grid; block++) {
         m.block.x = (unsigned)block;
-        good = zt_emulation_block(stacks, stack_bytes);
+        good = zt_emulation_block();
     }
-    munmap(stacks, all);
+    if (!good) m.fibers.assign(most, zt_emulation_fiber()); /* whoever still waits does so in vain */
     return good;
 }
 

@@ -7,7 +7,7 @@
  * of the 32 reaches them together.
  *
  * Arithmetic. Each zt_add, zt_sub, zt_mul, zt_div is one FP32 rounding to nearest even, denormals kept, whatever the
- * compiler was told about contraction; builds that ask for more than that (fast-math) are refused.
+ * compiler was told about contraction; with nvcc not even its fast-math makes a difference, elsewhere that is refused.
  */
 #ifndef ZT_GPU_PORTABLE_H
 #define ZT_GPU_PORTABLE_H
@@ -24,8 +24,11 @@
 
 #include "zt_kernels.h"
 
-#if defined(__FAST_MATH__) || defined(__USE_FAST_MATH__)
+#if defined(__FAST_MATH__)
 #error "zero_topo's kernels give the same bits everywhere: compile without fast-math"
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "zero_topo's kernels need an NVIDIA GPU of compute capability 8.0 or higher"
 #endif
 
 #if defined(__clang__)
@@ -110,11 +113,18 @@ ZT_DEVICE uint32_t zt_ballot(int predicate) { return __ballot_sync(ZT_ALL_LANES,
 
 /* -- Arithmetic ---------------------------------------------------------------------------------------------------- */
 
-#if defined(__CUDACC__) && !defined(__HIPCC__)
-ZT_DEVICE float zt_add(float a, float b) { return __fadd_rn(a, b); }
-ZT_DEVICE float zt_sub(float a, float b) { return __fsub_rn(a, b); }
-ZT_DEVICE float zt_mul(float a, float b) { return __fmul_rn(a, b); }
-ZT_DEVICE float zt_div(float a, float b) { return __fdiv_rn(a, b); }
+#if defined(__CUDA_ARCH__)
+/* Not the intrinsics: nvcc's -ftz=true would make those flush denormals. */
+#define ZT_ARITHMETIC(name, instruction)                                                                               \
+    ZT_DEVICE float name(float a, float b) {                                                                           \
+        float out;                                                                                                     \
+        asm(instruction ".rn.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));                                           \
+        return out;                                                                                                    \
+    }
+ZT_ARITHMETIC(zt_add, "add")
+ZT_ARITHMETIC(zt_sub, "sub")
+ZT_ARITHMETIC(zt_mul, "mul")
+ZT_ARITHMETIC(zt_div, "div")
 #else
 ZT_DEVICE float zt_add(float a, float b) { return a + b; }
 ZT_DEVICE float zt_sub(float a, float b) { return a - b; }
@@ -134,7 +144,7 @@ ZT_DEVICE uint32_t zt_masked(uint32_t word, uint32_t mask, uint32_t flip, uint32
 #endif
 }
 
-template <typename To, typename From> ZT_DEVICE To zt_bits(From from) {
+template <typename To, typename From> ZT_WIRE_FN To zt_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "another type of the same bits");
     To to;
     memcpy(&to, &from, sizeof to);

@@ -22,7 +22,7 @@ struct zt_above_arguments {
     int64_t *indices;
     char *values;
     int64_t capacity;
-    float threshold;
+    uint32_t threshold; /* the bits of one that is not negative; sizes compare as their bits do */
     int32_t dtype;
 };
 
@@ -81,8 +81,8 @@ ZT_DEVICE uint32_t zt_above(const zt_above_arguments &a, int64_t begin, float *v
     uint32_t bits = 0;
 #pragma unroll
     for (int k = 0; k < ZT_UNIT; k++) {
-        const float size = zt_bits<float>(zt_bits<uint32_t>(v[k]) & 0x7fffffffu);
-        bits |= (uint32_t)(size >= a.threshold && begin + k < a.n) << k;
+        const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
+        bits |= (uint32_t)(size >= a.threshold && size <= ZT_INFINITY && begin + k < a.n) << k;
     }
     return bits;
 }
@@ -140,6 +140,11 @@ int zt_gpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, void *stre
     return zt_launch_mask(zt_mask_unpack_kernel, {mask, (uint8_t *)bits, n}, stream);
 }
 
+static uint32_t zt_threshold_bits(float threshold) {
+    if (threshold <= 0.0f) return 0; /* every size but NaN */
+    return threshold == threshold ? zt_bits<uint32_t>(threshold) : ~0u;
+}
+
 static int zt_launch_above(void (*kernel)(zt_above_arguments), zt_above_arguments a, void *stream) {
     if (a.dtype != ZT_FP32 && a.dtype != ZT_FP16 && a.dtype != ZT_BF16) return ZT_BAD_DTYPE;
     if (a.n < 0 || a.capacity < 0 || (a.n > 0 && !a.x)) return ZT_BAD_SIZE;
@@ -147,13 +152,17 @@ static int zt_launch_above(void (*kernel)(zt_above_arguments), zt_above_argument
 }
 
 int zt_gpu_count_above(const void *x, int32_t dtype, int64_t n, float threshold, int64_t *partial, void *stream) {
-    return zt_launch_above(zt_count_kernel,
-                           {(const char *)x, n, partial, nullptr, nullptr, nullptr, 0, threshold, dtype}, stream);
+    zt_above_arguments a = {};
+    a.x = (const char *)x, a.dtype = dtype, a.n = n, a.threshold = zt_threshold_bits(threshold), a.partial = partial;
+    if (n > 0 && !partial) return ZT_BAD_SIZE;
+    return zt_launch_above(zt_count_kernel, a, stream);
 }
 
 int zt_gpu_compact_above(const void *x, int32_t dtype, int64_t n, float threshold, const int64_t *offsets,
                          int64_t capacity, int64_t *indices, void *values, void *stream) {
-    return zt_launch_above(
-        zt_compact_kernel,
-        {(const char *)x, n, nullptr, offsets, indices, (char *)values, capacity, threshold, dtype}, stream);
+    zt_above_arguments a = {};
+    a.x = (const char *)x, a.dtype = dtype, a.n = n, a.threshold = zt_threshold_bits(threshold), a.offsets = offsets;
+    a.capacity = capacity, a.indices = indices, a.values = (char *)values;
+    if ((n > 0 && !offsets) || (capacity > 0 && (!indices || !values))) return ZT_BAD_SIZE;
+    return zt_launch_above(zt_compact_kernel, a, stream);
 }

@@ -23,6 +23,7 @@
 #include "zt_gpu_portable.h"
 
 #define ZT_UNIT 8
+#define ZT_INFINITY 0x7f800000u /* bits of FP32; those of NaN are larger */
 
 struct zt_gpu_piece {
     char *data;

@@ -30,7 +30,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 # Switching stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
 COMPILE = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", *WARNINGS, "-fPIC", "-U_FORTIFY_SOURCE")
-LIBRARY = "libzt_gpu_emulated.so"
+LIBRARY = "libzt_gpu.so"
 CHUNK = 4096
 MOST_BLOCKS = 1 << 20
 
