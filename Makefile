@@ -53,12 +53,12 @@ $(STAMP): setup.py pyproject.toml
 	$(PIP) install --quiet torch==$(TORCH_VERSION) $${index:+--extra-index-url $$index}
 	@echo '[3/4] DeepSpeed, zero_topo and the tools'
 	@$(PIP) install --quiet --no-build-isolation -e '.[dev]'
-	@echo '[4/4] compiling the collectives that DeepSpeed loads on a CPU (about a minute), so that ranks need not'
+	@echo '[4/4] compiling the kernels, and what DeepSpeed loads on a CPU (a minute or two), so that ranks need not'
 	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 	@log=$$(mktemp); for op in $(DEEPSPEED_OPS); do \
 		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
 			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
-	done; rm -f $$log
+	done; python -m zero_topo.op_builder >$$log 2>&1 || { tail -20 $$log; exit 1; }; rm -f $$log
 	@touch $@
 
 # A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.

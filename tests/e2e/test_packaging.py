@@ -20,12 +20,16 @@ NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-i
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as most people build it."""
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+def built(directory: Path, **env: str) -> Path:
     """The wheel, built from a copy of the checkout so that no build directory is left in it."""
-    directory = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     command += ["-w", str(directory), str(directory / "source")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return next(directory.glob("*.whl"))
 
@@ -77,3 +81,24 @@ def test_sources_are_found_in_an_editable_install(tmp_path: Path) -> None:
         pytest.skip("zero_topo is not installed in this environment: `pip install -e .`")
     found = run_outside("from zero_topo.op_builder import source_dir; print(source_dir())", None, tmp_path)
     assert Path(found) == ROOT / "csrc"
+
+
+PREBUILT = """
+import os, sys, torch
+os.environ["PATH"] = os.environ["TORCH_EXTENSIONS_DIR"] = "/nowhere"
+from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.spec import BlockSpec
+quantizer = select_quantizer()
+message = quantizer.quantize(torch.ones(1000), BlockSpec(8))
+print(quantizer.name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
+"""
+
+
+def test_ops_built_ahead_of_time_need_no_compiler(tmp_path: Path) -> None:
+    """With ZT_BUILD_OPS=1 the wheel carries the CPU's kernels, and they load where nothing can be compiled."""
+    if shutil.which("g++") is None or shutil.which("ninja") is None:
+        pytest.skip("g++ and ninja are needed to build ahead of time")
+    zipfile.ZipFile(built(tmp_path, ZT_BUILD_OPS="1")).extractall(tmp_path / "site")
+    name, file, first = run_outside(PREBUILT, tmp_path / "site", tmp_path).splitlines()[-1].split()
+    assert (name, first) == ("native", "127")
+    assert Path(file).parent == tmp_path / "site" / "zero_topo"

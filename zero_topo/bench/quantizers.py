@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ def _makers(settings: Settings, skipped: dict[str, str]) -> Iterator[Callable[[]
         for bits in settings.bits:
             for block in settings.block_sizes:
                 for quantizer in quantizers:
-                    yield lambda q=quantizer, d=dtype, b=bits, s=block, x=x: _cases(q, d, BlockSpec(b, s), x)
+                    yield partial(_cases, quantizer, dtype, BlockSpec(bits, block), x)
         for peer in peers(device, skipped):
-            yield lambda p=peer, d=dtype, x=x: _peer_cases(p, d, x)
+            yield partial(_peer_cases, peer, dtype, x)
 
 
 def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
