@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,34 +91,39 @@ def place(config: ResolvedConfig, role: str) -> str:
     return config.topology.domain(degree) + (f", INT{quantized.bits}" if quantized else "")
 
 
+ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
+ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+
+
 def scheme_row(name: str) -> str:
-    """A scheme's row of the README's table, from the formulas."""
-    config = ZeroTopoConfig.parse({"scheme": name}).resolve(load_preset("frontier", RANKS))
+    """A row of the README's table of schemes, from the formulas."""
+    config = ZeroTopoConfig.parse(ROWS[name]).resolve(load_preset("frontier", RANKS))
     work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
     held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
     sent = by_domain(step_bytes(config, work))
     numbers = [held, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
-    cells = [f"`{name}`", *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
+    cells = [name, *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
     return f"| {' | '.join(cells)} |"
 
 
 def test_the_table_of_schemes_is_the_formulas() -> None:
     """What the README promises of each scheme is what the cost formulas say; on failure, paste the rows printed."""
-    expected = [scheme_row(name) for name in SCHEMES]
+    expected = [scheme_row(name) for name in ROWS]
     (table,) = re.findall(r"<!-- schemes.*?-->\n(.*?)<!-- end -->", README, re.S)
     assert table.splitlines()[2:] == expected, "\n" + "\n".join(expected)
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:
-    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, and more at four."""
+    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and more than INT4."""
     topology = load_preset("frontier", RANKS)
     sent = {}
-    for name in ("zero++", "topo"):
-        config = ZeroTopoConfig.parse({"scheme": name}).resolve(topology)
+    few = "`topo` with INT4 sync and publish"
+    for name in ("`zero++`", "`topo`", few):
+        config = ZeroTopoConfig.parse(ROWS[name]).resolve(topology)
         for batches in (1, MICRO_BATCHES):
             work = Workload.uniform([PARAMETERS], micro_batches=batches)
             sent[name, batches] = by_domain(step_bytes(config, work))["world"]
-    assert sent["zero++", 1] < sent["topo", 1] and sent["zero++", 4] > sent["topo", 4]
+    assert sent[few, 1] < sent["`zero++`", 1] < sent["`topo`", 1] and sent["`zero++`", 4] > sent["`topo`", 4]
 
 
 def test_the_table_of_keys_names_every_key() -> None:
