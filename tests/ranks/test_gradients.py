@@ -35,10 +35,12 @@ def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
     return [acc / w.size for acc in total]
 
 
-def backward(engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]]) -> None:
+def backward(
+    engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]], last: bool = False
+) -> None:
     grads = w.grads(rank, step)
     for slots in buckets:
-        engine.gradients.scatter(slots, [grads[i] for i in slots])
+        engine.gradients.scatter(slots, [grads[i] for i in slots], last)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -108,18 +110,19 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp", "paper"])
-def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: str) -> None:
+@pytest.mark.parametrize("last", [False, True], ids=["before the last", "after the last"])
+def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: str, last: bool) -> None:
     w = world({"scheme": scheme, **PLAIN})
     first, both = mean_gradient(w, 1), mean_gradient(w, 2)
 
     def rank_main(rank: int) -> tuple[float, float]:
         engine = w.engine()
-        backward(engine, w, rank, 0, [SLOTS])
+        backward(engine, w, rank, 0, [SLOTS], last)
         plan = w.config.plan
         own = plan.row(rank, plan.optimizer)
         seen = float((engine.gradients.peek() - expected_rows(w, rank, first)[own]).abs().max())
         engine.gradients.peek()
-        backward(engine, w, rank, 1, [SLOTS])
+        backward(engine, w, rank, 1, [SLOTS], last)
         engine.gradients.sync()
         return seen, float((engine.gradients.optimizer_rows() - expected_rows(w, rank, both)).abs().max())
 

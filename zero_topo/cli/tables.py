@@ -48,11 +48,12 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
-    table = _table("Held by each rank (shards only, no activations)", ["", *ROLES, "total", "of memory"])
+    roles = [*ROLES, *(["residual"] if any("residual" in held for held in rows.values()) else [])]
+    table = _table("Held by each rank (shards only, no activations)", ["", *roles, "total", "of memory"])
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
-        table.add_row(name, *(_bytes(held[role]) for role in ROLES), format_bytes(total), share)
+        table.add_row(name, *(_bytes(held.get(role, 0)) for role in roles), format_bytes(total), share)
     return table
 
 

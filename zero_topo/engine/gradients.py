@@ -83,7 +83,7 @@ class Gradients:
         self._missing = [set(slots) for slots in self._runs]  # what the last micro-batch has not scattered yet
         self._started: dict[int, Handle[None]] = {}
         self._dirty = False
-        self._peeked = False  # the own row is synced, and nothing came since
+        self._current = True  # the own row is the synced gradient: nothing came since
 
     def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool = False) -> None:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
@@ -105,7 +105,7 @@ class Gradients:
         reduce = Reduce(1.0 / plan.world_size, accumulate=True)
         sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
         reduce_scatter(self._route, parts, self._options.wire, sums).wait()
-        self._dirty, self._peeked = True, False
+        self._dirty, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
@@ -132,13 +132,13 @@ class Gradients:
         self._start([run for run in range(len(self._runs)) if run not in self._started])
         for run in sorted(self._started):
             self._started[run].wait()
+        self._current = True
 
     def peek(self) -> Tensor:
         """The rank's own row, synced, ``[F]``; collective (see Note [Peeking]). Writing to it changes the gradient."""
-        if len(self._started) < len(self._runs) and not self._peeked:
+        if not self._current:
             self.sync()
             self._reopen(sorted(self._started))
-            self._peeked = True
         self._dirty = True
         return self.buffer[self.layout.row(self.layout.plan.gradients)]
 
@@ -158,7 +158,7 @@ class Gradients:
             self._started[run].wait()
         self._started.clear()
         self._missing = [set(slots) for slots in self._runs]
-        self._peeked = False
+        self._current = True
         self.mode.commit(skipped)
         if self._dirty:
             self.buffer.zero_()

@@ -1,0 +1,73 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A record of ``bench quantizers`` as a table and as a picture. matplotlib is imported when it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zero_topo.units import format_bytes
+
+WIDTH = 96
+PICTURE = "quantizers.png"
+OPS = ("quantize", "dequantize", "dequantize_reduce")
+
+
+def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a record: one line per buffer and kernel, GB/s and the share of a copy's traffic in brackets."""
+    console = console or Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    where = content["device"] or content["machine"]["processor"]
+    size = format_bytes(content["settings"]["nbytes"])
+    console.print(f"{where}; buffers of {size}; GB/s read and written (share of a plain copy's in the same run)")
+    console.print(table(content["results"]))
+    for name, why in content["skipped"].items():
+        console.print(f"not measured: {name}: {why}", soft_wrap=True)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Lines by type, format, backend and threads; a column per operation."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("type", "bits", "block", "backend", "threads", *OPS):
+        made.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in results:
+        key = (row["dtype"], row["bits"], row["block_size"], row["backend"], row["threads"])
+        lines.setdefault(key, {})[row["op"]] = f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
+    for key, cells in lines.items():
+        made.add_row(*map(str, key), *(cells.get(op, "-") for op in OPS))
+    return made
+
+
+def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Bars of the share of a copy's traffic, by operation and backend; returns the picture written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in content["results"] if row["threads"] == 1]
+    groups = list(dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in shown))
+    backends = list(dict.fromkeys(row["backend"] for row in shown))
+    figure, panels = pyplot.subplots(len(OPS), 1, figsize=(1.5 + 1.1 * len(groups), 2.6 * len(OPS)), sharex=True)
+    for panel, op in zip(panels, OPS, strict=True):
+        for place, backend in enumerate(backends):
+            rows = {
+                (r["dtype"], r["bits"], r["block_size"]): r for r in shown if (r["op"], r["backend"]) == (op, backend)
+            }
+            heights = [rows[group]["memcpy_ratio"] if group in rows else 0.0 for group in groups]
+            middle = place - (len(backends) - 1) / 2
+            panel.bar([i + 0.8 * middle / len(backends) for i in range(len(groups))], heights, 0.8 / len(backends))
+        panel.axhline(1.0, color="0.5", linewidth=0.8)
+        panel.set_ylabel(f"{op}\nshare of a copy", fontsize=8)
+    panels[-1].set_xticks(range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7)
+    panels[0].legend(backends, fontsize=7, ncols=len(backends))
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+    return [folder / PICTURE]
