@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from zero_topo.bench.peers import Peer, peers
+from zero_topo.bench.peers import ROW, Peer, peers
 from zero_topo.bench.records import Spread, record
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.registry import BACKENDS
@@ -53,9 +53,21 @@ class Settings:
     bits: tuple[int, ...] = (8, 4)
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.dtypes if name not in DTYPES]
+        if unknown:
+            raise ValueError(f"dtype {unknown[0]} cannot be quantized; choose of {list(DTYPES)}")
+        if self.device not in ("cpu", "cuda") or (self.device == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"device {self.device} is not here; choose cpu, or cuda where there is a GPU")
+        if self.nbytes < SOURCES * ROW * 4:
+            raise ValueError(
+                f"a buffer of {self.nbytes} bytes is too small to measure; give at least {SOURCES * ROW * 4}"
+            )
+        [BlockSpec(bits, block) for bits in self.bits for block in self.block_sizes]  # refuses unknown ones
+
     def to_json(self) -> dict[str, Any]:
         """In JSON types."""
-        return {**vars(self), "sources": SOURCES}
+        return {**asdict(self), "sources": SOURCES}
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,8 @@ def _makers(settings: Settings, skipped: dict[str, str]) -> Iterator[Callable[[]
 
 def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(nbytes // dtype.itemsize, generator=generator).to(dtype).to(device)
+    numel = nbytes // dtype.itemsize // (SOURCES * ROW) * SOURCES * ROW
+    return torch.randn(numel, generator=generator).to(dtype).to(device)
 
 
 def _cases(quantizer: Quantizer, dtype: str, spec: BlockSpec, x: Tensor) -> list[Case]:

@@ -93,6 +93,44 @@ def _cluster_bench(options: ClusterOptions) -> ClusterBench:
     return ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
 
 
+@dataclass(frozen=True)
+class ConvergenceOptions:
+    """Of ``bench convergence``."""
+
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
+    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each scheme.")] = 3
+    micro_batches: Annotated[int, typer.Option(min=1, help="Per optimizer step.")] = 1
+    params: Params = "400e3"
+    layers: Layers = 2
+    context: Annotated[int, typer.Option(min=1, help="Bytes of each sample.")] = 64
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 2e-3
+    blocks: Blocks = None
+    as_json: Json = False
+    record: Record = None
+    plots: Plots = None
+
+
+@bench.command()
+@taking(ConvergenceOptions)
+def convergence(options: ConvergenceOptions) -> None:
+    """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
+    from zero_topo.bench import convergence_report
+    from zero_topo.bench.convergence import Convergence, run
+    from zero_topo.bench.schemes import choose, load_blocks
+    from zero_topo.bench.training_setup import TrainingSetup, width_for
+
+    width = width_for(read_count(options.params, "--params"), options.layers)
+    setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
+    schemes = tuple(choose(_words(options.schemes), load_blocks(options.blocks)))
+    seeds = tuple(range(options.seeds))
+    wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches)
+    with _progress(wanted.ticks()) as tick:
+        content = run(wanted, tick)
+    _finish(content, options, convergence_report)
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -143,3 +181,36 @@ def _progress(total: int) -> Iterator[Any]:
             bar.update(task, description=words, advance=done)
 
         yield tick
+
+
+@dataclass(frozen=True)
+class QuantizerOptions:
+    """Of ``bench quantizers``."""
+
+    size: Annotated[str, typer.Option(help="Bytes of the unquantized buffer.")] = "67108864"
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each kernel, each beside a copy.")] = 15
+    threads: Annotated[str, typer.Option(help="Numbers of threads, comma-separated; CPU only.")] = "1,2"
+    dtypes: Annotated[str, typer.Option(help="Of the values: fp32, bf16, fp16, comma-separated.")] = "fp32,bf16"
+    blocks: Annotated[str, typer.Option(help="Block sizes, comma-separated.")] = "256,2048"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where; AMD GPUs are cuda too.")] = "cpu"
+    as_json: Json = False
+    record: Record = None
+    plots: Plots = None
+
+
+@bench.command()
+@taking(QuantizerOptions)
+def quantizers(options: QuantizerOptions) -> None:
+    """Time every quantization backend and its peers against a plain copy of as many bytes."""
+    from zero_topo.bench import quantizers_report
+    from zero_topo.bench.quantizers import Settings, run
+
+    settings = Settings(
+        nbytes=read_count(options.size, "--size"),
+        repeats=options.repeats,
+        threads=tuple(read_count(word, "--threads") for word in _words(options.threads)),
+        dtypes=tuple(_words(options.dtypes)),
+        block_sizes=tuple(read_count(word, "--blocks") for word in _words(options.blocks)),
+        device=options.device,
+    )
+    _finish(run(settings), options, quantizers_report)
