@@ -90,6 +90,11 @@ class _Fold(NamedTuple):
     narrow: bool
     group: int
 
+    @property
+    def warps(self) -> int:
+        """More where each value has an offset of its own, in registers."""
+        return 4 if self.group > 1 else 16
+
 
 class _Message(NamedTuple):
     """A message to write: its bytes, and where its planes begin."""
@@ -112,7 +117,7 @@ class _Messages(NamedTuple):
 def quantize(pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
     """The concatenated pieces -> one message."""
     place, fold = _placed(_one(pieces), spec)
-    launch(_quantize, _tiles(place.numel), _written(out, spec, place.numel), place, spec, fold)
+    launch(_quantize, _tiles(place.numel), _written(out, spec, place.numel), place, spec, fold, warps=fold.warps)
 
 
 def dequantize(message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
@@ -126,7 +131,8 @@ def dequantize_reduce(messages: Sequence[Tensor], spec: BlockSpec, pieces: Seque
     place, fold = _placed(target, spec)
     messages = _spaced(messages)
     sources = _described(messages, spec, place.numel)
-    launch(_dequantize_reduce, _tiles(place.numel), place, sources, reduce.factor, spec, fold, reduce.accumulate)
+    arguments = place, sources, reduce.factor, spec, fold, reduce.accumulate
+    launch(_dequantize_reduce, _tiles(place.numel), *arguments, warps=fold.warps)
     if target is not pieces[0]:
         write_all(target.flat, pieces)
 
