@@ -1,0 +1,63 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The benchmark of quantizers: what it promises to write, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_topo.bench import quantizers, quantizers_report
+from zero_topo.bench.quantizers import Settings, best, run
+from zero_topo.cli.app import run as zero_topo_command
+
+KEYS = {"backend", "op", "dtype", "bits", "block_size", "threads", "gb_per_s", "memcpy_gb_per_s", "memcpy_ratio"}
+QUICK = Settings(nbytes=1 << 16, repeats=2, threads=(1,), dtypes=("fp32",), block_sizes=(256,), bits=(8,))
+
+
+@pytest.fixture(autouse=True)
+def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes a minute the first time; the other peers stay."""
+    found = quantizers.peers
+    monkeypatch.setattr(quantizers, "peers", lambda *a: (p for p in found(*a) if p.name != "torch.compile"))
+
+
+def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
+    """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones say why."""
+    content = run(QUICK)
+    assert {"benchmark", "machine", "versions", "settings", "results", "skipped"} <= set(content)
+    assert all(set(row) >= KEYS for row in content["results"])
+    names = {row["backend"] for row in content["results"]}
+    assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {"native", "triton"}
+    row = best(content["results"], backend="reference", op="quantize")
+    assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
+    assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]
+    traffic = row["gb_per_s"] * 1e9 * row["seconds"]["median"]
+    assert traffic == pytest.approx((1 << 16) + (1 << 14) + 256)  # FP32 in, INT8 and 64 scales out
+
+
+def test_the_command_writes_record_and_picture_and_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--json` prints the record itself; the picture lies beside it."""
+    words = ["--size", "65536", "--repeats", "1", "--threads", "1", "--dtypes", "bf16", "--blocks", "64"]
+    file = tmp_path / "record.json"
+    assert zero_topo_command(["bench", "quantizers", *words, "--record", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+    assert (tmp_path / quantizers_report.PICTURE).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "10"], "too small to measure"),
+        (["--dtypes", "int3"], "dtype int3 cannot be quantized"),
+        (["--blocks", "100"], "block_size 100 is not supported"),
+        (["--device", "tpu"], "device tpu is not here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2, before anything is timed."""
+    assert zero_topo_command(["bench", "quantizers", *words]) == 2
+    assert message in capsys.readouterr().err
