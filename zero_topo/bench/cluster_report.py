@@ -15,8 +15,12 @@ from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"
-WIDTH = 96
+WIDTH = 112
 COLOURS = ("#8c8c8c", "#bdbdbd", "#2f6db5", "#7fb0e0", "#d9822b", "#f0c08a", "#3f9c55", "#a5d6a0", "#8e5aa8", "#c9a7da")
+NOTE = (
+    "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the links need if all "
+    "that moves overlaps, and if one hop follows the other. uplink: bytes that leave a node per step, by the kernel."
+)
 STOCK_NOTE = "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, as NCCL and RCCL do."
 PICTURES = ("step_time.png", "bytes.png")
 LINKS = {"gcd": "of a die", "gpu": "of a GPU", "node": "of a node (uplink)"}
@@ -35,26 +39,17 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
         soft_wrap=True,
     )
     console.print(table(content["results"]))
+    console.print(NOTE)
     if any(row["scheme"].startswith("stock") for row in content["results"]):
         console.print(STOCK_NOTE)
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of equal micro-batches."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", title_style="bold")
-    made.title = "Optimizer steps"
-    for column in (
-        "micro-batches",
-        "scheme",
-        "step, median",
-        "min - max",
-        f"{BASELINE} /",
-        "floor",
-        "uplink",
-        "formula",
-    ):
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ("K", "scheme", "step, median", "min - max", f"vs {BASELINE}", "floors", "uplink", "formula", "drops")
+    for column in columns:
         made.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
-    made.add_column("drops", justify="right")
     for count in dict.fromkeys(row["micro_batches"] for row in results):
         rows = [row for row in results if row["micro_batches"] == count]
         for row in rows:
@@ -69,8 +64,8 @@ def _cells(row: Mapping[str, Any], times: float | None) -> list[str]:
         row["scheme"],
         format_seconds(step["median"]),
         f"{step['min']:.2f} - {step['max']:.2f}",
-        "-" if times is None else f"{times:.2f}",
-        format_seconds(row["floor_s"]["serial"]),
+        "-" if times is None else f"{times:.2f}x",
+        f"{row['floor_s']['overlapped']:.2f} - {row['floor_s']['serial']:.2f}",
         format_bytes(row["uplink_bytes_per_step_per_node"]),
         format_bytes(row["uplink_formula"]),
         str(row["drops"]),
@@ -93,58 +88,61 @@ def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _step_times(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Median step time by scheme and number of micro-batches, with its spread and the floor."""
+    """Median step time of each scheme with its spread and the floor, one panel for each number of micro-batches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for place, width, colour, row in _bars(results):
-        step = row["step_s"]
-        spread = [[step["median"] - step["min"]], [step["max"] - step["median"]]]
-        axes.bar(place, step["median"], width, yerr=spread, capsize=2, color=colour, label=row["scheme"])
-        floor = row["floor_s"]["serial"]
-        axes.plot([place - width / 2, place + width / 2], [floor, floor], color="black", linewidth=1.2)
-    axes.set(
-        yscale="log", ylabel="seconds per optimizer step", title="bars: median and spread; lines: the links' floor"
-    )
-    _finish(figure, axes, results)
+    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
+    figure = Figure(figsize=(1.5 + 3.2 * len(counts), 4.5), layout="constrained")
+    for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        rows = [row for row in results if row["micro_batches"] == count]
+        for place, row in enumerate(rows):
+            step, floor = row["step_s"], row["floor_s"]["serial"]
+            spread = [[step["median"] - step["min"]], [step["max"] - step["median"]]]
+            axes.bar(place, step["median"], 0.8, yerr=spread, capsize=2, color=_colour(results, row))
+            axes.plot([place - 0.4, place + 0.4], [floor, floor], color="black", linewidth=1.2)
+            axes.annotate(f"{step['median']:.3g}", (place, step["max"]), (0, 3), **_ABOVE)
+        axes.set_xticks(range(len(rows)), [row["scheme"] for row in rows], rotation=60, ha="right")
+        _tidy(axes)
+        axes.set_title(f"{count} micro-batch{'es' * (count > 1)}")
+    figure.supylabel("seconds per optimizer step")
+    figure.suptitle("median and spread; black: what the links need, one hop after another")
     figure.savefig(path, dpi=120)
 
 
 def _level_bytes(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each level of links."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
+    schemes = list(dict.fromkeys(row["scheme"] for row in results))
+    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, len(LEVELS), sharey=True)
     for axes, level in zip(panels, LEVELS, strict=True):
-        for place, width, colour, row in _bars(results):
-            axes.bar(place, row["level_bytes"][level] / MB, width, color=colour, label=row["scheme"])
-        axes.set(yscale="log", title=f"link {LINKS[level]}")
-        _finish(figure, axes, results, legend=level == LEVELS[0])
+        for scheme in schemes:
+            rows = [row for row in results if row["scheme"] == scheme]
+            places = [counts.index(row["micro_batches"]) for row in rows]
+            values = [row["level_bytes"][level] / MB for row in rows]
+            axes.plot(places, values, "o-", color=_colour(results, rows[0]), label=scheme)
+        axes.set(yscale="log", title=f"link {LINKS[level]}", xlabel="micro-batches per optimizer step")
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        _tidy(axes)
     panels[0].set_ylabel("MB sent per optimizer step")
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
-def _bars(results: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, str, Mapping[str, Any]]]:
-    """Place, width and colour of each result's bar: a group for each number of micro-batches."""
-    schemes = list(dict.fromkeys(row["scheme"] for row in results))
-    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    width = 0.8 / len(schemes)
-    bars = []
-    for row in results:
-        index = schemes.index(row["scheme"])
-        place = counts.index(row["micro_batches"]) + (index - (len(schemes) - 1) / 2) * width
-        bars.append((place, width * 0.92, COLOURS[index % len(COLOURS)], row))
-    return bars
+_ABOVE: Mapping[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 
 
-def _finish(figure: Any, axes: Any, results: Sequence[Mapping[str, Any]], legend: bool = True) -> None:
-    counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-    axes.set_xlabel("micro-batches per optimizer step")
-    axes.grid(axis="y", alpha=0.3)
+def _colour(results: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> str:
+    schemes = list(dict.fromkeys(other["scheme"] for other in results))
+    return COLOURS[schemes.index(row["scheme"]) % len(COLOURS)]
+
+
+def _tidy(axes: Any) -> None:
+    axes.grid(axis="y", alpha=0.3, which="major")
     axes.spines[["top", "right"]].set_visible(False)
-    if legend:
-        labelled = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(labelled.values(), labelled, frameon=False, loc="outside right upper")

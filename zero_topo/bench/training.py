@@ -11,7 +11,7 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import zero_topo
 from zero_topo.bench.control import Control
@@ -52,13 +53,23 @@ def build_model(setup: TrainingSetup, seed: int) -> GPT:
 
 
 @contextmanager
-def engine_of(model: GPT, config: dict[str, Any]) -> Iterator[Any]:
+def engine_of(model: GPT, config: dict[str, Any], schedule: Callable[[int], float] | None = None) -> Iterator[Any]:
     """The DeepSpeed engine of a run; destroyed at the end, so that runs in one process do not disturb each other.
+
+    Args:
+        model: on every rank.
+        config: DeepSpeed's.
+        schedule: factor of the learning rate at each step; None keeps it.
 
     Raises:
         ValueError: for a config that is refused.
     """
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        lr_scheduler=None if schedule is None else lambda optimizer: LambdaLR(optimizer, schedule),
+    )
     try:
         if "zero_topo" in config:
             zero_topo.stats(engine)  # raises for a stock engine: else stock would be compared with itself

@@ -1,0 +1,165 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo bench convergence``: the loss of every scheme against stock ZeRO-3, run by run the same data.
+
+Every scheme starts from the same weights as stock and sees the same batches, once for each seed. A difference says
+something only beside the *chaos floor*: stock against itself after a change of the initial weights by 1e-6, which
+training amplifies as it amplifies any rounding.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zero_topo.bench.ranks import Address, Ranks, place
+from zero_topo.bench.records import record
+from zero_topo.bench.schemes import BenchScheme
+from zero_topo.bench.training_setup import TrainingSetup
+from zero_topo.topology.presets import emulated
+
+PROGRAM = "zero_topo.bench.convergence_training:train_all"
+SHAPE = (2, 2, 2)  # nodes, GPUs of a node, dies of a GPU
+STOCK = "stock"
+CHAOS = "chaos"
+CHANGE = 1e-6
+LAST_PART = 10  # the last tenth of a run
+Tick = Callable[[str, int], None]
+Curves = Mapping[str, Mapping[int, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """What to train.
+
+    Attributes:
+        schemes: compared with stock, which is trained in any case, as is the chaos floor.
+        setup: model, batch and learning rate.
+        steps: optimizer steps of each run.
+        seeds: of weights and data, one run each.
+        warmup: steps until the full learning rate.
+        micro_batches: per optimizer step.
+
+    Raises:
+        ValueError: for a scheme that the config refuses, or too few steps or seeds.
+    """
+
+    schemes: tuple[BenchScheme, ...]
+    setup: TrainingSetup
+    steps: int
+    seeds: tuple[int, ...]
+    warmup: int = 10
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps < LAST_PART or not self.seeds:
+            raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
+        for scheme in self.schemes:
+            scheme.resolve(emulated(*SHAPE))
+
+    def runs(self) -> list[tuple[BenchScheme, float]]:
+        """Each scheme with the change of its initial weights."""
+        stock = BenchScheme(STOCK, None)
+        others = [scheme for scheme in self.schemes if scheme.name != STOCK]
+        return [(stock, 0.0), (BenchScheme(CHAOS, None), CHANGE), *((scheme, 0.0) for scheme in others)]
+
+    def settings(self) -> dict[str, Any]:
+        """In JSON types, for the ranks and the record."""
+        nodes, gpus, dies = SHAPE
+        topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
+        jobs = [
+            {"scheme": scheme.name, "block": scheme.block_on(topology), "seed": seed, "change": change}
+            for seed in self.seeds
+            for scheme, change in self.runs()
+        ]
+        common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
+        return {"setup": asdict(self.setup), **common, "jobs": jobs}
+
+    def ticks(self) -> int:
+        """Optimizer steps that :func:`run` announces, one tick each."""
+        return self.steps * len(self.seeds) * len(self.runs())
+
+
+def run(wanted: Convergence, tick: Tick) -> dict[str, Any]:
+    """Train everything.
+
+    Args:
+        wanted: what.
+        tick: called after each step, with a few words and the steps done since.
+
+    Returns:
+        The record: ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
+
+    Raises:
+        ValueError: if a scheme is refused.
+        RuntimeError: if a rank fails.
+    """
+    settings = wanted.settings()
+    curves: dict[str, dict[int, dict[str, Any]]] = {}
+    with Ranks(PROGRAM, settings, [_place(rank, port) for port in [_free_port()] for rank in range(_WORLD)]) as ranks:
+        jobs = iter(settings["jobs"])
+        job = next(jobs)
+        tick("starting the ranks", 0)
+        for message in ranks.messages():
+            event = message.pop("event")
+            if event == "refused":
+                raise ValueError(f"scheme {message['scheme']!r} is refused: {message['reason']}")
+            if event == "trained":
+                curves.setdefault(message.pop("scheme"), {})[message.pop("seed")] = message
+                job = next(jobs, job)
+            tick(f"{job['scheme']}, seed {job['seed']}", int(event == "step"))
+    content = {"results": compare(curves), "curves": {name: _losses(seeds) for name, seeds in curves.items()}}
+    return record("convergence", settings, content)
+
+
+def compare(curves: Curves) -> list[dict[str, Any]]:
+    """For each scheme its losses and their relative differences from stock with the same seed.
+
+    Args:
+        curves: scheme -> seed -> ``losses`` of the steps and ``evaluation`` loss.
+
+    Returns:
+        One object for each scheme, stock first: for the last tenth of the run (``last``), all of it (``overall``) and
+        the evaluation at its end (``evaluation``) the mean ``loss`` over seeds, and the ``difference``: ``mean`` over
+        seeds, ``worst`` (of the largest magnitude), and ``by_seed``, as shares of stock's loss.
+    """
+    measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "last": lambda run: _mean(run["losses"][-max(1, len(run["losses"]) // LAST_PART) :]),
+        "overall": lambda run: _mean(run["losses"]),
+        "evaluation": lambda run: float(run["evaluation"]),
+    }
+    results = []
+    for scheme, seeds in curves.items():
+        row: dict[str, Any] = {"scheme": scheme}
+        for name, measure in measures.items():
+            by_seed = {seed: measure(run) / measure(curves[STOCK][seed]) - 1 for seed, run in seeds.items()}
+            difference: dict[str, Any] = {
+                "mean": _mean(list(by_seed.values())),
+                "worst": max(by_seed.values(), key=abs),
+            }
+            row[name] = {"loss": _mean([measure(run) for run in seeds.values()]), "difference": difference}
+            difference["by_seed"] = by_seed
+        results.append(row)
+    return results
+
+
+_WORLD = SHAPE[0] * SHAPE[1] * SHAPE[2]
+
+
+def _place(rank: int, port: int) -> Any:
+    return place(rank, _WORLD, SHAPE[1] * SHAPE[2], Address("lo", "127.0.0.1", port))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _losses(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    return {str(seed): run["losses"] for seed, run in seeds.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

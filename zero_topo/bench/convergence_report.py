@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A record of ``bench convergence`` as a table and as a picture. matplotlib is imported when it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zero_topo.bench.cluster_report import COLOURS
+
+STOCK = "stock"
+CHAOS = "chaos"
+WIDTH = 104
+NOTE = (
+    "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
+    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing."
+)
+
+
+def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a record's table, with what is needed to read it."""
+    console = console or Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    settings = content["settings"]
+    seeds = len({job["seed"] for job in settings["jobs"]})
+    console.print(f"{settings['steps']} optimizer steps, {seeds} seed{'s' * (seeds > 1)}, losses in nats per byte")
+    console.print(table(content["results"]))
+    console.print(NOTE)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each scheme."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.add_column("scheme", no_wrap=True)
+    for name in ("last tenth", "whole run", "evaluation"):
+        for column in (name, "mean", "worst"):
+            made.add_column(column, justify="right", no_wrap=True)
+    for row in results:
+        cells = [row["scheme"]]
+        for measure in (row["last"], row["overall"], row["evaluation"]):
+            shares = [f"{100 * measure['difference'][key]:+.2f}%" for key in ("mean", "worst")]
+            cells += [f"{measure['loss']:.4f}", *(["-", "-"] if row["scheme"] == STOCK else shares)]
+        made.add_row(*cells)
+    return made
+
+
+def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write the picture: losses, and differences from stock, both averaged over seeds and smoothed."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    curves = {name: _mean_curve(seeds) for name, seeds in content["curves"].items()}
+    window = max(1, len(curves[STOCK]) // 20)
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for index, (name, curve) in enumerate(curves.items()):
+        style = {"color": "black", "linestyle": ":"} if name == CHAOS else {"color": COLOURS[index % len(COLOURS)]}
+        smooth, stock = _smoothed(curve, window), _smoothed(curves[STOCK], window)
+        steps = range(window, window + len(smooth))
+        left.plot(steps, smooth, label=name, linewidth=1.2, **style)
+        if name != STOCK:
+            shares = [100 * (mine / other - 1) for mine, other in zip(smooth, stock, strict=True)]
+            right.plot(steps, shares, linewidth=1.2, **style)
+    left.set(xlabel="optimizer step", ylabel="loss, nats per byte", title=f"mean over seeds and {window} steps")
+    right.set(xlabel="optimizer step", ylabel="percent", title="difference from stock")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.legend(frameon=False, loc="outside right upper")
+    path = folder / "convergence.png"
+    figure.savefig(path, dpi=120)
+    return [path]
+
+
+def _mean_curve(seeds: Mapping[str, Sequence[float]]) -> list[float]:
+    return [sum(losses) / len(losses) for losses in zip(*seeds.values(), strict=True)]
+
+
+def _smoothed(curve: Sequence[float], window: int) -> list[float]:
+    """Means of all runs of ``window`` steps."""
+    return [sum(curve[end - window : end]) / window for end in range(window, len(curve) + 1)]
