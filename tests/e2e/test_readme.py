@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
+import shutil
 import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,10 +38,27 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
     assert {"make demo", "make test"} <= set(OF_MAKE)
 
 
+# Added to a benchmark's command, so that it takes seconds.
+SMALLER = {
+    "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
+    "zero-topo bench cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
+    "zero-topo bench convergence": "--schemes topo --steps 4 --seeds 1",
+}
+
+
+def smaller(line: str, folder: Path) -> str:
+    """The command as shown; of a benchmark, with less to measure and its record in a folder of ours."""
+    found = [more for start, more in SMALLER.items() if line.startswith(start)]
+    return f"{line} {found[0]} --record {folder}/record.json" if found else line
+
+
 @pytest.mark.parametrize("line", OF_ZERO_TOPO)
-def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each `zero-topo` command succeeds in the checkout and prints something."""
+    if "bench cluster" in line and (os.geteuid() or not shutil.which("tc")):
+        pytest.skip("the emulated cluster needs root and tc")
     monkeypatch.chdir(ROOT)
+    line = smaller(line, tmp_path)
     out = io.StringIO()
     with redirect_stdout(out):
         assert zero_topo_command(shlex.split(line)[1:]) == 0
