@@ -29,6 +29,7 @@ PROGRAM = "zero_topo.bench.training:measure_all"
 PORT = 29500
 FEWEST_STEPS = 5
 Tick = Callable[[str, int], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,13 @@ class ClusterBench:
         return {"scheme": scheme.name, "block": block, "ring": scheme.ring, "micro_batches": micro_batches}
 
 
-def run(bench: ClusterBench, tick: Tick) -> dict[str, Any]:
+def run(bench: ClusterBench, tick: Tick, keep: Keep) -> dict[str, Any]:
     """Measure everything.
 
     Args:
         bench: what.
         tick: called after each step and whenever something takes long, with a few words and the passes done since.
+        keep: called with the record so far after each result: what is measured is not lost if the rest fails.
 
     Returns:
         The record: ``results``, one for each scheme and number of micro-batches; ``message_bytes`` (the model in 16
@@ -107,14 +109,19 @@ def run(bench: ClusterBench, tick: Tick) -> dict[str, Any]:
         tick("starting the ranks", 0)
         with Ranks(PROGRAM, settings, _places(network)) as ranks:
             under_way = _Run(network, ranks, tick, settings["jobs"])
-            under_way.follow()
+            for _ in under_way.follow():
+                keep(_record(bench, host, under_way))
+    return _record(bench, host, under_way)
+
+
+def _record(bench: ClusterBench, host: dict[str, Any], under_way: _Run) -> dict[str, Any]:
     content = {
         "results": under_way.results,
         "message_bytes": bench.setup.message_bytes,
         "spec": bench.spec.to_json(),
         "compute_s_per_micro_batch": under_way.compute_s,
     }
-    return {**record("cluster", settings, content), "machine": host}
+    return {**record("cluster", bench.settings(), content), "machine": host}
 
 
 def dropped(results: Sequence[Mapping[str, Any]]) -> str | None:
@@ -144,14 +151,17 @@ class _Run:
         self.compute_s = 0.0
         self.results: list[dict[str, Any]] = []
 
-    def follow(self) -> None:
-        """Take every message.
+    def follow(self) -> Iterator[None]:
+        """Take every message; yields after each result.
 
         Raises:
             ValueError: if a scheme is refused.
         """
         for message in self._ranks.messages():
+            known = len(self.results)
             getattr(self, f"_on_{message.pop('event')}")(**message)
+            if len(self.results) > known:
+                yield
 
     def _on_compute(self, seconds: float) -> None:
         self.compute_s = seconds

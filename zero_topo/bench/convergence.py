@@ -26,6 +26,7 @@ CHAOS = "chaos"
 CHANGE = 1e-6
 LAST_PART = 10  # the last tenth of a run
 Tick = Callable[[str, int], None]
+Keep = Callable[[dict[str, Any]], None]
 Curves = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
 
@@ -81,12 +82,13 @@ class Convergence:
         return self.steps * len(self.seeds) * len(self.runs())
 
 
-def run(wanted: Convergence, tick: Tick) -> dict[str, Any]:
+def run(wanted: Convergence, tick: Tick, keep: Keep) -> dict[str, Any]:
     """Train everything.
 
     Args:
         wanted: what.
         tick: called after each step, with a few words and the steps done since.
+        keep: called with the record so far after each run: what is trained is not lost if the rest fails.
 
     Returns:
         The record: ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
@@ -108,7 +110,12 @@ def run(wanted: Convergence, tick: Tick) -> dict[str, Any]:
             if event == "trained":
                 curves.setdefault(message.pop("scheme"), {})[message.pop("seed")] = message
                 job = next(jobs, job)
+                keep(_record(settings, curves))
             tick(f"{job['scheme']}, seed {job['seed']}", int(event == "step"))
+    return _record(settings, curves)
+
+
+def _record(settings: dict[str, Any], curves: Curves) -> dict[str, Any]:
     content = {"results": compare(curves), "curves": {name: _losses(seeds) for name, seeds in curves.items()}}
     return record("convergence", settings, content)
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -56,7 +57,7 @@ class ClusterOptions:
 @taking(ClusterOptions)
 def cluster(options: ClusterOptions) -> None:
     """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links (needs root)."""
-    from zero_topo.bench import cluster_report
+    from zero_topo.bench import cluster_report, records
     from zero_topo.bench.cluster import dropped, run
     from zero_topo.bench.emulated_cluster import network
 
@@ -65,9 +66,10 @@ def cluster(options: ClusterOptions) -> None:
         return
     measured = _cluster_bench(options)
     network.require()
+    file = _file(options, "cluster")
     with _progress(measured.ticks()) as tick:
-        content = run(measured, tick)
-    _finish(content, options, cluster_report)
+        content = run(measured, tick, partial(records.write, file))
+    _finish(content, options, cluster_report, file)
     spoiled = dropped(content["results"])
     if spoiled:
         typer.echo(f"zero-topo: {spoiled}", err=True)
@@ -116,7 +118,7 @@ class ConvergenceOptions:
 @taking(ConvergenceOptions)
 def convergence(options: ConvergenceOptions) -> None:
     """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
-    from zero_topo.bench import convergence_report
+    from zero_topo.bench import convergence_report, records
     from zero_topo.bench.convergence import Convergence, run
     from zero_topo.bench.schemes import choose, load_blocks
     from zero_topo.bench.training_setup import TrainingSetup, width_for
@@ -126,9 +128,10 @@ def convergence(options: ConvergenceOptions) -> None:
     schemes = tuple(choose(_words(options.schemes), load_blocks(options.blocks)))
     seeds = tuple(range(options.seeds))
     wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches)
+    file = _file(options, "convergence")
     with _progress(wanted.ticks()) as tick:
-        content = run(wanted, tick)
-    _finish(content, options, convergence_report)
+        content = run(wanted, tick, partial(records.write, file))
+    _finish(content, options, convergence_report, file)
 
 
 def _words(text: str) -> list[str]:
@@ -146,18 +149,24 @@ class Outputs(Protocol):
     def plots(self) -> Path | None: ...
 
 
-def _finish(content: Mapping[str, Any], outputs: Outputs, report: ModuleType) -> None:
+def _file(outputs: Outputs, benchmark: str) -> Path:
+    from zero_topo.observe.runlog import new_run_folder
+
+    return outputs.record or new_run_folder(f"bench-{benchmark}") / "record.json"
+
+
+def _finish(content: Mapping[str, Any], outputs: Outputs, report: ModuleType, record: Path | None = None) -> None:
     """Write the record and its pictures, and print the table or the JSON.
 
     Args:
         content: the record.
         outputs: where to.
         report: a module with ``draw(content, folder)`` and ``show(content)``.
+        record: the record's file, if one was begun.
     """
     from zero_topo.bench import records
-    from zero_topo.observe.runlog import new_run_folder
 
-    file = outputs.record or new_run_folder(f"bench-{content['benchmark']}") / "record.json"
+    file = record or _file(outputs, content["benchmark"])
     records.write(file, content)
     pictures = report.draw(content, outputs.plots or file.parent)
     if outputs.as_json:

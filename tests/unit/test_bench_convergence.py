@@ -1,0 +1,109 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Paired losses: what is trained, how differences from stock are taken, what is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_topo.bench import convergence_report
+from zero_topo.bench.convergence import CHANGE, SHAPE, Convergence, compare
+from zero_topo.bench.convergence_training import change, warm_up_and_cosine
+from zero_topo.bench.schemes import choose
+from zero_topo.bench.training import build_model
+from zero_topo.bench.training_setup import TrainingSetup
+from zero_topo.cli import main
+
+SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
+
+
+def wanted(*schemes: str, seeds: tuple[int, ...] = (0, 1)) -> Convergence:
+    """Twenty steps of some schemes."""
+    return Convergence(tuple(choose(schemes)), SETUP, 20, seeds)
+
+
+def test_stock_and_the_chaos_floor_are_always_trained() -> None:
+    """Each seed trains stock, stock with other initial weights, and the schemes, whether stock is named or not."""
+    for named in (["stock", "topo"], ["topo"]):
+        jobs = wanted(*named).settings()["jobs"]
+        assert [(job["seed"], job["scheme"], job["change"]) for job in jobs] == [
+            (seed, *run) for seed in (0, 1) for run in (("stock", 0.0), ("chaos", CHANGE), ("topo", 0.0))
+        ]
+        assert jobs[0]["block"] is None and jobs[1]["block"] is None
+        nodes, gpus_per_node, gcds_per_gpu = SHAPE
+        shape = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gcds_per_gpu": gcds_per_gpu}
+        assert jobs[2]["block"] == {"topology": {"emulated": shape}, "scheme": "topo"}
+    assert wanted("topo").ticks() == 20 * 2 * 3
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """Seeds far apart do not hide a scheme that is one percent worse with each of them."""
+    curves: dict[str, Any] = {
+        "stock": {seed: {"losses": [level] * 20, "evaluation": level} for seed, level in ((0, 1.0), (1, 3.0))},
+        "topo": {
+            0: {"losses": [1.0] * 18 + [1.01] * 2, "evaluation": 0.99},
+            1: {"losses": [3.0] * 18 + [3.03] * 2, "evaluation": 3.06},
+        },
+    }
+    stock, topo = compare(curves)
+    assert stock["last"]["difference"]["worst"] == 0 and stock["last"]["loss"] == 2.0
+    assert topo["last"]["difference"]["by_seed"] == pytest.approx({0: 0.01, 1: 0.01})
+    assert topo["overall"]["difference"]["mean"] == pytest.approx(0.001)
+    assert topo["evaluation"]["difference"]["mean"] == pytest.approx(0.005)
+    assert topo["evaluation"]["difference"]["worst"] == pytest.approx(0.02)
+
+
+def test_the_worst_difference_keeps_its_sign() -> None:
+    """A scheme that is far better in one run is as suspicious as one that is far worse."""
+    curves = {
+        "stock": {seed: {"losses": [1.0] * 10, "evaluation": 1.0} for seed in (0, 1)},
+        "topo": {seed: {"losses": [loss] * 10, "evaluation": 1.0} for seed, loss in ((0, 0.9), (1, 1.05))},
+    }
+    assert compare(curves)[1]["last"]["difference"]["worst"] == pytest.approx(-0.1)
+
+
+def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
+    """The chaos run starts within a few 1e-6 of stock, by the same change on every rank; no change is no change."""
+    models = [build_model(SETUP, 3) for _ in range(3)]
+    for model, size in zip(models, (0.0, CHANGE, CHANGE), strict=True):
+        change(model, size, 3)
+    plain, *changed = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
+    assert torch.equal(*changed)
+    assert 0 < (changed[0] - plain).abs().max() < 10 * CHANGE
+    assert torch.equal(plain, torch.cat([p.detach().flatten() for p in build_model(SETUP, 3).parameters()]))
+
+
+def test_the_schedule_warms_up_and_ends_at_a_tenth() -> None:
+    """Linear to one, then a cosine."""
+    factor = warm_up_and_cosine(100, 10)
+    assert [factor(0), factor(9), factor(10), factor(100)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
+
+
+def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each scheme, in percent; stock is compared with nothing."""
+    runs = {"stock": 1.0, "chaos": 1.001, "topo": 1.02}
+    curves: Any = {
+        name: {seed: {"losses": [level] * 40, "evaluation": level} for seed in (0, 1)} for name, level in runs.items()
+    }
+    content = {
+        "results": compare(curves),
+        "curves": {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()},
+        "settings": wanted("topo").settings(),
+    }
+    convergence_report.show(content)
+    out = capsys.readouterr().out
+    assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
+    assert [path.stat().st_size > 10_000 for path in convergence_report.draw(content, tmp_path)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--steps", "3"], "greater than or equal to 10"), (["--schemes", "tpo"], "did you mean")]
+)
+def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 and a line, before any rank starts."""
+    assert main(["bench", "convergence", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
