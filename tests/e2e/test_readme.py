@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -42,7 +43,7 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "zero-topo bench cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
-    "zero-topo bench convergence": "--schemes topo --steps 4 --seeds 1",
+    "zero-topo bench convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
 
 
@@ -130,6 +131,25 @@ def test_the_table_of_schemes_is_the_formulas() -> None:
     expected = [scheme_row(name) for name in ROWS]
     (table,) = re.findall(r"<!-- schemes.*?-->\n(.*?)<!-- end -->", README, re.S)
     assert table.splitlines()[2:] == expected, "\n" + "\n".join(expected)
+
+
+def cluster_rows() -> list[str]:
+    """The README's table of the emulated cluster, from the record committed."""
+    content = json.loads((ROOT / "zero_topo/bench/records/cluster-t8.json").read_text())
+    rows = []
+    for result in content["results"]:
+        name, count, step = result["scheme"], result["micro_batches"], result["step_s"]
+        (zero3,) = (r for r in content["results"] if (r["scheme"], r["micro_batches"]) == ("zero3", count))
+        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
+        uplink = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(f"| {count} | `{name}` | {spread} | {zero3['step_s']['median'] / step['median']:.2f} | {uplink} |")
+    return rows
+
+
+def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
+    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
+    (table,) = re.findall(r"<!-- cluster.*?-->\n(.*?)<!-- end -->", README, re.S)
+    assert table.splitlines()[2:] == cluster_rows(), "\n" + "\n".join(cluster_rows())
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:
