@@ -2,12 +2,13 @@
  *
  * A GPU for tests: the kernels' source, compiled by an ordinary C++17 compiler, runs on the CPU thread by thread.
  *
- * Each thread of a thread block is a fiber, run until it waits (barrier, shuffle, ballot) or ends. What is emulated are
- * the rules: a collective goes on when all 32 lanes (64 for wider ones) wait at the same line of source with the same
- * arguments, a barrier when the whole thread block does; anything else ends the launch with zt_emulation_error. Wave
- * size (32 or 64) and the order in which fibers run are settings, so that tests see code that depends on either; vector
- * accesses must be aligned. Not emulated: memory ordering, lanes that run at once (a race shows only if an order of
- * fibers makes it matter), speed, a compiler's registers. One launch at a time.
+ * Each thread of a thread block is a fiber, run until it waits (barrier, shuffle, ballot) or ends; 32 lanes run as far
+ * ahead of the others as they may, so that a missing barrier shows. What is emulated are the rules: a collective goes
+ * on when all 32 lanes (64 for wider ones) wait at the same line of source with the same arguments, a barrier when the
+ * whole thread block does; anything else ends the launch with zt_emulation_error. Wave size (32 or 64) and the order in
+ * which fibers run are settings, so that tests see code that depends on either; vector accesses must be aligned.
+ * Not emulated: memory ordering, lanes that run at once (a race shows only if an order of fibers makes it matter),
+ * speed, a compiler's registers. One launch at a time.
  */
 #ifndef ZT_GPU_EMULATION_H
 #define ZT_GPU_EMULATION_H
@@ -150,42 +151,48 @@ inline void zt_emulation_exchange(int first, int count) {
     for (int i = 0; i < count; i++) lanes[i].wait.kind = ZT_RUNNING;
 }
 
-/* Lets go on whoever may; false if nobody may although some have not ended. */
-inline bool zt_emulation_release() {
+/* Lets `count` lanes go on if they wait at the same collective, and it is one of as many lanes. */
+inline bool zt_emulation_release(int first, int count) {
+    const zt_emulation_wait &wait = zt_emulation_machine().fibers[(size_t)first].wait;
+    if (wait.kind < ZT_BALLOT || (wait.width > 32) != (count > 32) || !zt_emulation_met(first, count)) return false;
+    zt_emulation_exchange(first, count);
+    return true;
+}
+
+/* Lets everybody go on if all wait at the same barrier, or wide groups; false if nobody may. */
+inline bool zt_emulation_release_all() {
     zt_emulation_state &m = zt_emulation_machine();
-    if (m.fibers[0].wait.kind == ZT_BARRIER && zt_emulation_met(0, m.threads)) {
-        for (int i = 0; i < m.threads; i++) m.fibers[(size_t)i].wait.kind = ZT_RUNNING;
-        return true;
-    }
-    bool released = false;
-    for (int first = 0; first < m.threads; first += 32) {
-        const zt_emulation_wait &wait = m.fibers[(size_t)first].wait;
-        const int count = wait.width > 32 ? wait.width : 32;
-        if (wait.kind < ZT_BALLOT || first % count || !zt_emulation_met(first, count)) continue;
-        zt_emulation_exchange(first, count);
-        released = true;
-    }
+    const bool barrier = m.fibers[0].wait.kind == ZT_BARRIER && zt_emulation_met(0, m.threads);
+    for (int i = 0; barrier && i < m.threads; i++) m.fibers[(size_t)i].wait.kind = ZT_RUNNING;
+    bool released = barrier;
+    for (int first = 0; !barrier && first + 64 <= m.threads; first += 64) released |= zt_emulation_release(first, 64);
     return released;
+}
+
+/* Runs 32 lanes until they wait for others: as far ahead of these as the rules allow. */
+inline void zt_emulation_advance(int first) {
+    zt_emulation_state &m = zt_emulation_machine();
+    do {
+        for (int i = 0; i < 32; i++) {
+            const int thread = first + (m.descending ? 31 - i : i);
+            if (m.fibers[(size_t)thread].wait.kind == ZT_RUNNING) zt_emulation_resume(thread);
+        }
+    } while (zt_emulation_release(first, 32));
 }
 
 /* One thread block; false if its threads did not meet. */
 inline bool zt_emulation_block() {
     zt_emulation_state &m = zt_emulation_machine();
     for (int i = 0; i < m.threads; i++) m.fibers[(size_t)i].wait.kind = ZT_RUNNING;
-    for (;;) {
-        int done = 0;
-        for (int i = 0; i < m.threads; i++) {
-            const int thread = m.descending ? m.threads - 1 - i : i;
-            zt_emulation_fiber &fiber = m.fibers[(size_t)thread];
-            if (fiber.wait.kind == ZT_RUNNING) zt_emulation_resume(thread);
-            done += fiber.wait.kind == ZT_DONE;
-        }
-        if (done == m.threads) return !m.error[0];
-        if (zt_emulation_release()) continue;
-        for (m.thread = 0; m.fibers[(size_t)m.thread].wait.kind == ZT_DONE;) m.thread++;
-        zt_emulation_fail("not every lane came here", m.fibers[(size_t)m.thread].wait.line);
-        return false;
+    do {
+        for (int first = 0; first < m.threads; first += 32)
+            zt_emulation_advance(m.descending ? m.threads - 32 - first : first);
+    } while (zt_emulation_release_all());
+    for (m.thread = 0; m.thread < m.threads; m.thread++) {
+        const zt_emulation_wait &wait = m.fibers[(size_t)m.thread].wait;
+        if (wait.kind != ZT_DONE) zt_emulation_fail("not every lane came here", wait.line);
     }
+    return !m.error[0];
 }
 
 inline bool zt_emulation_run(std::function<void()> body, unsigned grid, int threads) {
@@ -201,7 +208,7 @@ inline bool zt_emulation_run(std::function<void()> body, unsigned grid, int thre
     m.body = body;
     m.grid.x = grid;
     m.threads = threads;
-    bool good = threads <= most;
+    bool good = threads <= most && threads % 32 == 0;
     for (int64_t block = m.first_block; good && block < (int64_t)grid; block++) {
         m.block.x = (unsigned)block;
         good = zt_emulation_block();

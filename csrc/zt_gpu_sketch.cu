@@ -57,7 +57,7 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
             uint32_t count;
             const int64_t row = zt_sketch_row(a.seed, base + t, group.third, a.rows);
             const bool hit = base + t < a.blocks && row >= group.first && row < group.past;
-            const uint32_t at = zt_scan(hit, shared, &count);
+            const uint32_t at = zt_scan(hit, shared, &count); /* and all are done with `found` */
             const uint32_t minus = zt_sketch_sign(a.seed, base + t, group.third) < 0.0f;
             if (hit) found[at] = minus << 31 | (uint32_t)(row - group.first) << 8 | (uint32_t)t;
             __syncthreads();
@@ -77,7 +77,6 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
                     sum = found[i + k] >> 31 ? zt_sub(sum, values[k]) : zt_add(sum, values[k]);
                 }
             }
-            __syncthreads(); /* the next round writes `found` */
         }
         for (int64_t row = group.first; row < group.past; row++)
             a.sketch[row * ZT_SKETCH_LANES + lane] = sums[row - group.first][t];

@@ -258,3 +258,10 @@ def test_the_sources_survive_hipify(tmp_path: Path) -> None:
         env = {**os.environ, "HIP_PLATFORM": "amd"}
         done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, done.stderr
+
+
+def test_no_source_includes_torch() -> None:
+    """The kernels compile without torch, and for HIP without CUDA's headers."""
+    for path in [*source_dir().glob("zt_gpu*"), source_dir() / "zt_kernels.h", source_dir() / "zt_wire.h"]:
+        included = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        assert not [line for line in included if any(word in line for word in ("torch", "ATen", "c10", "pybind"))]

@@ -17,21 +17,11 @@ from torch import Tensor
 from op_builder import source_dir
 from op_builder.jit import cache_dir
 from tests.kernels import golden
-from tests.kernels.gpu_library import (
-    CReduce,
-    CSpec,
-    GpuLibrary,
-    KernelError,
-    Settings,
-    c_message,
-    c_messages,
-    c_pieces,
-    c_spec,
-    emulated,
-)
+from tests.kernels import gpu_library as gpu
+from tests.kernels.gpu_library import GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.reference import Reduce
+from zero_topo.quant.reference import Reduce, Total
 from zero_topo.quant.spec import BlockSpec
 
 PLAIN = Settings(wave=32)
@@ -53,7 +43,7 @@ OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, TOO_MANY, BAD_ALIGNMENT, LAUNCH_FAILED = 0, 1
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     """The kernels, compiled for the emulation."""
-    return emulated(source_dir(), cache_dir())
+    return gpu.emulated(source_dir(), cache_dir())
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
@@ -95,7 +85,7 @@ def test_sparse(library: ctypes.CDLL, chosen: Settings) -> None:
 def test_masks_anywhere(library: ctypes.CDLL, offset: int) -> None:
     """Masks and bits that begin at no round address."""
     mask = torch.rand(3000) < 0.4
-    expected, bits = torch.zeros(400, dtype=torch.uint8), torch.zeros(400, dtype=torch.uint8)
+    expected, bits = (torch.full((400,), 0xA5, dtype=torch.uint8) for _ in range(2))
     n = mask.numel() - offset
     size = -(-n // 8)
     reference.mask_pack(mask[offset:], expected[offset : offset + size])
@@ -140,6 +130,54 @@ def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: BlockS
     backend.dequantize_reduce([expected] * 3, spec, got, how)
     for mine, theirs in zip(got, wanted, strict=True):
         golden.assert_same(mine.flat, theirs.flat, "reduce")
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 64), BlockSpec(8, 64, False)], ids=str)
+def test_smallest_and_largest_blocks(library: ctypes.CDLL, spec: BlockSpec) -> None:
+    """Blocks whose size is at the bound of being zero, just below it, and the largest there is."""
+    sizes = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
+    x = (sizes[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
+    expected, actual = (torch.full((spec.nbytes(x.numel()),), fill, dtype=torch.uint8) for fill in (1, 2))
+    reference.quantize([golden.whole(x)], spec, expected)
+    GpuLibrary(library).quantize([golden.whole(x)], spec, actual)
+    golden.assert_same(actual, expected, "quantize")
+    scales = actual[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
+    assert (scales > 0).tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.bfloat16, 8), (torch.float16, 11)], ids=["bf16", "fp16"])
+def test_rounding_of_ties(library: ctypes.CDLL, dtype: torch.dtype, digits: int) -> None:
+    """Values half way between two of the output type go to the even one, small ones of FP16 become its denormals."""
+    spec, numel = BlockSpec(8, 64), 64 * 4
+    message = torch.zeros(spec.nbytes(numel), dtype=torch.uint8)
+    message[:numel] = torch.arange(numel) % 256
+    scales = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
+    message[spec.scales_offset(numel) :][:16] = scales.view(torch.uint8)
+    wanted, got = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    reference.dequantize(message, spec, [golden.whole(wanted)])
+    GpuLibrary(library).dequantize(message, spec, [golden.whole(got)])
+    golden.assert_same(got, wanted, "dequantize")
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048, False)], ids=str)
+def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpec) -> None:
+    """Whatever lies behind the last value of a message: the padding of the message of the sum stands for zeros."""
+    blocks = 16384 // spec.block_size
+    numel = blocks * spec.block_size + 3
+    messages = golden.messages_of(spec, numel, 3)[1:]
+    for message in messages:
+        message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
+    expected, actual = (torch.full((spec.nbytes(numel),), fill, dtype=torch.uint8) for fill in (1, 2))
+    reference.requantize(messages, spec, spec, expected, Total(numel))
+    GpuLibrary(library, OTHER).requantize(messages, spec, spec, actual, Total(numel))
+    golden.assert_same(actual, expected, "requantize")
+
+
+def test_few_thread_blocks(library: ctypes.CDLL) -> None:
+    """Launches of fewer thread blocks than there is work for, which walk on."""
+    backend, fmt = GpuLibrary(library, OTHER), golden.Format(BlockSpec(4, 64), torch.float16)
+    golden.check_quantize(backend, fmt, numels=[20001])
+    golden.check_dequantize(backend, fmt, numels=[20001])
 
 
 def test_as_many_as_one_call_takes(library: ctypes.CDLL) -> None:
@@ -239,14 +277,14 @@ def test_refusals(library: ctypes.CDLL) -> None:
             return error.status
         return OK
 
-    def quantize(wire: CSpec | None = None, to: Tensor = fits, count: int = 1, **fields: object) -> int:
-        pieces = c_pieces([golden.whole(x)] * max(count, 1))
+    def quantize(wire: gpu.CSpec | None = None, to: Tensor = fits, count: int = 1, **fields: object) -> int:
+        pieces = gpu.c_pieces([golden.whole(x)] * max(count, 1))
         for name, value in fields.items():
             setattr(pieces[0], name, value)
-        return status("quantize", wire or c_spec(spec), pieces, count, c_message(to))
+        return status("quantize", wire or gpu.c_spec(spec), pieces, count, gpu.c_message(to))
 
     assert quantize() == OK
-    assert quantize(CSpec(7, 256, 1)) == BAD_SPEC
+    assert quantize(gpu.CSpec(7, 256, 1)) == BAD_SPEC
     assert quantize(dtype=3) == BAD_DTYPE
     assert quantize(to=message) == BAD_SIZE
     assert quantize(to=message[8:-8]) == BAD_ALIGNMENT
@@ -260,16 +298,16 @@ def test_refusals(library: ctypes.CDLL) -> None:
     assert quantize(count=-1) == BAD_SIZE
     assert quantize(to=message[:0], count=0) == OK
     many = [fits] * 129
-    pieces = c_pieces([golden.whole(x)]), 1
-    reduce = CReduce(1.0, 0)
-    assert status("dequantize_reduce", c_spec(spec), c_messages(many), 128, *pieces, reduce) == OK
-    assert status("dequantize_reduce", c_spec(spec), c_messages(many), 129, *pieces, reduce) == TOO_MANY
-    assert status("dequantize_reduce", c_spec(spec), c_messages(many), 0, *pieces, reduce) == BAD_SIZE
-    other = c_spec(BlockSpec(8, 512))
-    arguments = c_messages(many), 1, c_spec(spec), c_message(fits), 300
-    assert status("requantize", c_spec(spec), *arguments, reduce) == OK
+    pieces = gpu.c_pieces([golden.whole(x)]), 1
+    reduce = gpu.CReduce(1.0, 0)
+    assert status("dequantize_reduce", gpu.c_spec(spec), gpu.c_messages(many), 128, *pieces, reduce) == OK
+    assert status("dequantize_reduce", gpu.c_spec(spec), gpu.c_messages(many), 129, *pieces, reduce) == TOO_MANY
+    assert status("dequantize_reduce", gpu.c_spec(spec), gpu.c_messages(many), 0, *pieces, reduce) == BAD_SIZE
+    other = gpu.c_spec(BlockSpec(8, 512))
+    arguments = gpu.c_messages(many), 1, gpu.c_spec(spec), gpu.c_message(fits), 300
+    assert status("requantize", gpu.c_spec(spec), *arguments, reduce) == OK
     assert status("requantize", other, *arguments, reduce) == BAD_SPEC
-    assert status("requantize", c_spec(spec), *arguments, CReduce(1.0, 1)) == BAD_SPEC
+    assert status("requantize", gpu.c_spec(spec), *arguments, gpu.CReduce(1.0, 1)) == BAD_SPEC
     assert status("count_above", x.data_ptr(), 3, 300, 1.0, fits.data_ptr()) == BAD_DTYPE
     assert status("sketch_insert", x.data_ptr(), 300, 1, 2, fits.data_ptr()) == BAD_SIZE
 
@@ -318,7 +356,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     (source / "zt_gpu_probe.cu").write_text(PROBE)
     for header in source_dir().glob("zt_*.h"):
         (source / header.name).write_text(header.read_text())
-    probes = emulated(source, source)
+    probes = gpu.emulated(source, source)
     out = torch.zeros(64, dtype=torch.int32)
 
     def run(chosen: Settings, which: int, width: int, odd: int) -> list[int]:
@@ -354,14 +392,7 @@ def test_kernels_for_one_wave_size_are_seen(tmp_path: Path) -> None:
     right, wrong = "zt_shuffle_xor(most, by, lanes)", "zt_shuffle_xor(most, by, 64)"
     for path in [*source_dir().glob("zt_*.h"), source_dir() / "zt_gpu_blocks.cu"]:
         (tmp_path / path.name).write_text(path.read_text().replace(right, wrong))
-    library, fmt = emulated(tmp_path, tmp_path), golden.Format(BlockSpec(8, 256), torch.float32)
+    library, fmt = gpu.emulated(tmp_path, tmp_path), golden.Format(BlockSpec(8, 256), torch.float32)
     golden.check_quantize(GpuLibrary(library, OTHER), fmt)
     with pytest.raises(KernelError):
         golden.check_quantize(GpuLibrary(library, PLAIN), fmt)
-
-
-def test_no_source_includes_torch() -> None:
-    """The kernels compile without torch, and for HIP without CUDA's headers."""
-    for path in [*source_dir().glob("zt_gpu*"), source_dir() / "zt_kernels.h", source_dir() / "zt_wire.h"]:
-        included = [line for line in path.read_text().splitlines() if line.startswith("#include")]
-        assert not [line for line in included if any(word in line for word in ("torch", "ATen", "c10", "pybind"))]
