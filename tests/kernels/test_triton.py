@@ -103,6 +103,43 @@ class TestBackend:
         x[:, 0], x[:, 1] = bound[:, 0], 0.0
         same_message(backend, [golden.whole(x.view(-1))], spec)
 
+    @pytest.mark.parametrize("symmetric", [True, False])
+    def test_the_smallest_blocks_that_are_not_zero(self, backend: Any, symmetric: bool) -> None:
+        """A magnitude or span of exactly 2^-100 is quantized, one below it is not."""
+        edges = [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-101, 2.0**-99]
+        x = torch.stack([torch.linspace(0, edge, 64) for edge in edges])
+        x[:, -1] = torch.tensor(edges)
+        same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64, symmetric))
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_sums_are_rounded_half_to_even(self, backend: Any, dtype: torch.dtype) -> None:
+        """Integers that need one bit more than BF16 has; and what was there survives, if it is denormal, a sum of 0."""
+        spec, generator = BlockSpec(8), torch.Generator().manual_seed(3)
+        x = torch.randint(-127, 128, (3, 2000), generator=generator).float()
+        x[:, ::50], x[:, 1::50] = 127, 0
+        sources = torch.stack([torch.empty(spec.nbytes(2000), dtype=torch.uint8) for _ in x])
+        for values, message in zip(x, sources, strict=True):
+            reference.quantize([golden.whole(values)], spec, message)
+        smallest = torch.finfo(dtype).smallest_normal / 2
+        for reduce in (Reduce(), Reduce(accumulate=True)):
+            expected = torch.full((2000,), smallest, dtype=dtype)
+            actual = expected.to(DEVICE, copy=True)
+            reference.dequantize_reduce(list(sources), spec, [golden.whole(expected)], reduce)
+            backend.dequantize_reduce(list(sources.to(DEVICE)), spec, [golden.whole(actual)], reduce)
+            golden.assert_same(actual.cpu(), expected, f"{reduce}")
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
+        """What follows in memory is somebody else's, also within a tile that memory has wholly."""
+        spec = BlockSpec(8)
+        pieces = [Piece(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
+        same_message(backend, pieces, spec)
+        (message,) = golden.messages_of(spec, rows * 1600, 1)
+        expected, actual = golden.blank(pieces), golden.on(DEVICE, golden.blank(pieces))
+        reference.dequantize(message, spec, expected)
+        backend.dequantize(message.to(DEVICE), spec, actual)
+        golden.assert_same(actual[0].flat.cpu(), expected[0].flat, f"{rows} rows")
+
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [2, 0, 3, 1]], ids=str)
     def test_messages_lie_anywhere(self, backend: Any, order: Sequence[int]) -> None:
         """Evenly spaced in one buffer, forwards and backwards, as in a hop's slots, or not."""

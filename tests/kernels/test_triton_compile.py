@@ -31,7 +31,8 @@ NVIDIA = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32)}
 AMD = {"gfx90a": ("hip", "gfx90a", 64), "gfx942": ("hip", "gfx942", 64)}
 TARGETS = NVIDIA | AMD
 
-NUMEL = 1 << 16
+# An odd number: the last tile does not decide how the others move.
+NUMEL = 70_001
 # What calls of the two kinds begin with.
 ENCODES = ("quantize", "requantize")
 DECODES = ("dequantize", "reduce")
@@ -43,7 +44,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     int8, int4, other, asymmetric = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048, False)
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
-    rows = Piece(bf16.flat, NUMEL // 4096, 1024, 4096)
+    rows = Piece(bf16.flat, 16, 1024, 4096)
     reduce = triton.dequantize_reduce
     yield "quantize", lambda: triton.quantize([bf16], int8, chunks(int8)[0])
     yield "quantize strided", lambda: triton.quantize([rows], int4, chunks(int4, rows.numel)[0])
@@ -53,7 +54,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "reduce int4 fp32", lambda: reduce(chunks(int4), int4, [fp32], Reduce(0.1, accumulate=True))
     yield "reduce asymmetric fp16", lambda: reduce(chunks(asymmetric), asymmetric, [fp16], Reduce())
     yield "requantize", lambda: triton.requantize(chunks(int4), int4, other, chunks(other)[0], Total(NUMEL, 0.1))
-    mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(NUMEL // 8, dtype=torch.uint8)
+    mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(-(-NUMEL // 8), dtype=torch.uint8)
     yield "mask_pack", lambda: triton.mask_pack(mask, bits)
     yield "mask_unpack", lambda: triton.mask_unpack(bits, mask)
     indices, values = torch.zeros(99, dtype=torch.int64), torch.zeros(99, dtype=torch.bfloat16)
@@ -168,7 +169,6 @@ def test_ptx_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target
     for name, text in compiled(target, "ptx").items():
         if name.startswith((*ENCODES, *DECODES)):
             assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text, name
-            assert not re.findall(r"(?:ld|st)\.global\.b(?:8|16)\b", text), name
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -198,7 +198,7 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
         if name.startswith(DECODES):
             assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
     rounds = code["reduce int8 bf16._dequantize_reduce"]
-    assert re.search(r"v_bfe_u32 v\d+, v\d+, 16, 1\b", rounds) and "0x7fff" in rounds
+    assert "v_add3_u32" in rounds and "0x7fff" in rounds, "half an ulp, less one, plus the last bit kept"
 
 
 @pytest.mark.parametrize("target", AMD)
@@ -207,7 +207,6 @@ def test_amd_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], t
     for name, text in compiled(target, "amdgcn").items():
         if name.startswith((*ENCODES, *DECODES)):
             assert re.search(r"load_dwordx[24]", text) and re.search(r"store_dwordx[24]", text), name
-            assert not re.search(r"_(?:load|store)_(?:ubyte|byte|ushort|short)", text), name
 
 
 if __name__ == "__main__":
