@@ -3,7 +3,7 @@
 
 Note [Tiles]
     A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. Whether all of a tile exists is one
-    scalar comparison, and only the others are loaded and stored with masks, 16 bytes at once being unmasked.
+    scalar comparison. Only the other tiles are moved with masks, which keep a thread from moving 16 bytes at once.
 
 Note [Addresses]
     The messages of a sum are the chunks of one receive buffer, so their addresses are evenly spaced, and a loop over
