@@ -106,16 +106,19 @@ class GpuLibrary:
 
     Attributes:
         library: the loaded library.
-        settings: of the emulated GPU; set before every call, because all backends of a library share them.
+        settings: of the emulated GPU; set before every call, because all backends of a library share them. None if
+            the library is for a real GPU, and the tensors are on it.
     """
 
     library: ctypes.CDLL
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings | None = field(default_factory=Settings)
 
     def status(self, function: str, *arguments: Any) -> int:
         """Call a function of the library with the settings of this backend."""
         s = self.settings
-        self.library.zt_emulation_configure(s.wave, int(s.descending), c_int64(s.most_blocks), c_int64(s.first_block))
+        if s is not None:
+            numbers = c_int64(s.most_blocks), c_int64(s.first_block)
+            self.library.zt_emulation_configure(s.wave, int(s.descending), *numbers)
         return int(getattr(self.library, function)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -127,8 +130,13 @@ class GpuLibrary:
         getattr(self.library, PREFIX + name).argtypes = [*SIGNATURES[name], c_void_p]
         status = self.status(PREFIX + name, *arguments, None)
         if status:
-            self.library.zt_emulation_error.restype = c_char_p
-            raise KernelError(status, self.library.zt_emulation_error().decode())
+            raise KernelError(status, self._why())
+
+    def _why(self) -> str:
+        if self.settings is None:
+            return "no emulation that could say why"
+        self.library.zt_emulation_error.restype = c_char_p
+        return str(self.library.zt_emulation_error().decode())
 
     def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
         """pieces -> message."""
@@ -162,7 +170,7 @@ class GpuLibrary:
         self.call("mask_unpack", bits.data_ptr(), mask.numel(), mask.data_ptr())
 
     def _partials(self, x: Tensor, threshold: float) -> Tensor:
-        partial = torch.full((-(-x.numel() // CHUNK),), -1)
+        partial = torch.full((-(-x.numel() // CHUNK),), -1, device=x.device)
         self.call("count_above", x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, partial.data_ptr())
         return partial
 
@@ -184,9 +192,10 @@ class GpuLibrary:
 
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         """x from its sketch."""
-        left = torch.zeros(1, dtype=torch.int64)
+        left = torch.zeros(1, dtype=torch.int64, device=out.device)
         rows, lanes = sketch.shape
-        work = torch.full(((4 * rows + -(-out.numel() // lanes)) * lanes,), 0xA5, dtype=torch.uint8)
+        size = (4 * rows + -(-out.numel() // lanes)) * lanes
+        work = torch.full((size,), 0xA5, dtype=torch.uint8, device=out.device)
         c = sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr(), work.data_ptr()
         self.call("sketch_peel", *c, left.data_ptr())
         return left

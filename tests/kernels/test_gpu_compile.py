@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.hipify import hipify_python
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels.gpu_library import LIBRARY, SIGNATURES, Step, built, kernel_sources
+from tests.kernels import golden
+from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
+from zero_topo.quant.pieces import FLOATS
 
 NVIDIA = ("80", "90")
 AMD = "gfx90a"
@@ -234,6 +237,23 @@ def test_the_library_loads(compiler: str) -> None:
     assert count(7) == 2
     if not any(Path(device).exists() for device in DEVICES):
         assert count(0) == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="torch sees no NVIDIA GPU")
+def test_the_bits_on_a_gpu() -> None:
+    """On a real GPU the kernels give the reference's bits too."""
+    arch = "".join(map(str, torch.cuda.get_device_capability()))
+    backend = GpuLibrary(ctypes.CDLL(str(nvidia_library(arch) / LIBRARY)), None)
+    for fmt in golden.FORMATS:
+        golden.check_quantize(backend, fmt, "cuda")
+        golden.check_dequantize(backend, fmt, "cuda")
+        golden.check_reduce(backend, fmt, "cuda")
+    for spec in golden.SPECS:
+        golden.check_requantize(backend, spec, "cuda")
+    golden.check_masks(backend, "cuda")
+    golden.check_sketch(backend, "cuda")
+    for dtype in FLOATS:
+        golden.check_selection(backend, dtype, "cuda")
 
 
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:
