@@ -37,6 +37,7 @@ _OF_LAUNCHERS = (
     "TORCHELASTIC_",
 )
 _SILENCE_S = 900.0  # longer than any step
+_ENDING_S = 5.0  # for the parent to end its ranks and itself
 _LINES = 30  # of a failed rank's log, in the error
 
 
@@ -119,11 +120,13 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         os.close(self._lifeline)
         self._control.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: the parent and its ranks
-            self._process.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                self._process.wait(_ENDING_S)
+                break
+            except subprocess.TimeoutExpired:  # such as while it compiles
+                os.killpg(self._process.pid, number)  # a session of its own: the parent, its ranks, its compilers
+        self._process.wait()
         self._folder.cleanup()
 
     def messages(self) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,177 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A real emulated cluster, small: its links have their rates, its counters count, training in it moves what it should.
+
+Skipped where no cluster can be built: it needs root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.bench.emulated_cluster import commands, network
+from zero_topo.bench.emulated_cluster.counters import between
+from zero_topo.bench.emulated_cluster.network import NAMESPACES, Network
+from zero_topo.bench.emulated_cluster.spec import LEVELS, MBIT, Rates, Spec
+from zero_topo.cli import main
+
+REASON = network.refusal()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+SPEC = Spec("tiny", 2, 2, 2, Rates(120, 80, 40))
+PAYLOAD = 2_500_000
+HEADERS = 1.02  # of TCP/IP, in frames of 9000 bytes
+RECEIVER = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5000))
+print("ready", flush=True)
+connection, _ = server.accept()
+while connection.recv(1 << 16):
+    pass
+connection.sendall(b"!")
+"""
+SENDER = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+began = time.perf_counter()
+connection.sendall(bytes(int(sys.argv[2])))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+print(time.perf_counter() - began)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Network]:
+    """Two nodes of two GPUs of two dies."""
+    with Network(SPEC) as built:
+        yield built
+
+
+def send(cluster: Network, source: int, target: int) -> float:
+    """Seconds in which the payload goes from one rank to another."""
+    address = SPEC.address(target)
+    inside = [["ip", "netns", "exec", cluster.space(rank).name, sys.executable, "-c"] for rank in (source, target)]
+    receiver = subprocess.Popen([*inside[1], RECEIVER, address], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    with receiver.stdout as ready:
+        assert ready.readline() == "ready\n"
+        sent = [*inside[0], SENDER, address, str(PAYLOAD)]
+        seconds = float(subprocess.run(sent, capture_output=True, text=True, check=True).stdout)
+    assert receiver.wait() == 0
+    return seconds
+
+
+@pytest.mark.parametrize(("target", "level"), [(1, "gcd"), (2, "gpu"), (4, "node")])
+def test_a_link_has_its_rate_and_counts(cluster: Network, target: int, level: str) -> None:
+    """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of the slowest link.
+
+    Within 15% of it, and the kernel counts the payload on the links up to that level and on no other.
+    """
+    before = cluster.at_rest()
+    seconds = min(send(cluster, 0, target) for _ in range(2))
+    traffic = between(SPEC, before, cluster.at_rest())
+    rate = SPEC.rates.bytes_per_s(level)
+    assert 0.85 * rate < PAYLOAD / seconds < 1.15 * rate, f"{PAYLOAD / seconds / MBIT:.1f} Mbit/s"
+    for other in LEVELS:
+        crossed = traffic.out[other][0]
+        if LEVELS.index(other) <= LEVELS.index(level):
+            assert 2 * PAYLOAD < crossed < 2 * PAYLOAD * HEADERS
+        else:
+            assert crossed < 0.001 * PAYLOAD
+    assert traffic.drops == 0
+
+
+def test_clusters_stand_side_by_side_and_leave_nothing(cluster: Network) -> None:
+    """A second cluster has names of its own; when it is left, by an error too, its namespaces are gone."""
+    with pytest.raises(ZeroDivisionError), Network(SPEC) as other:
+        assert other.prefix != cluster.prefix
+        names = commands.spaces(SPEC, other.prefix)
+        assert all((NAMESPACES / name).exists() for name in names)
+        raise ZeroDivisionError
+    assert not [name for name in names if (NAMESPACES / name).exists()]
+    assert cluster.space(0).exists()
+
+
+CRASHES = """
+import os
+from zero_topo.bench.emulated_cluster.network import Network
+from zero_topo.bench.emulated_cluster.spec import Rates, Spec
+with Network(Spec("tiny", 2, 1, 1, Rates(1, 1, 1))) as built:
+    print(built.prefix, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_clean_removes_what_a_crash_left(cluster: Network, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--clean` finds the namespaces of a killed run, and leaves those of living ones."""
+    prefix = subprocess.run([sys.executable, "-c", CRASHES], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert len(list(NAMESPACES.glob(f"{prefix}-*"))) == 3
+    assert main(["bench", "cluster", "--clean"]) == 0
+    assert "network namespaces of crashed runs" in capsys.readouterr().out
+    assert not list(NAMESPACES.glob(f"{prefix}-*")) and cluster.space(0).exists()
+
+
+# Two nodes of one GPU of two dies. Links are fast, so that the test is.
+TRAINING = Spec("pairs", 2, 1, 2, Rates(800, 800, 400))
+WORDS = ["--micro-batches", "2", "--steps", "2", "--params", "265e3", "--layers", "1"]
+
+
+def bench(folder: Path) -> list[str]:
+    """A benchmark's command line without its schemes."""
+    path = folder / "spec.json"
+    path.write_text(json.dumps(TRAINING.to_json()))
+    files = ["--record", str(folder / "record.json"), "--plots", str(folder)]
+    return [sys.executable, "-m", "zero_topo.cli", "bench", "cluster", "--spec", str(path), *WORDS, *files]
+
+
+def ours(pid: int) -> list[str]:
+    """Namespaces of a process's clusters."""
+    return [path.name for path in NAMESPACES.glob(f"ztopo-{pid}-*")]
+
+
+def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    """Stock with the ring, zero3 and topo: the kernel counts on each uplink what the formulas say, and no drop."""
+    words = [*bench(tmp_path), "--schemes", "stock-ring,zero3,topo", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = json.loads(done.stdout)
+    assert content == json.loads((tmp_path / "record.json").read_text())
+    assert [row["scheme"] for row in content["results"]] == ["stock-ring", "zero3", "topo"]
+    for row in content["results"]:
+        assert row["drops"] == 0 and row["micro_batches"] == 2
+        assert 0 < row["step_s"]["min"] <= row["step_s"]["median"] <= row["step_s"]["max"]
+        uplink = row["uplink_bytes_per_step_per_node"]
+        assert row["uplink_formula"] < uplink < 1.05 * row["uplink_formula"] + PROTOCOL
+        metered = {phase: told["metered"] for phase, told in row["phases"].items() if "metered" in told}
+        assert bool(metered) == (row["scheme"] != "stock-ring")
+    assert content["message_bytes"] == 2 * 264_960 and content["spec"] == TRAINING.to_json()
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["bytes.png", "step_time.png"]
+
+
+PROTOCOL = 20_000  # barriers, norms, acknowledgements: what hundreds of small messages cost in a step
+
+
+def test_an_interrupted_benchmark_takes_its_network_down(tmp_path: Path) -> None:
+    """Ctrl-C in the middle ends the ranks, removes the namespaces, and gives the shell's status for it."""
+    process = subprocess.Popen(
+        [*bench(tmp_path), "--schemes", "topo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len(ours(process.pid)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.5)  # the ranks' parent is importing
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert not out and not ours(process.pid)
