@@ -281,6 +281,11 @@ def test_without_root_it_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A plain user gets one line and status 2, and nothing is started."""
+
+    def must_not_run(*_: object) -> None:
+        raise AssertionError("the benchmark ran")
+
+    monkeypatch.setattr("zero_topo.bench.cluster.run", must_not_run)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for words in ([], ["--clean"]):
         assert main(["bench", "cluster", *words]) == 2
