@@ -79,8 +79,10 @@ format: $(STAMP)
 	ruff format .
 	ruff check --fix .
 
+# Two workers for what runs in one process; launches, which fill the cores by themselves, one after the other.
 test: lint unlock
-	pytest $(PYTEST_ARGS) tests/unit tests/ranks tests/kernels tests/e2e
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist loadfile tests/unit tests/ranks tests/kernels
+	pytest $(PYTEST_ARGS) tests/e2e
 
 test-fast: $(STAMP)
 	pytest $(PYTEST_ARGS) tests/unit tests/ranks

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ logger = logging.getLogger("zero_topo.op_builder")
 
 PATIENCE_S = 900.0
 NEWS_S = 30.0
+_IMPORTING = threading.Lock()
 
 
 class BuildError(Exception):
@@ -99,17 +101,19 @@ def _compile(recipe: Recipe, directory: Path) -> None:
 
 
 def _imported(name: str, library: Path) -> ModuleType:
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == str(library):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, library)
-    assert spec is not None and spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        raise BuildError(f"{library} does not load: {str(error).splitlines()[0]}") from error
-    return sys.modules.setdefault(name, module)
+    with _IMPORTING:  # ranks may be threads
+        loaded = sys.modules.get(name)
+        if loaded is not None and loaded.__file__ == str(library):
+            return loaded
+        spec = importlib.util.spec_from_file_location(name, library)
+        assert spec is not None and spec.loader is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise BuildError(f"{library} does not load: {str(error).splitlines()[0]}") from error
+        sys.modules[name] = module
+        return module
 
 
 @contextmanager
