@@ -26,7 +26,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help setup demo test test-fast test-launcher lint format clean distclean unlock
+.PHONY: help setup demo ops test test-fast test-launcher lint format clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -79,15 +79,19 @@ format: $(STAMP)
 	ruff format .
 	ruff check --fix .
 
+# After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
+ops: $(STAMP)
+	@python -m zero_topo.op_builder >/dev/null 2>&1 || true
+
 # Two workers for what runs in one process; launches, which fill the cores by themselves, one after the other.
-test: lint unlock
+test: lint unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist loadfile tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) tests/e2e
 
-test-fast: $(STAMP)
+test-fast: ops
 	pytest $(PYTEST_ARGS) tests/unit tests/ranks
 
-test-launcher: unlock
+test-launcher: unlock ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
 
 clean:
