@@ -31,6 +31,9 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 # Switching stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
 COMPILE = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", *WARNINGS, "-fPIC", "-U_FORTIFY_SOURCE")
 LIBRARY = "libzt_gpu.so"
+BULKY = ("*.ii", "*.cui", "*.bc", "*.cudafe*", "*.fatbin*")
+"""What compilers keep that no test reads."""
+
 CHUNK = 4096
 MOST_BLOCKS = 1 << 20
 
@@ -258,7 +261,7 @@ def built(name: str, stages: Sequence[Sequence[Step]], source: Path, cache: Path
             for stage in stages:
                 list(pool.map(lambda step: _run(step, Path(scratch)), stage))
             with contextlib.suppress(OSError):  # another process was faster
-                shutil.copytree(scratch, directory)
+                shutil.copytree(scratch, directory, ignore=shutil.ignore_patterns(*BULKY))
     return directory
 
 
