@@ -9,6 +9,7 @@
 
 #if ZT_X86
 #include <cpuid.h>
+#include <xmmintrin.h>
 #endif
 
 namespace zt {
@@ -17,7 +18,6 @@ namespace {
 
 /* Larger numbers of elements are taken for nonsense; sums of sizes below cannot overflow. */
 constexpr int64_t kMost = int64_t{1} << 56;
-constexpr int64_t kLargestBlock = 2048;
 /* Results of at least this many bytes go past the caches: they would not stay there, and need not be read first. */
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
@@ -102,48 +102,83 @@ struct Layout {
     }
 };
 
+/* Other threads see what went past the caches before whatever this one does next. */
+void fence() {
+#if ZT_X86
+    _mm_sfence();
+#endif
+}
+
 bool aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
+
+/* Note [Runs and buffers]
+ *     Whole blocks of a run go between a message and memory directly; a block that straddles runs, by way of a buffer in
+ *     the first cache. Past the caches only whole aligned lines can be written, so results for other addresses, and for
+ *     short rows, are made in the buffer too and then copied. Lines that are written in part are fetched beforehand:
+ *     until they have come, no later store is done.
+ */
+constexpr int64_t kBufferBytes = 16384;
+constexpr int64_t kLongRow = 8192;
+
+/* How many of the blocks to handle next, and whether directly. */
+struct Step {
+    int64_t blocks;
+    bool direct;
+};
+
+Step next_step(const Cursor &cursor, int64_t size, int64_t left, bool stream) {
+    const Run run = cursor.run();
+    const int64_t whole = run.count / size < left ? run.count / size : left;
+    const int64_t together = kBufferBytes / (size * 4) < left ? kBufferBytes / (size * 4) : left;
+    if (!stream) {
+        if (whole && run.elements.data) return {whole, true};
+        return {cursor.row_length() >= size && run.elements.data ? 1 : together, false};
+    }
+    const bool is_long = cursor.row_length() * size_of(run.elements.dtype) >= kLongRow && aligned(run.elements.data);
+    if (whole && run.elements.data && is_long) return {whole, true};
+    return {is_long ? 1 : together, false};
+}
 
 void quantize(const Kernels &kernels, const Layout &layout, Cursor cursor, zt_message message, zt_range blocks) {
     const int64_t size = layout.spec.block_size;
     const bool stream = message.nbytes >= kStreamBytes && aligned(message.data);
-    float buffer[kLargestBlock];
+    alignas(64) uint8_t buffer[kBufferBytes];
     for (int64_t block = blocks.begin; block < blocks.end;) {
-        const Run run = cursor.run();
-        int64_t now = run.count / size < blocks.end - block ? run.count / size : blocks.end - block;
-        Elements x = run.elements;
-        if (now && x.data) {
-            cursor.advance(now * size);
+        const Step step = next_step(cursor, size, blocks.end - block, false);
+        Elements x = cursor.run().elements;
+        if (step.direct) {
+            cursor.advance(step.blocks * size);
         } else {
-            now = 1;
-            gather(kernels, cursor, size, buffer);
-            x = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+            x = {buffer, dtype_of_next(cursor, step.blocks * size)};
+            gather(kernels, cursor, step.blocks * size, x);
         }
-        kernels.quantize(layout.spec, x, now, layout.at(message, block), stream);
-        block += now;
+        kernels.quantize(layout.spec, x, step.blocks, layout.at(message, block), stream);
+        block += step.blocks;
     }
+    if (stream) fence();
 }
 
-void sum(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range blocks, bool accumulate, bool large) {
+void sum(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range blocks, Writing how) {
     const int64_t size = terms.spec.block_size;
-    alignas(64) float buffer[kLargestBlock];
-    const Elements buffered = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+    alignas(64) uint8_t buffer[kBufferBytes];
     for (int64_t block = blocks.begin; block < blocks.end;) {
-        const Run run = cursor.run();
-        const int64_t now = run.count / size < blocks.end - block ? run.count / size : blocks.end - block;
-        if (now) {
-            const bool stream = large && aligned(run.elements.data);
-            if (run.elements.data) kernels.sum(terms, {block, block + now}, run.elements, {accumulate, stream});
-            cursor.advance(now * size);
-            block += now;
+        const Step step = next_step(cursor, size, blocks.end - block, how.stream);
+        const zt_range now = {block, block + step.blocks};
+        if (step.direct) {
+            kernels.sum(terms, now, cursor.run().elements, how);
+            cursor.advance(step.blocks * size);
         } else {
+            const int64_t n = step.blocks * size;
+            const Elements x = {buffer, dtype_of_next(cursor, n)};
             Cursor there = cursor;
-            if (accumulate) gather(kernels, there, size, buffer);
-            kernels.sum(terms, {block, block + 1}, buffered, {accumulate, false});
-            scatter(kernels, cursor, size, buffer);
-            ++block;
+            if (how.stream) prefetch_edges(cursor, 2 * n);
+            if (how.accumulate) gather(kernels, there, n, x);
+            kernels.sum(terms, now, x, {how.accumulate, false});
+            scatter(kernels, cursor, n, x, how.stream);
         }
+        block = now.end;
     }
+    if (how.stream) fence();
 }
 
 }  // namespace
@@ -206,8 +241,8 @@ extern "C" int zt_cpu_dequantize_reduce(zt_wire_spec spec, const zt_message *mes
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
     const Terms terms = Layout(spec, numel).terms(messages, sources, reduce.factor);
-    sum(*chosen, terms, Cursor(pieces, count, blocks.begin * spec.block_size), blocks, reduce.accumulate != 0,
-        2 * numel >= kStreamBytes);
+    const Writing how = {reduce.accumulate != 0, 2 * numel >= kStreamBytes};
+    sum(*chosen, terms, Cursor(pieces, count, blocks.begin * spec.block_size), blocks, how);
     return ZT_OK;
 }
 
@@ -224,14 +259,15 @@ extern "C" int zt_cpu_requantize(zt_wire_spec from, const zt_message *messages, 
     if (blocks.begin == 0) clear_padding(to, numel, message);
     const Terms terms = Layout(from, numel).terms(messages, sources, reduce.factor);
     const Layout layout(to, numel);
-    const int64_t size = to.block_size, together = kLargestBlock / size;
-    alignas(64) float buffer[kLargestBlock];
-    const Elements buffered = {reinterpret_cast<uint8_t *>(buffer), ZT_FP32};
+    const int64_t size = to.block_size, together = kBufferBytes / (4 * size);
+    alignas(64) uint8_t buffer[kBufferBytes];
+    const Elements buffered = {buffer, ZT_FP32};
     for (int64_t block = blocks.begin; block < blocks.end; block += together) {
         const int64_t end = block + together < blocks.end ? block + together : blocks.end;
         chosen->sum(terms, {block, end}, buffered, {false, false});
         /* What the padding of the last block stands for is zero, not what its scale makes of zero. */
-        for (int64_t i = numel - block * size; i < (end - block) * size; ++i) buffer[i] = 0.0f;
+        const int64_t present = numel - block * size, room = (end - block) * size;
+        if (present < room) memset(buffer + 4 * present, 0, static_cast<size_t>(4 * (room - present)));
         chosen->quantize(to, buffered, end - block, layout.at(message, block), false);
     }
     return ZT_OK;

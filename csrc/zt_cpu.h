@@ -78,8 +78,10 @@ struct Kernels {
     void (*quantize)(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream);
     /* Whole blocks -> adjacent elements. */
     void (*sum)(const Terms &terms, zt_range blocks, Elements out, Writing how);
-    void (*widen)(Elements x, int64_t n, float *out);
-    void (*narrow)(const float *x, int64_t n, Elements out);
+    void (*widen)(Elements x, int64_t n, uint8_t *out); /* to FP32 */
+    void (*narrow)(const uint8_t *x, int64_t n, Elements out); /* from FP32 */
+    /* A copy past the caches. */
+    void (*stream)(const uint8_t *x, int64_t bytes, uint8_t *out);
     /* n < 2^31 elements; compact's indices count from `first`. */
     int64_t (*count_above)(Elements x, int64_t n, float threshold);
     int64_t (*compact_above)(Elements x, zt_range elements, float threshold, Picks picks);

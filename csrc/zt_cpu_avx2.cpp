@@ -23,7 +23,7 @@ struct V {
     using F = __m256;
     using I = __m256i;
     static constexpr int64_t kLanes = 8;
-    static constexpr int kTile = 8;
+    template <int BITS> static constexpr int kTile = 8;
 
     ZT_INLINE F set(float x) { return _mm256_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
@@ -60,6 +60,11 @@ struct V {
         memcpy(p, whole, static_cast<size_t>(n * (D == ZT_FP32 ? 4 : 2)));
     }
 
+    ZT_INLINE void stream_line(uint8_t *out, const uint8_t *x) {
+        put(out, _mm256_loadu_si256(reinterpret_cast<const I *>(x)), true);
+        put(out + 32, _mm256_loadu_si256(reinterpret_cast<const I *>(x + 32)), true);
+    }
+
     /* a, then b; NAN says that a BF16 may have to be NaN. */
     template <int32_t D, bool NAN> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
         if (D == ZT_FP32) {
@@ -71,6 +76,28 @@ struct V {
         } else {
             put(p, _mm256_inserti128_si256(_mm256_castsi128_si256(narrowed<D>(a)), narrowed<D>(b), 1), stream);
         }
+    }
+
+    /* 16 numbers of 16 bits, the lower and the upper bytes apart, in either half. */
+    struct Table {
+        I low, high;
+    };
+
+    template <int32_t D> ZT_INLINE Table table_of(F first, F second) {
+        const __m128i separate = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+        const __m128i a = _mm_shuffle_epi8(narrowed<D>(first), separate);
+        const __m128i b = _mm_shuffle_epi8(narrowed<D>(second), separate);
+        return {_mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b)), _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b))};
+    }
+
+    /* The 32 FP16 or BF16 that the nibbles of 16 bytes stand for. */
+    ZT_INLINE void look_up(uint8_t *out, const uint8_t *values, Table table, bool stream) {
+        const I pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(values)));
+        const I index = _mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(15));
+        const I low = _mm256_shuffle_epi8(table.low, index), high = _mm256_shuffle_epi8(table.high, index);
+        const I a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+        put(out, _mm256_permute2x128_si256(a, b, 0x20), stream);
+        put(out + 32, _mm256_permute2x128_si256(a, b, 0x31), stream);
     }
 
     template <int N> ZT_INLINE bool any_nan(const F *x) {
@@ -199,7 +226,10 @@ private:
 /* A quantized number's value. */
 template <bool SYM> struct Affine {
     V::F scale, zero;
-    ZT_INLINE Affine of(float scale, float zero) { return {V::set(scale), V::set(zero)}; }
+    float sum;
+
+    ZT_INLINE Affine of(float scale, float zero) { return {V::set(scale), V::set(zero), scale + zero}; }
+    bool finite() const { return sum - sum == 0.0f; }
     ZT_INLINE V::F in_order(V::F x) { return x; }
 
     inline __attribute__((always_inline)) V::F value(V::I q, int32_t offset) const {
@@ -219,6 +249,11 @@ template <bool SYM> struct Bytes : Affine<SYM> {
 
 template <bool SYM> struct Nibbles : Affine<SYM> {
     ZT_INLINE Nibbles of(float scale, float zero) { return {Affine<SYM>::of(scale, zero)}; }
+
+    template <int32_t D> V::Table halves() const {
+        const V::F first = this->value(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), 8);
+        return V::table_of<D>(first, this->value(_mm256_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1), 8));
+    }
 
     /* The 8 values at p. */
     inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {

@@ -20,9 +20,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,f16c,popcnt,bmi")
 #endif
 
-#ifndef NT
-#define NT 8
-#endif
 #define ZT_INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -32,7 +29,7 @@ struct V {
     using F = __m512;
     using I = __m512i;
     static constexpr int64_t kLanes = 16;
-    static constexpr int kTile = NT;
+    template <int BITS> static constexpr int kTile = BITS == 4 ? 16 : 8;
 
     ZT_INLINE F set(float x) { return _mm512_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -67,6 +64,8 @@ struct V {
         _mm256_mask_storeu_epi16(p, first, narrowed<D>(x));
     }
 
+    ZT_INLINE void stream_line(uint8_t *out, const uint8_t *x) { put(out, _mm512_loadu_si512(x), true); }
+
     /* a, then b; NAN says that a BF16 may have to be NaN. */
     template <int32_t D, bool NAN> ZT_INLINE void store_two(uint8_t *p, F a, F b, bool stream) {
         if (D == ZT_FP32) {
@@ -77,6 +76,12 @@ struct V {
         } else {
             put(p, _mm512_inserti64x4(_mm512_castsi256_si512(narrowed<D>(a)), narrowed<D>(b), 1), stream);
         }
+    }
+
+    /* The 32 FP16 or BF16 that the nibbles of 16 bytes stand for; the table holds each twice. */
+    ZT_INLINE void look_up(uint8_t *out, const uint8_t *values, I table, bool stream) {
+        const I pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(values)));
+        put(out, _mm512_permutexvar_epi16(_mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 12)), table), stream);
     }
 
     template <int N> ZT_INLINE bool any_nan(const F *x) {
@@ -173,6 +178,14 @@ struct V {
         _mm512_storeu_si512(mask, _mm512_maskz_set1_epi8(word, 1));
     }
 
+    template <int32_t D> ZT_INLINE __m256i narrowed(F x) {
+        if (D == ZT_FP16) return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        const I bits = _mm512_castps_si512(x), zero = _mm512_setzero_si512();
+        const __m256i rounded = _mm512_castsi512_si256(rounded_to_bf16(bits, zero));
+        const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        return _mm256_mask_mov_epi16(rounded, nan, _mm256_set1_epi16(0x7fc0));
+    }
+
 private:
     ZT_INLINE void put(uint8_t *p, I x, bool stream) {
         if (stream) return _mm512_stream_si512(reinterpret_cast<I *>(p), x);
@@ -182,14 +195,6 @@ private:
     template <int32_t D> ZT_INLINE F widened(__m256i x) {
         if (D == ZT_FP16) return _mm512_cvtph_ps(x);
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-    }
-
-    template <int32_t D> ZT_INLINE __m256i narrowed(F x) {
-        if (D == ZT_FP16) return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        const I bits = _mm512_castps_si512(x), zero = _mm512_setzero_si512();
-        const __m256i rounded = _mm512_castsi512_si256(rounded_to_bf16(bits, zero));
-        const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        return _mm256_mask_mov_epi16(rounded, nan, _mm256_set1_epi16(0x7fc0));
     }
 
     /* 32 numbers, none of them NaN. The upper halves, and 1 more where the lower half is above 0x8000, or is that and
@@ -212,7 +217,10 @@ private:
 
 template <bool SYM> struct Bytes {
     V::F scale, zero;
-    ZT_INLINE Bytes of(float scale, float zero) { return {V::set(scale), V::set(zero)}; }
+    float sum;
+
+    ZT_INLINE Bytes of(float scale, float zero) { return {V::set(scale), V::set(zero), scale + zero}; }
+    bool finite() const { return sum - sum == 0.0f; }
     ZT_INLINE V::F in_order(V::F x) { return x; }
 
     /* The 16 values at p. */
@@ -227,6 +235,12 @@ template <bool SYM> struct Bytes {
  * and, if asymmetric, a sum. */
 template <bool SYM> struct Nibbles {
     V::F table;
+
+    template <int32_t D> V::I halves() const {
+        const __m256i once = V::narrowed<D>(table);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(once), once, 1);
+    }
+    bool finite() const { return false; }
 
     ZT_INLINE Nibbles of(float scale, float zero) {
         const V::F q = SYM ? _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0)

@@ -47,6 +47,9 @@ public:
         return {{data, next_->dtype}, present < in_row ? present : in_row};
     }
 
+    /* Elements in the row that this is in; rows without gaps are one. */
+    int64_t row_length() const { return columns_; }
+
     /* Goes on by n elements, which is at most the length of the run. */
     void advance(int64_t n) {
         column_ += n;
@@ -78,29 +81,68 @@ private:
     int64_t rows_ = 0, columns_ = 0, row_ = 0, column_ = 0;
 };
 
-/* The next n elements as FP32, zeros where none exist or the pieces end. */
-inline void gather(const Kernels &kernels, Cursor &cursor, int64_t n, float *out) {
-    while (n > 0) {
+/* The dtype of the next n elements if all that exist have the same, else FP32. */
+inline int32_t dtype_of_next(Cursor cursor, int64_t n) {
+    int32_t found = -1;
+    while (n > 0 && !cursor.at_end()) {
         const Run run = cursor.run();
-        const int64_t now = run.count == 0 || run.count > n ? n : run.count;
-        if (run.elements.data)
-            kernels.widen(run.elements, now, out);
-        else
-            memset(out, 0, static_cast<size_t>(4 * now));
-        if (run.count) cursor.advance(now);
-        out += now;
+        const int64_t now = run.count > n ? n : run.count;
+        if (run.elements.data) {
+            if (found >= 0 && found != run.elements.dtype) return ZT_FP32;
+            found = run.elements.dtype;
+        }
+        cursor.advance(now);
+        n -= now;
+    }
+    return found < 0 ? ZT_FP32 : found;
+}
+
+/* Fetches the lines that runs among the next n elements share with others. */
+inline void prefetch_edges(Cursor cursor, int64_t n) {
+    while (n > 0 && !cursor.at_end()) {
+        const Run run = cursor.run();
+        const int64_t now = run.count > n ? n : run.count;
+        if (run.elements.data) {
+            __builtin_prefetch(run.elements.data, 1);
+            __builtin_prefetch(run.elements.data + now * size_of(run.elements.dtype) - 1, 1);
+        }
+        cursor.advance(now);
         n -= now;
     }
 }
 
-/* FP32 -> the next n elements, rounded to their dtypes; those that do not exist are left out. */
-inline void scatter(const Kernels &kernels, Cursor &cursor, int64_t n, const float *x) {
+/* The next n elements, copied as they are or as FP32; zeros where none exist or the pieces end. */
+inline void gather(const Kernels &kernels, Cursor &cursor, int64_t n, Elements out) {
+    const int64_t size = size_of(out.dtype);
+    while (n > 0) {
+        const Run run = cursor.run();
+        const int64_t now = run.count == 0 || run.count > n ? n : run.count;
+        if (!run.elements.data)
+            memset(out.data, 0, static_cast<size_t>(now * size));
+        else if (run.elements.dtype == out.dtype)
+            memcpy(out.data, run.elements.data, static_cast<size_t>(now * size));
+        else
+            kernels.widen(run.elements, now, out.data);
+        if (run.count) cursor.advance(now);
+        out.data += now * size;
+        n -= now;
+    }
+}
+
+/* Into the next n elements, as they are or rounded from FP32; those that do not exist are left out. */
+inline void scatter(const Kernels &kernels, Cursor &cursor, int64_t n, Elements x, bool stream) {
+    const int64_t size = size_of(x.dtype);
     while (n > 0 && !cursor.at_end()) {
         const Run run = cursor.run();
         const int64_t now = run.count > n ? n : run.count;
-        if (run.elements.data) kernels.narrow(x, now, run.elements);
+        if (run.elements.data && run.elements.dtype != x.dtype)
+            kernels.narrow(x.data, now, run.elements);
+        else if (run.elements.data && stream)
+            kernels.stream(x.data, now * size, run.elements.data);
+        else if (run.elements.data)
+            memcpy(run.elements.data, x.data, static_cast<size_t>(now * size));
         cursor.advance(now);
-        x += now;
+        x.data += now * size;
         n -= now;
     }
 }

@@ -132,18 +132,18 @@ void quantize_block(const float *x, zt_wire_spec spec, Scaling s, uint8_t *out) 
     }
 }
 
-void widen(Elements x, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = element(x, i);
+void widen(Elements x, int64_t n, uint8_t *out) {
+    for (int64_t i = 0; i < n; ++i) write(out + 4 * i, element(x, i));
 }
 
-void narrow(const float *x, int64_t n, Elements out) {
-    for (int64_t i = 0; i < n; ++i) put(out, i, x[i]);
+void narrow(const uint8_t *x, int64_t n, Elements out) {
+    for (int64_t i = 0; i < n; ++i) put(out, i, read<float>(x + 4 * i));
 }
 
 void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool) {
     float buffer[2048];
     for (int64_t b = 0; b < blocks; ++b) {
-        widen(x, spec.block_size, buffer);
+        for (int64_t i = 0; i < spec.block_size; ++i) buffer[i] = element(x, i);
         const Scaling s = measured(buffer, spec.block_size, spec);
         quantize_block(buffer, spec, s, out.values + b * zt_wire_block_bytes(spec));
         write(out.scales + 4 * b, s.scale);
@@ -179,10 +179,12 @@ void sum(const Terms &terms, zt_range blocks, Elements out, Writing how) {
         for (int32_t s = 0; s < terms.count; ++s) add_block(terms, terms.messages[s].data, block, s == 0, total);
         for (int64_t i = 0; terms.factor != 1.0f && i < size; ++i) total[i] *= terms.factor;
         for (int64_t i = 0; how.accumulate && i < size; ++i) total[i] = element(out, i) + total[i];
-        narrow(total, size, out);
+        for (int64_t i = 0; i < size; ++i) put(out, i, total[i]);
         out.data += size * (out.dtype == ZT_FP32 ? 4 : 2);
     }
 }
+
+void stream(const uint8_t *x, int64_t bytes, uint8_t *out) { memcpy(out, x, static_cast<size_t>(bytes)); }
 
 int64_t count_above(Elements x, int64_t n, float threshold) {
     int64_t found = 0;
@@ -207,5 +209,5 @@ int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks 
 
 }  // namespace
 
-const zt::Kernels zt::kScalar = {quantize,      sum,       widen,       narrow,        count_above,
+const zt::Kernels zt::kScalar = {quantize,    sum,           widen,     narrow,      stream,        count_above,
                                  compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel};

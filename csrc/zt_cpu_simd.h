@@ -22,19 +22,14 @@ using zt::Writing;
 
 template <int32_t D> constexpr int64_t kSize = D == ZT_FP32 ? 4 : 2;
 constexpr int64_t kLine = 64;
-#ifndef PF
-#define PF 6144
-#endif
-#ifndef GR
-#define GR 2048
-#endif
-constexpr int64_t kAhead = PF;
-#ifndef PS
-#define PS 16384
-#endif
-constexpr int64_t kSourceAhead = PS;
+/* How far ahead of their use bytes are prefetched: elements; values, shared among the messages that are summed. */
+constexpr int64_t kAhead = 6144;
+constexpr int64_t kSourceAhead = 8192;
 /* At most this many elements are measured before they are encoded: they have to stay in the first cache. */
-constexpr int64_t kGroup = GR;
+constexpr int64_t kGroup = 2048;
+
+#define ZT_FOR_DTYPE(dtype, function) \
+    ((dtype) == ZT_FP32 ? function<ZT_FP32> : (dtype) == ZT_FP16 ? function<ZT_FP16> : function<ZT_BF16>)
 
 struct Lesser {
     template <class T> ZT_INLINE T of(T a, T b) { return V::lesser(a, b); }
@@ -190,9 +185,7 @@ template <int32_t D> void quantize_from(zt_wire_spec spec, const uint8_t *x, int
 }
 
 void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream) {
-    const auto function = x.dtype == ZT_FP32 ? quantize_from<ZT_FP32> : x.dtype == ZT_FP16 ? quantize_from<ZT_FP16>
-                                                                                         : quantize_from<ZT_BF16>;
-    function(spec, x.data, blocks, out, stream);
+    ZT_FOR_DTYPE(x.dtype, quantize_from)(spec, x.data, blocks, out, stream);
 }
 
 ZT_INLINE float float_at(const uint8_t *p) {
@@ -214,6 +207,7 @@ ZT_INLINE void add_tile(const Terms &terms, int32_t source, int64_t block, int64
     const uint8_t *data = terms.messages[source].data, *values = data + offset;
     const Q q = meaning<Q>(terms, data, block);
     for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + ahead + line);
+    __builtin_prefetch(data + terms.scales + 4 * block + 128);
     for (int i = 0; i < N; ++i) total[i] = FIRST ? q.at(values + i * step) : V::add(total[i], q.at(values + i * step));
 }
 
@@ -246,35 +240,74 @@ void sum_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) 
     }
 }
 
-template <int32_t D, int N> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    const bool symmetric = terms.spec.symmetric;
-    if (terms.spec.bits == 8)
-        return (symmetric ? sum_blocks<D, Bytes<true>, 8, N> : sum_blocks<D, Bytes<false>, 8, N>)(terms, blocks, out, how);
-    return (symmetric ? sum_blocks<D, Nibbles<true>, 4, N> : sum_blocks<D, Nibbles<false>, 4, N>)(terms, blocks, out, how);
+ZT_INLINE bool finite(float x) { return x - x == 0.0f; }
+
+/* A single message, neither scaled nor added to anything. NaN can only come from what its block is scaled with. */
+template <int32_t D, class Q, int BITS, int N>
+void decode_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
+    constexpr int64_t step = V::kLanes * BITS / 8, stride = V::kLanes * kSize<D>;
+    const int64_t bytes = terms.spec.block_size * BITS / 8;
+    const uint8_t *data = terms.messages[0].data, *values = data + blocks.begin * bytes;
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        const Q q = meaning<Q>(terms, data, b);
+        const bool nan = D == ZT_BF16 && !q.finite();
+        for (const uint8_t *end = values + bytes; values < end; values += N * step, out += N * stride) {
+            for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + kSourceAhead + line);
+            V::F total[N];
+            for (int i = 0; i < N; ++i) total[i] = Q::in_order(q.at(values + i * step));
+            if (nan)
+                for (int i = 0; i < N; i += 2) V::store_two<D, true>(out + i * stride, total[i], total[i + 1], how.stream);
+            else
+                for (int i = 0; i < N; i += 2) V::store_two<D, false>(out + i * stride, total[i], total[i + 1], how.stream);
+        }
+    }
+}
+
+/* As decode_blocks; what each of the 16 nibbles stands for is rounded once a block. */
+template <int32_t D, class Q> void look_up_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
+    const int64_t size = terms.spec.block_size;
+    const uint8_t *data = terms.messages[0].data, *values = data + blocks.begin * (size / 2);
+    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        const auto table = meaning<Q>(terms, data, b).template halves<D>();
+        for (int64_t i = 0; i < size; i += 64, values += 32, out += 128) {
+            __builtin_prefetch(values + kSourceAhead);
+            V::look_up(out, values, table, how.stream);
+            V::look_up(out + 64, values + 16, table, how.stream);
+        }
+    }
 }
 
 /* Tiles are of 64 elements, as the smallest blocks, or of what the registers hold. */
+template <int32_t D, class Q, int BITS>
+ZT_INLINE void sum_some(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
+    constexpr int least = 64 / V::kLanes, most = V::kTile<BITS>;
+    const bool single = terms.count == 1 && terms.factor == 1.0f && !how.accumulate;
+    if constexpr (BITS == 4 && D != ZT_FP32)
+        if (single) return look_up_blocks<D, Q>(terms, blocks, out, how);
+    if (single) return decode_blocks<D, Q, BITS, least>(terms, blocks, out, how);
+    if (terms.spec.block_size >= most * V::kLanes) return sum_blocks<D, Q, BITS, most>(terms, blocks, out, how);
+    sum_blocks<D, Q, BITS, least>(terms, blocks, out, how);
+}
+
 template <int32_t D> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    constexpr int least = 64 / V::kLanes;
-    const auto function = terms.spec.block_size == 64 ? sum_to<D, least> : sum_to<D, V::kTile>;
-    function(terms, blocks, out, how);
+    if (terms.spec.bits == 8)
+        return terms.spec.symmetric ? sum_some<D, Bytes<true>, 8>(terms, blocks, out, how)
+                                    : sum_some<D, Bytes<false>, 8>(terms, blocks, out, how);
+    return terms.spec.symmetric ? sum_some<D, Nibbles<true>, 4>(terms, blocks, out, how)
+                                : sum_some<D, Nibbles<false>, 4>(terms, blocks, out, how);
 }
 
 void sum(const Terms &terms, zt_range blocks, Elements out, Writing how) {
-    const auto function = out.dtype == ZT_FP32 ? sum_to<ZT_FP32> : out.dtype == ZT_FP16 ? sum_to<ZT_FP16> : sum_to<ZT_BF16>;
-    function(terms, blocks, out.data, how);
+    ZT_FOR_DTYPE(out.dtype, sum_to)(terms, blocks, out.data, how);
 }
 
-template <int32_t D> void widen_from(const uint8_t *x, int64_t n, float *out) {
+template <int32_t D> void widen_from(const uint8_t *x, int64_t n, uint8_t *out) {
     int64_t i = 0;
-    for (; i + V::kLanes <= n; i += V::kLanes) V::store<ZT_FP32>(reinterpret_cast<uint8_t *>(out + i), V::load<D>(x + i * kSize<D>));
-    if (i < n) V::store_some<ZT_FP32>(reinterpret_cast<uint8_t *>(out + i), V::load_some<D>(x + i * kSize<D>, n - i), n - i);
+    for (; i + V::kLanes <= n; i += V::kLanes) V::store<ZT_FP32>(out + 4 * i, V::load<D>(x + i * kSize<D>));
+    if (i < n) V::store_some<ZT_FP32>(out + 4 * i, V::load_some<D>(x + i * kSize<D>, n - i), n - i);
 }
 
-void widen(Elements x, int64_t n, float *out) {
-    const auto function = x.dtype == ZT_FP32 ? widen_from<ZT_FP32> : x.dtype == ZT_FP16 ? widen_from<ZT_FP16> : widen_from<ZT_BF16>;
-    function(x.data, n, out);
-}
+void widen(Elements x, int64_t n, uint8_t *out) { ZT_FOR_DTYPE(x.dtype, widen_from)(x.data, n, out); }
 
 template <int32_t D> void narrow_to(const uint8_t *x, int64_t n, uint8_t *out) {
     int64_t i = 0;
@@ -282,9 +315,14 @@ template <int32_t D> void narrow_to(const uint8_t *x, int64_t n, uint8_t *out) {
     if (i < n) V::store_some<D>(out + i * kSize<D>, V::load_some<ZT_FP32>(x + 4 * i, n - i), n - i);
 }
 
-void narrow(const float *x, int64_t n, Elements out) {
-    const auto function = out.dtype == ZT_FP32 ? narrow_to<ZT_FP32> : out.dtype == ZT_FP16 ? narrow_to<ZT_FP16> : narrow_to<ZT_BF16>;
-    function(reinterpret_cast<const uint8_t *>(x), n, out.data);
+void narrow(const uint8_t *x, int64_t n, Elements out) { ZT_FOR_DTYPE(out.dtype, narrow_to)(x, n, out.data); }
+
+void stream(const uint8_t *x, int64_t bytes, uint8_t *out) {
+    const int64_t first = (kLine - reinterpret_cast<uintptr_t>(out) % kLine) % kLine, head = first < bytes ? first : bytes;
+    memcpy(out, x, static_cast<size_t>(head));
+    int64_t i = head;
+    for (; i + kLine <= bytes; i += kLine) V::stream_line(out + i, x + i);
+    memcpy(out + i, x + i, static_cast<size_t>(bytes - i));
 }
 
 template <int32_t D> int64_t count_above_in(const uint8_t *x, int64_t n, float threshold) {
@@ -296,9 +334,7 @@ template <int32_t D> int64_t count_above_in(const uint8_t *x, int64_t n, float t
 }
 
 int64_t count_above(Elements x, int64_t n, float threshold) {
-    const auto function = x.dtype == ZT_FP32 ? count_above_in<ZT_FP32> : x.dtype == ZT_FP16 ? count_above_in<ZT_FP16>
-                                                                                         : count_above_in<ZT_BF16>;
-    return function(x.data, n, threshold);
+    return ZT_FOR_DTYPE(x.dtype, count_above_in)(x.data, n, threshold);
 }
 
 template <int32_t D> int64_t compact_above_in(const uint8_t *x, zt_range elements, float threshold, zt::Picks picks) {
@@ -318,9 +354,7 @@ template <int32_t D> int64_t compact_above_in(const uint8_t *x, zt_range element
 }
 
 int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks picks) {
-    const auto function = x.dtype == ZT_FP32 ? compact_above_in<ZT_FP32> : x.dtype == ZT_FP16 ? compact_above_in<ZT_FP16>
-                                                                                           : compact_above_in<ZT_BF16>;
-    return function(x.data, elements, threshold, picks);
+    return ZT_FOR_DTYPE(x.dtype, compact_above_in)(x.data, elements, threshold, picks);
 }
 
 void mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits) {
@@ -335,7 +369,7 @@ void mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask) {
     unpack_rest(bits + i / 8, n - i, mask + i);
 }
 
-constexpr zt::Kernels kTable = {quantize,    sum,       widen,       narrow,        count_above,
+constexpr zt::Kernels kTable = {quantize,      sum,       widen,       narrow,        stream,     count_above,
                                 compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel};
 
 }  // namespace
