@@ -338,3 +338,25 @@ def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: py
     assert main(["bench", "cluster", *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("rank 3 said last: no"), KeyboardInterrupt()], ids=["failed", "stopped"]
+)
+def test_what_was_measured_before_a_failure_is_kept(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that fails after an hour costs what follows, not what is measured; its words are told without a trace."""
+
+    def run(bench: ClusterBench, tick: Any, keep: Any) -> None:
+        keep({"results": [bench.spec.name]})
+        raise error
+
+    monkeypatch.setattr("zero_topo.bench.cluster.run", run)
+    monkeypatch.setattr(network, "refusal", lambda: None)
+    path = tmp_path / "record.json"
+    status = main(["bench", "cluster", "--record", str(path)])
+    assert json.loads(path.read_text()) == {"results": ["t8"]}
+    said = capsys.readouterr().err
+    assert str(path) in said and "Traceback" not in said
+    assert (status, "no" in said) == ((1, True) if isinstance(error, RuntimeError) else (130, False))

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -57,7 +56,7 @@ class ClusterOptions:
 @taking(ClusterOptions)
 def cluster(options: ClusterOptions) -> None:
     """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links (needs root)."""
-    from zero_topo.bench import cluster_report, records
+    from zero_topo.bench import cluster_report
     from zero_topo.bench.cluster import dropped, run
     from zero_topo.bench.emulated_cluster import network
 
@@ -66,10 +65,10 @@ def cluster(options: ClusterOptions) -> None:
         return
     measured = _cluster_bench(options)
     network.require()
-    file = _file(options, "cluster")
-    with _progress(measured.ticks()) as tick:
-        content = run(measured, tick, partial(records.write, file))
-    _finish(content, options, cluster_report, file)
+    keep = _Keeper(_file(options, "cluster"))
+    with _told(keep), _progress(measured.ticks()) as tick:
+        content = run(measured, tick, keep)
+    _finish(content, options, cluster_report, keep.file)
     spoiled = dropped(content["results"])
     if spoiled:
         typer.echo(f"zero-topo: {spoiled}", err=True)
@@ -118,7 +117,7 @@ class ConvergenceOptions:
 @taking(ConvergenceOptions)
 def convergence(options: ConvergenceOptions) -> None:
     """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
-    from zero_topo.bench import convergence_report, records
+    from zero_topo.bench import convergence_report
     from zero_topo.bench.convergence import Convergence, run
     from zero_topo.bench.schemes import choose, load_blocks
     from zero_topo.bench.training_setup import TrainingSetup, width_for
@@ -128,10 +127,10 @@ def convergence(options: ConvergenceOptions) -> None:
     schemes = tuple(choose(_words(options.schemes), load_blocks(options.blocks)))
     seeds = tuple(range(options.seeds))
     wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches)
-    file = _file(options, "convergence")
-    with _progress(wanted.ticks()) as tick:
-        content = run(wanted, tick, partial(records.write, file))
-    _finish(content, options, convergence_report, file)
+    keep = _Keeper(_file(options, "convergence"))
+    with _told(keep), _progress(wanted.ticks()) as tick:
+        content = run(wanted, tick, keep)
+    _finish(content, options, convergence_report, keep.file)
 
 
 def _words(text: str) -> list[str]:
@@ -153,6 +152,35 @@ def _file(outputs: Outputs, benchmark: str) -> Path:
     from zero_topo.observe.runlog import new_run_folder
 
     return outputs.record or new_run_folder(f"bench-{benchmark}") / "record.json"
+
+
+class _Keeper:
+    """Writes a record that grows."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.begun = False
+
+    def __call__(self, content: Mapping[str, Any]) -> None:
+        """Write what is measured so far."""
+        from zero_topo.bench import records
+
+        records.write(self.file, content)
+        self.begun = True
+
+
+@contextmanager
+def _told(keep: _Keeper) -> Iterator[None]:
+    """If the block fails: what the ranks said instead of a traceback of ours, and where to find what was measured."""
+    try:
+        yield
+    except BaseException as error:
+        if keep.begun:
+            typer.echo(f"zero-topo: what was measured until then is in {keep.file}", err=True)
+        if not isinstance(error, RuntimeError):
+            raise
+        typer.echo(f"zero-topo: {error}", err=True)
+        raise typer.Exit(FAILED) from error
 
 
 def _finish(content: Mapping[str, Any], outputs: Outputs, report: ModuleType, record: Path | None = None) -> None:
