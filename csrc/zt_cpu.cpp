@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Block quantization on CPUs: checks the arguments, chooses the instruction set, and hands each run of whole blocks that
- * lies in one piece to the inner loops. A block that does not is gathered into, or scattered from, a small buffer.
+ * Block quantization on CPUs: checks the arguments, chooses the instruction set, and hands blocks to the inner loops as
+ * Note [Runs and buffers] says.
  */
 #include "zt_cpu.h"
 
@@ -49,9 +49,11 @@ int check_piece(const zt_piece &piece, int64_t *numel) {
     if (piece.rows < 0 || piece.columns < 0 || piece.limit < 0 || piece.limit > kMost) return ZT_BAD_SIZE;
     if (__builtin_mul_overflow(piece.rows, piece.columns, numel) || *numel > kMost) return ZT_BAD_SIZE;
     if (*numel == 0) return ZT_OK;
-    if (piece.rows > 1 && (piece.row_stride < piece.columns || __builtin_mul_overflow(piece.rows, piece.row_stride, &extent)))
-        return ZT_BAD_SIZE;
-    return extent > kMost || (piece.limit > 0 && !piece.data) ? ZT_BAD_SIZE : ZT_OK;
+    if (piece.rows > 1) {
+        if (piece.row_stride < piece.columns) return ZT_BAD_SIZE;
+        if (__builtin_mul_overflow(piece.rows, piece.row_stride, &extent) || extent > kMost) return ZT_BAD_SIZE;
+    }
+    return piece.limit > 0 && !piece.data ? ZT_BAD_SIZE : ZT_OK;
 }
 
 int check_message(zt_wire_spec spec, int64_t numel, zt_message message) {
@@ -80,11 +82,12 @@ int check_range(zt_wire_spec spec, int64_t numel, zt_range blocks) {
 
 /* Zeros where no block lies: they cross the wire, and equal tensors have equal messages. */
 void clear_padding(zt_wire_spec spec, int64_t numel, zt_message message) {
-    const int64_t blocks = zt_wire_blocks(spec, numel), planes[] = {zt_wire_scales_offset(spec, numel),
-                                                                    zt_wire_zero_points_offset(spec, numel), message.nbytes};
-    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), planes[0] + 4 * blocks, planes[1] + 4 * blocks};
+    const int64_t blocks = zt_wire_blocks(spec, numel);
+    const int64_t scales = zt_wire_scales_offset(spec, numel), zero_points = zt_wire_zero_points_offset(spec, numel);
+    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + 4 * blocks, zero_points + 4 * blocks};
+    const int64_t ends[] = {scales, zero_points, message.nbytes};
     for (int i = 0; i < (spec.symmetric ? 2 : 3); ++i)
-        if (planes[i] > filled[i]) memset(message.data + filled[i], 0, static_cast<size_t>(planes[i] - filled[i]));
+        if (ends[i] > filled[i]) memset(message.data + filled[i], 0, static_cast<size_t>(ends[i] - filled[i]));
 }
 
 /* Where the planes of a message go on at a block. */
@@ -112,10 +115,10 @@ void fence() {
 bool aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; }
 
 /* Note [Runs and buffers]
- *     Whole blocks of a run go between a message and memory directly; a block that straddles runs, by way of a buffer in
- *     the first cache. Past the caches only whole aligned lines can be written, so results for other addresses, and for
- *     short rows, are made in the buffer too and then copied. Lines that are written in part are fetched beforehand:
- *     until they have come, no later store is done.
+ *     Whole blocks of a run go between a message and memory directly; a block that straddles runs, by way of a buffer
+ *     in the first cache. Past the caches only whole aligned lines can be written, so results for other addresses, and
+ *     for short rows, are made in the buffer too and then copied. Lines that are written in part are fetched
+ *     beforehand: until they have come, no later store is done.
  */
 constexpr int64_t kBufferBytes = 16384;
 constexpr int64_t kLongRow = 8192;

@@ -87,7 +87,8 @@ struct V {
         const __m128i separate = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
         const __m128i a = _mm_shuffle_epi8(narrowed<D>(first), separate);
         const __m128i b = _mm_shuffle_epi8(narrowed<D>(second), separate);
-        return {_mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b)), _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b))};
+        return {_mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b)),
+                _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b))};
     }
 
     /* The 32 FP16 or BF16 that the nibbles of 16 bytes stand for. */
@@ -157,14 +158,13 @@ struct V {
         return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitude, bound, _CMP_GE_OQ)));
     }
 
-    /* The elements at p whose bits are set in `chosen`, up to `room` of them, and their indices. */
-    template <int32_t D>
-    ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, int64_t room, int64_t *indices, uint8_t *values) {
+    /* Writes the elements at p whose bits are set in `chosen`, as many as there is room for, and their indices. */
+    template <int32_t D> ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, zt::Picks to) {
         constexpr int64_t size = D == ZT_FP32 ? 4 : 2;
-        for (int64_t n = 0; chosen && n < room; ++n, chosen &= chosen - 1) {
+        for (int64_t n = 0; chosen && n < to.capacity; ++n, chosen &= chosen - 1) {
             const int64_t lane = __builtin_ctz(chosen);
-            indices[n] = index + lane;
-            memcpy(values + n * size, p + lane * size, size);
+            to.indices[n] = index + lane;
+            memcpy(to.values + n * size, p + lane * size, size);
         }
     }
 
@@ -212,9 +212,8 @@ private:
         const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         const I up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
         if (!NAN) return _mm256_srli_epi32(up, 16);
-        const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-        const F kept = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
-        return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+        const I nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        return _mm256_srli_epi32(_mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), nan), 16);
     }
 
     ZT_INLINE I bytes(I a, I b, I c, I d) {

@@ -119,10 +119,10 @@ struct V {
     template <class Op> ZT_INLINE __m128 fold(F a, F b, F c, F d) {
         const F ab = Op::of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
         const F cd = Op::of(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        const __m512d ab2 = _mm512_castps_pd(ab), cd2 = _mm512_castps_pd(cd);
-        const F abcd = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(ab2, cd2)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab2, cd2)));
-        const F x = Op::of(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
-        return _mm512_castps512_ps128(Op::of(x, _mm512_shuffle_f32x4(x, x, 0xb1)));
+        const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+        const F abcd = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+        const F half = Op::of(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
+        return _mm512_castps512_ps128(Op::of(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
     }
 
     /* 64 numbers -> 64 bytes. */
@@ -141,23 +141,24 @@ struct V {
         return _mm512_cmp_ps_mask(_mm512_abs_ps(x), bound, _CMP_GE_OQ);
     }
 
-    /* The elements at p whose bits are set in `chosen`, up to `room` of them, and their indices. */
-    template <int32_t D>
-    ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, int64_t room, int64_t *indices, uint8_t *values) {
-        const int64_t n = __builtin_popcount(chosen) < room ? __builtin_popcount(chosen) : room;
+    /* Writes the elements at p whose bits are set in `chosen`, as many as there is room for, and their indices. */
+    template <int32_t D> ZT_INLINE void pick(const uint8_t *p, int64_t index, uint32_t chosen, zt::Picks to) {
+        const int64_t found = __builtin_popcount(chosen), n = found < to.capacity ? found : to.capacity;
         const __mmask16 first = static_cast<__mmask16>((1u << n) - 1), from = static_cast<__mmask16>(chosen);
-        const I places = _mm512_maskz_compress_epi32(from, _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-        const I base = _mm512_set1_epi64(index);
+        const I lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const I places = _mm512_maskz_compress_epi32(from, lanes), base = _mm512_set1_epi64(index);
         const I low = _mm512_add_epi64(base, _mm512_cvtepu32_epi64(_mm512_castsi512_si256(places)));
-        _mm512_mask_storeu_epi64(indices, static_cast<__mmask8>(first), low);
+        _mm512_mask_storeu_epi64(to.indices, static_cast<__mmask8>(first), low);
         if (n > 8) {
             const I high = _mm512_add_epi64(base, _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64(places, 1)));
-            _mm512_mask_storeu_epi64(indices + 8, static_cast<__mmask8>(first >> 8), high);
+            _mm512_mask_storeu_epi64(to.indices + 8, static_cast<__mmask8>(first >> 8), high);
         }
-        if (D == ZT_FP32)
-            return _mm512_mask_storeu_epi32(values, first, _mm512_maskz_compress_epi32(from, _mm512_maskz_loadu_epi32(from, p)));
-        const I x = _mm512_maskz_compress_epi32(from, _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(from, p)));
-        _mm256_mask_storeu_epi16(values, first, _mm512_cvtepi32_epi16(x));
+        if (D == ZT_FP32) {
+            const I x = _mm512_maskz_loadu_epi32(from, p);
+            return _mm512_mask_storeu_epi32(to.values, first, _mm512_maskz_compress_epi32(from, x));
+        }
+        const I x = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(from, p));
+        _mm256_mask_storeu_epi16(to.values, first, _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(from, x)));
     }
 
     /* Bit i is set if counts[i] == 1, of 16. */
@@ -200,8 +201,8 @@ private:
     /* 32 numbers, none of them NaN. The upper halves, and 1 more where the lower half is above 0x8000, or is that and
      * the upper half is odd. */
     ZT_INLINE I rounded_to_bf16(I a, I b) {
-        const I even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22,
-                                        20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const I even = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
+                                        22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const I one = _mm512_set1_epi16(1);
         const I low = _mm512_permutex2var_epi16(a, even, b);
         const I high = _mm512_permutex2var_epi16(a, _mm512_or_si512(even, one), b);

@@ -47,7 +47,7 @@ ZT_INLINE void add_signed(float *__restrict sum, const float *__restrict x, int6
         for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
 }
 
-/* As many lanes at a time as keep their part of the sketch in the second cache. */
+/* Lanes go together as long as their part of the sketch stays in the second cache, but not too few for prefetching. */
 constexpr int64_t kSketchBytes = 512 << 10;
 
 void insert_lanes(const float *x, int64_t n, zt::Sketch sketch, zt_range lanes) {
@@ -65,15 +65,15 @@ void insert_lanes(const float *x, int64_t n, zt::Sketch sketch, zt_range lanes) 
 
 void sketch_insert(const float *x, int64_t n, zt::Sketch sketch, zt_range lanes) {
     int64_t width = ZT_SKETCH_LANES;
-    while (width > 128 && sketch.rows * width * 4 > kSketchBytes) width /= 2;
+    while (width > 64 && sketch.rows * width * 4 > kSketchBytes) width /= 2;
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += width)
         insert_lanes(x, n, sketch, {lane, lane + width < lanes.end ? lane + width : lanes.end});
 }
 
 /* Note [Peeling sixteen lanes]
  *     Lanes are independent, so sixteen that share cache lines go together. Their columns of the sketch are copied
- *     side by side (4096 bytes apart they would all compete for few sets of the cache), with a count of what is
- *     unresolved beside each sum. Only blocks with something unresolved are visited again.
+ *     side by side (4096 bytes apart they would all compete for few sets of the cache), and so are the values found.
+ *     Only blocks with something unresolved are visited again.
  */
 constexpr int64_t kTogether = 16;
 
@@ -86,9 +86,9 @@ struct Peeling {
     float *sums;      /* [rows][16] */
     uint32_t *counts; /* [rows][16] */
     Places *places;   /* [blocks] */
+    float *found;     /* [blocks][16] */
     Visit *visits;    /* [blocks]: those with something unresolved, ascending */
     int64_t pending;  /* how many of them */
-    float *x;
 };
 
 Peeling peeling_in(void *work, int64_t rows, int64_t blocks) {
@@ -97,7 +97,8 @@ Peeling peeling_in(void *work, int64_t rows, int64_t blocks) {
     Peeling p = {};
     p.sums = reinterpret_cast<float *>(at);
     p.counts = reinterpret_cast<uint32_t *>(at + rows * kTogether * 4);
-    p.places = reinterpret_cast<Places *>(at + rows * kTogether * 8);
+    p.found = p.sums + rows * kTogether * 2;
+    p.places = reinterpret_cast<Places *>(p.found + blocks * kTogether);
     p.visits = reinterpret_cast<Visit *>(p.places + blocks);
     return p;
 }
@@ -110,7 +111,8 @@ ZT_INLINE uint32_t set_lanes(const uint8_t *bits, int64_t first, int64_t here) {
 }
 
 /* The lanes [group, group + 16), of which those in `wanted` count. */
-void start_peeling(Peeling &p, const zt::Sketch &sketch, const uint8_t *bits, int64_t n, int64_t group, uint32_t wanted) {
+void start_peeling(Peeling &p, const zt::Sketch &sketch, const uint8_t *bits, int64_t n, int64_t group,
+                   uint32_t wanted) {
     for (int64_t row = 0; row < sketch.rows; ++row)
         memcpy(p.sums + row * kTogether, sketch.table + row * ZT_SKETCH_LANES + group, 4 * kTogether);
     memset(p.counts, 0, static_cast<size_t>(4 * kTogether * sketch.rows));
@@ -118,8 +120,7 @@ void start_peeling(Peeling &p, const zt::Sketch &sketch, const uint8_t *bits, in
     for (int64_t block = 0, first = group; first < n; ++block, first += ZT_SKETCH_LANES) {
         const int64_t here = n - first < kTogether ? n - first : kTogether;
         const uint32_t set = set_lanes(bits, first, here) & wanted;
-        for (int64_t lane = 0; lane < here; ++lane)
-            if (wanted >> lane & 1) p.x[first + lane] = 0.0f;
+        memset(p.found + block * kTogether, 0, 4 * kTogether);
         if (!set) continue;
         p.visits[p.pending++] = {static_cast<uint32_t>(block), set};
         for (const uint32_t place : p.places[block].place) {
@@ -130,7 +131,7 @@ void start_peeling(Peeling &p, const zt::Sketch &sketch, const uint8_t *bits, in
 }
 
 /* One block of one pass; returns the lanes that it resolved. */
-ZT_INLINE uint32_t resolve(Peeling &p, Visit visit, int64_t group) {
+ZT_INLINE uint32_t resolve(Peeling &p, Visit visit) {
     const Places &places = p.places[visit.block];
     float *sums[3];
     uint32_t *counts[3], alone[3];
@@ -148,18 +149,18 @@ ZT_INLINE uint32_t resolve(Peeling &p, Visit visit, int64_t group) {
             if (j != chosen) sums[j][lane] -= signed_by(places.place[j], x);
             --counts[j][lane];
         }
-        p.x[visit.block * static_cast<int64_t>(ZT_SKETCH_LANES) + group + lane] = x;
+        p.found[visit.block * kTogether + lane] = x;
     }
     return resolved;
 }
 
 /* One pass; whether it resolved anything. */
-bool pass(Peeling &p, int64_t group) {
+bool pass(Peeling &p) {
     int64_t kept = 0;
     bool any = false;
     for (int64_t i = 0; i < p.pending; ++i) {
         Visit visit = p.visits[i];
-        const uint32_t resolved = resolve(p, visit, group);
+        const uint32_t resolved = resolve(p, visit);
         any |= resolved != 0;
         visit.unresolved &= ~resolved;
         if (visit.unresolved) p.visits[kept++] = visit;
@@ -175,7 +176,7 @@ ZT_INLINE float median(float a, float b, float c) {
 }
 
 /* What no pass reaches; returns how many. */
-int64_t guess(const Peeling &p, int64_t group) {
+int64_t guess(const Peeling &p) {
     int64_t left = 0;
     for (int64_t i = 0; i < p.pending; ++i) {
         const Visit visit = p.visits[i];
@@ -185,16 +186,28 @@ int64_t guess(const Peeling &p, int64_t group) {
             float three[3];
             for (int j = 0; j < 3; ++j)
                 three[j] = signed_by(places.place[j], p.sums[row_of(places.place[j]) * kTogether + lane]);
-            p.x[visit.block * static_cast<int64_t>(ZT_SKETCH_LANES) + group + lane] = median(three[0], three[1], three[2]);
+            p.found[visit.block * kTogether + lane] = median(three[0], three[1], three[2]);
         }
     }
     return left;
 }
 
+/* In one sweep: memory far apart, written as values are found, would hold up every later store. */
+void write_found(const Peeling &p, int64_t n, float *x, int64_t group, uint32_t wanted) {
+    const float *found = p.found;
+    for (int64_t first = group; first < n; first += ZT_SKETCH_LANES, found += kTogether) {
+        if (wanted == 0xffff && n - first >= kTogether) {
+            memcpy(x + first, found, 4 * kTogether);
+            continue;
+        }
+        for (int64_t lane = 0; lane < kTogether && first + lane < n; ++lane)
+            if (wanted >> lane & 1) x[first + lane] = found[lane];
+    }
+}
+
 int64_t sketch_peel(zt::Sketch sketch, const uint8_t *bits, int64_t n, float *x, zt_range lanes, void *work) {
     const int64_t blocks = (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES;
     Peeling p = peeling_in(work, sketch.rows, blocks);
-    p.x = x;
     for (int64_t block = 0; block < blocks; ++block) p.places[block] = Places::of(sketch, block);
     int64_t left = 0;
     for (int64_t group = lanes.begin / kTogether * kTogether; group < lanes.end; group += kTogether) {
@@ -202,9 +215,10 @@ int64_t sketch_peel(zt::Sketch sketch, const uint8_t *bits, int64_t n, float *x,
         if (group < lanes.begin) wanted &= 0xffffu << (lanes.begin - group);
         if (group + kTogether > lanes.end) wanted &= (1u << (lanes.end - group)) - 1;
         start_peeling(p, sketch, bits, n, group, wanted);
-        while (pass(p, group)) {
+        while (pass(p)) {
         }
-        left += guess(p, group);
+        left += guess(p);
+        write_found(p, n, x, group, wanted);
     }
     return left;
 }

@@ -121,9 +121,9 @@ int zt_cpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows,
 int zt_cpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x,
                        zt_range lanes, void *work, int64_t *left);
 
-/* Sums and counts of 16 lanes; three places and one list entry for each block; room to align them. */
+/* Of 16 lanes: sums and counts of each row, values of each block. Of each block: places and a list entry. Alignment. */
 ZT_WIRE_FN int64_t zt_sketch_work(int64_t n, int64_t rows) {
-    return 64 + rows * 128 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES * 20;
+    return 64 + rows * 128 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES * (64 + 12 + 8);
 }
 
 /* The finalizer of MurmurHash3 (64 bits). */

@@ -96,32 +96,42 @@ def sources() -> list[Path]:
     return [*sorted(source_dir().glob("zt_cpu*.cpp")), source_dir() / "zt_error.cpp"]
 
 
-def build(compiler: str = "g++", flags: Sequence[str] = (), extra: Sequence[Path] = ()) -> Path:
-    """A shared library of the kernels (and of `extra` sources), compiled unless that was done before.
+# What the header has as inline functions.
+EXPORTS = """
+#include "zt_kernels.h"
+extern "C" int64_t zt_test_sketch_work(int64_t n, int64_t rows) { return zt_sketch_work(n, rows); }
+"""
+
+
+def build(compiler: str = "g++", flags: Sequence[str] = ()) -> Path:
+    """A shared library of the kernels, compiled unless that was done before.
 
     Raises:
         RuntimeError: with the compiler's messages.
     """
     chosen = (compiler, *FLAGS, *flags, *os.environ.get(FLAGS_VARIABLE, "").split())
-    digest = hashlib.sha256("\0".join(chosen).encode())
-    for path in [*sources(), *sorted(source_dir().glob("*.h")), *extra]:
+    digest = hashlib.sha256("\0".join([*chosen, EXPORTS]).encode())
+    for path in [*sources(), *sorted(source_dir().glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     library = cache_dir() / f"zt_test_{digest.hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-            os.replace(_compiled(chosen, [*sources(), *extra], Path(directory)), library)
+            os.replace(_compiled(chosen, Path(directory)), library)
     return library
 
 
-def _compiled(command: Sequence[str], files: Sequence[Path], directory: Path) -> Path:
+def _compiled(command: Sequence[str], directory: Path) -> Path:
+    exports = directory / "exports.cpp"
+    exports.write_text(EXPORTS)
+
     def compile_one(source: Path) -> Path:
         target = directory / f"{source.stem}.o"
         _run([*command, f"-I{source_dir()}", "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, files))
+        objects = list(pool.map(compile_one, [*sources(), exports]))
     library = directory / "kernels.so"
     _run([*command, "-shared", *map(str, objects), "-o", str(library)])
     return library
@@ -139,6 +149,7 @@ def load(library: Path) -> ctypes.CDLL:
     for name, types in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = types, ctypes.c_int
+    loaded.zt_test_sketch_work.argtypes, loaded.zt_test_sketch_work.restype = [_I64, _I64], _I64
     loaded.zt_error_text.restype = ctypes.c_char_p
     return loaded
 
@@ -248,8 +259,7 @@ class CpuKernels:
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         """As the reference's."""
         rows, left, total = sketch.shape[0], ctypes.c_int64(), 0
-        # zt_sketch_work, which a shared library does not export.
-        work = torch.empty(64 + rows * 128 + -(-out.numel() // LANES) * 20, dtype=torch.uint8)
+        work = torch.empty(self.library.zt_test_sketch_work(out.numel(), rows), dtype=torch.uint8)
         given = (sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr())
         for part in self._ranges(LANES):
             self._call("sketch_peel_at", *given, part, work.data_ptr(), ctypes.byref(left), self.level)

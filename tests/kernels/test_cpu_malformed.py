@@ -196,11 +196,12 @@ def test_sizes_that_overflow_are_refused(library: ctypes.CDLL, shape: tuple[int,
     assert call.status(library) == BAD_SIZE
 
 
-def sparse_call(function: str) -> Call:
+def sparse_call(library: ctypes.CDLL, function: str) -> Call:
     """A valid call of one of the functions of the sparse modes; results are in the last of `memory`."""
     n, rows = 2100, 6
     x, mask, bits = torch.ones(n), torch.ones(n, dtype=torch.uint8), torch.full((-(-n // 8),), 255, dtype=torch.uint8)
-    sketch, found, work = torch.zeros(rows, 1024), torch.zeros(1, dtype=torch.int64), buffer(64 + rows * 128 + 60)
+    sketch, found = torch.zeros(rows, 1024), torch.zeros(1, dtype=torch.int64)
+    work = buffer(library.zt_test_sketch_work(n, rows))
     indices, values = torch.zeros(7, dtype=torch.int64), torch.zeros(7)
     pointer = {"x": x, "mask": mask, "bits": bits, "sketch": sketch, "found": found, "work": work}
     at = {name: tensor.data_ptr() for name, tensor in pointer.items()}
@@ -245,9 +246,9 @@ LIMITS = {"whole": 2100, "lanes": 1024, "elements": 2**60}
 @given(data=st.data())
 def test_one_wrong_sparse_argument_is_refused(library: ctypes.CDLL, function: str, data: st.DataObject) -> None:
     """As for the others: its status, and no byte changes."""
-    call = sparse_call(function)
+    call = sparse_call(library, function)
     assert call.status(library) == OK
-    call = sparse_call(function)
+    call = sparse_call(library, function)
     name = data.draw(st.sampled_from([name for name in call.arguments if name not in ("seed", "threshold")]))
     choices = SPARSE_PLAIN.get(name, [])
     if name in LIMITS:

@@ -1,0 +1,179 @@
+/* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+ *
+ * Elements -> messages, for the vectors of the file that includes zt_cpu_simd.h.
+ *
+ * Note [Four blocks at once]
+ *     From a block's largest magnitude to its first quantized value there are 50 cycles of shuffles and divisions, as
+ *     many as a block of 256 takes altogether. So up to four blocks are measured, then four divisions are one, then the
+ *     four are encoded, and meanwhile the next four are prefetched.
+ */
+#ifndef ZT_CPU_ENCODE_H
+#define ZT_CPU_ENCODE_H
+
+namespace {
+
+struct Lesser {
+    template <class T> ZT_INLINE T of(T a, T b) { return V::lesser(a, b); }
+    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_min_ps(a, b); }
+};
+struct Greater {
+    template <class T> ZT_INLINE T of(T a, T b) { return V::greater(a, b); }
+    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+};
+struct Sum {
+    template <class T> ZT_INLINE T of(T a, T b) { return V::add(a, b); }
+    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+};
+
+/* What four blocks are encoded with; `bad` has a bit for each that holds Inf or NaN. */
+struct Scaling {
+    __m128 scale, inverse, zero;
+    int bad;
+};
+
+ZT_INLINE Scaling scaling(__m128 span, __m128 zero, float top) {
+    const __m128i bits = _mm_castps_si128(span);
+    const __m128 bad = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_and_si128(bits, _mm_set1_epi32(0x7fffffff)),
+                                                        _mm_set1_epi32(0x7f7fffff)));
+    const __m128 unusable = _mm_or_ps(_mm_cmplt_ps(span, _mm_set1_ps(0x1p-100f)), bad);
+    const __m128 levels = _mm_set1_ps(top);
+    const __m128 scale = _mm_andnot_ps(unusable, _mm_div_ps(span, levels));
+    const __m128 nan = _mm_and_ps(bad, _mm_castsi128_ps(_mm_set1_epi32(0x7fc00000)));
+    return {_mm_or_ps(scale, nan), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_andnot_ps(bad, zero),
+            _mm_movemask_ps(bad)};
+}
+
+/* Largest magnitude of each of up to four consecutive blocks. */
+template <int32_t D, int BITS> ZT_INLINE Scaling measured_symmetric(const uint8_t *x, int64_t block, int64_t blocks) {
+    V::I peaks[4] = {V::zeros(), V::zeros(), V::zeros(), V::zeros()};
+    constexpr int64_t step = V::kLanes * 4;
+    for (int64_t b = 0; b < blocks; ++b, x += block * kSize<D>) {
+        V::I first = V::zeros(), second = V::zeros();
+        for (int64_t i = 0; i < block * kSize<D>; i += 2 * step) {
+            first = V::peak<D>(first, x + i);
+            second = V::peak<D>(second, x + i + step);
+        }
+        peaks[b] = V::larger<D>(first, second);
+    }
+    if (D != ZT_FP32)
+        for (V::I &peak : peaks) peak = V::larger_halves(peak);
+    const __m128i bits = V::largest(peaks[0], peaks[1], peaks[2], peaks[3]);
+    __m128 span = _mm_castsi128_ps(bits);
+    if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
+    if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
+    return scaling(span, _mm_setzero_ps(), BITS == 8 ? 127.0f : 7.0f);
+}
+
+/* Smallest and largest value; a NaN among them makes the span NaN. */
+template <int32_t D, int BITS> ZT_INLINE Scaling measured_asymmetric(const uint8_t *x, int64_t block, int64_t blocks) {
+    const V::F zero = V::set(0.0f);
+    V::F low[4] = {zero, zero, zero, zero}, high[4] = {zero, zero, zero, zero}, odd[4] = {zero, zero, zero, zero};
+    for (int64_t b = 0; b < blocks; ++b, x += block * kSize<D>) {
+        V::F least = V::load<D>(x), most = least, nan = zero;
+        for (int64_t i = 0; i < block; i += V::kLanes) {
+            const V::F value = V::load<D>(x + i * kSize<D>);
+            least = V::lesser(value, least);
+            most = V::greater(value, most);
+            nan = V::add(nan, V::sub(value, value));
+        }
+        low[b] = least, high[b] = most, odd[b] = nan;
+    }
+    const __m128 least = V::fold<Lesser>(low[0], low[1], low[2], low[3]);
+    const __m128 most = V::fold<Greater>(high[0], high[1], high[2], high[3]);
+    const __m128 nan = V::fold<Sum>(odd[0], odd[1], odd[2], odd[3]);
+    /* + 0 so that of the two zeros the zero point is always the positive one. */
+    return scaling(_mm_add_ps(_mm_sub_ps(most, least), nan), _mm_add_ps(least, _mm_setzero_ps()),
+                         BITS == 8 ? 255.0f : 15.0f);
+}
+
+template <int32_t D, bool SYM> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse, V::F zero, int32_t lowest) {
+    const V::F value = V::load<D>(x);
+    if (SYM) return V::round(V::mul(value, inverse));
+    return V::plus(V::round(V::mul(V::sub(value, zero), inverse)), lowest);
+}
+
+/* One block; the lines `ahead` bytes further are prefetched. No value leaves its range, so none is clamped: the largest
+ * product, top (1 + 2^-22) or less, rounds to top. */
+template <int32_t D, int BITS, bool SYM>
+ZT_INLINE void encode(const uint8_t *x, int64_t block, float factor, float low, uint8_t *out, bool stream,
+                      int64_t ahead) {
+    constexpr int64_t step = 4 * V::kLanes, stride = V::kLanes * kSize<D>;
+    constexpr int32_t lowest = BITS == 8 ? -128 : -8;
+    const V::F inverse = V::set(factor), zero = V::set(low);
+    for (int64_t i = 0; i < block; i += step, x += 4 * stride, out += step * BITS / 8) {
+        for (int64_t line = 0; line < 4 * stride; line += kLine) __builtin_prefetch(x + ahead + line);
+        const V::I a = encoded<D, SYM>(x, inverse, zero, lowest);
+        const V::I b = encoded<D, SYM>(x + stride, inverse, zero, lowest);
+        const V::I c = encoded<D, SYM>(x + 2 * stride, inverse, zero, lowest);
+        const V::I d = encoded<D, SYM>(x + 3 * stride, inverse, zero, lowest);
+        if (BITS == 8)
+            V::pack8(out, a, b, c, d, stream);
+        else
+            V::pack4(out, a, b, c, d, stream);
+    }
+}
+
+/* The blocks that are measured before they are encoded. */
+struct Group {
+    float inverse[kGroup / 64], zero[kGroup / 64];
+    uint32_t bad;
+};
+
+ZT_INLINE void put_floats(uint8_t *out, __m128 x, int64_t n) {
+    if (n == 4) return _mm_storeu_ps(reinterpret_cast<float *>(out), x);
+    float four[4];
+    _mm_storeu_ps(four, x);
+    memcpy(out, four, static_cast<size_t>(4 * n));
+}
+
+template <int32_t D, int BITS, bool SYM> ZT_INLINE Scaling measured(const uint8_t *x, int64_t block, int64_t blocks) {
+    return SYM ? measured_symmetric<D, BITS>(x, block, blocks) : measured_asymmetric<D, BITS>(x, block, blocks);
+}
+
+/* Measures up to kGroup / block blocks, four at a time, and writes their scales (and zero points). */
+template <int32_t D, int BITS, bool SYM>
+ZT_INLINE Group measure(const uint8_t *x, int64_t block, int64_t blocks, Planes out) {
+    Group group;
+    group.bad = 0;
+    for (int64_t b = 0; b < blocks; b += 4, x += 4 * block * kSize<D>) {
+        const int64_t now = blocks - b < 4 ? blocks - b : 4;
+        const Scaling s = measured<D, BITS, SYM>(x, block, now);
+        _mm_storeu_ps(group.inverse + b, s.inverse);
+        _mm_storeu_ps(group.zero + b, s.zero);
+        put_floats(out.scales + 4 * b, s.scale, now);
+        if (!SYM) put_floats(out.zero_points + 4 * b, s.zero, now);
+        group.bad |= static_cast<uint32_t>(s.bad) << b;
+    }
+    return group;
+}
+
+/* Note [Four blocks at once]. */
+template <int32_t D, int BITS, bool SYM>
+void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
+    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8, most = kGroup / block;
+    const int64_t ahead = most * bytes + kAhead;
+    for (int64_t done = 0; done < blocks; done += most) {
+        const int64_t now = blocks - done < most ? blocks - done : most;
+        const Group group = measure<D, BITS, SYM>(x, block, now, out);
+        out.scales += 4 * now;
+        if (!SYM) out.zero_points += 4 * now;
+        for (int64_t b = 0; b < now; ++b, x += bytes, out.values += packed) {
+            encode<D, BITS, SYM>(x, block, group.inverse[b], group.zero[b], out.values, stream, ahead);
+            if (group.bad >> b & 1) memset(out.values, 0, static_cast<size_t>(packed));
+        }
+    }
+}
+
+template <int32_t D> void quantize_from(zt_wire_spec spec, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
+    const auto symmetric = spec.bits == 8 ? quantize_blocks<D, 8, true> : quantize_blocks<D, 4, true>;
+    const auto asymmetric = spec.bits == 8 ? quantize_blocks<D, 8, false> : quantize_blocks<D, 4, false>;
+    (spec.symmetric ? symmetric : asymmetric)(spec.block_size, x, blocks, out, stream);
+}
+
+void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream) {
+    ZT_FOR_DTYPE(x.dtype, quantize_from)(spec, x.data, blocks, out, stream);
+}
+
+}  // namespace
+
+#endif /* ZT_CPU_ENCODE_H */
