@@ -1,18 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The kernel tests again, in a process whose kernels are compiled with AddressSanitizer and UBSan."""
+"""The kernels keep to their arrays: the tests again with AddressSanitizer and UBSan, and arrays fenced by the MMU."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.kernels import cpu_library
+from tests.kernels import cpu_library, golden
+from tests.kernels.cpu_library import CpuKernels
 from tests.launching import ROOT
+from zero_topo.quant.pieces import FLOATS, Piece, total_numel
+from zero_topo.quant.reference import Reduce, Total
+from zero_topo.quant.spec import BlockSpec
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
 
@@ -96,3 +104,92 @@ def test_mistakes_are_seen(environment: dict[str, str], tmp_path: Path) -> None:
     for name, said in SEEN.items():
         part, _, rest = rest.partition(f"end of {name}\n")
         assert said in part, part
+
+
+class FencedMemory:
+    """Tensors that end (or begin) where memory does: an access beyond is a segmentation fault, whatever makes it."""
+
+    def __init__(self, at_end: bool) -> None:
+        self._at_end = at_end
+        self._maps: list[mmap.mmap] = []
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, with an inaccessible page behind (or before) them."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        page, size = mmap.PAGESIZE, numel * dtype.itemsize
+        memory = mmap.mmap(-1, (-(-size // page) + 1) * page)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        fence = begin + len(memory) - page if self._at_end else begin
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0
+        self._maps.append(memory)
+        return torch.frombuffer(
+            memory, dtype=dtype, count=numel, offset=len(memory) - page - size if self._at_end else page
+        )
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """The values of another tensor."""
+        return self.tensor(x.numel(), x.dtype).copy_(x.view(-1))
+
+
+def everything_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None:
+    """Each operation on n elements, every array fenced."""
+    for dtype in FLOATS:
+        x = fenced.copy(golden.values(n, dtype))
+        found = int(backend.count_above(x, 0.5))
+        backend.compact_above(x, 0.5, fenced.tensor(found, torch.int64), fenced.tensor(found, dtype))
+        backend.compact_above(x, 0.0, fenced.tensor(found // 2, torch.int64), fenced.tensor(found // 2, dtype))
+        for spec in (
+            BlockSpec(bits, size, symmetric) for bits in (8, 4) for size in (64, 512) for symmetric in (True, False)
+        ):
+            pieces = [Piece(x, 1, n, n), Piece(fenced.tensor(n, dtype), 3, n // 2 + 1, n // 2 + 4)]
+            message = fenced.tensor(spec.nbytes(total_numel(pieces)), torch.uint8)
+            backend.quantize(pieces, spec, message)
+            backend.dequantize(message, spec, pieces)
+            backend.dequantize_reduce([message, message], spec, pieces, Reduce(0.5, accumulate=True))
+            summed = fenced.tensor(message.numel(), torch.uint8)
+            backend.requantize([message, message], spec, spec, summed, Total(total_numel(pieces)))
+    bits, mask = fenced.tensor(-(-n // 8), torch.uint8), fenced.copy(torch.arange(n) % 3 == 0)
+    backend.mask_pack(mask, bits)
+    backend.mask_unpack(bits, mask)
+    sketch, values = fenced.tensor(7 * 1024, torch.float32).view(7, 1024), fenced.copy(mask.float())
+    backend.sketch_insert(values, 5, sketch)
+    backend.sketch_peel(sketch, bits, 5, values)
+
+
+def streams_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None:
+    """So many elements that results go past the caches, to an address that is no multiple of a cache line's."""
+    spec, values = BlockSpec(8, 256), fenced.tensor(n, torch.bfloat16)
+    message = fenced.tensor(spec.nbytes(n), torch.uint8)
+    for piece in (Piece(values, 1, n, n), Piece(values[1:], 1, n, n), Piece(values, n // 9000, 9000, 9001)):
+        part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
+        backend.quantize([piece], spec, part)
+        backend.dequantize(part, spec, [piece])
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """The kernels, compiled once."""
+    return cpu_library.load(cpu_library.build())
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["end", "beginning"])
+@pytest.mark.parametrize("level", cpu_library.LEVELS)
+def test_nothing_beyond_any_array_is_touched(library: ctypes.CDLL, level: str, at_end: bool) -> None:
+    """Neither read nor written, also by instructions that sanitizers do not see (masked ones, for example)."""
+    if cpu_library.LEVELS[level] > library.zt_cpu_best_level():
+        pytest.skip(f"this processor has no {level}")
+    child = os.fork()
+    if child == 0:  # a fault ends this process only
+        status = 1
+        try:
+            for n in (1, 7, 64, 65, 200, 1100):
+                everything_fenced(CpuKernels(library, cpu_library.LEVELS[level]), n, FencedMemory(at_end))
+            streams_fenced(CpuKernels(library, cpu_library.LEVELS[level], cuts=2), 4_500_001, FencedMemory(at_end))
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
