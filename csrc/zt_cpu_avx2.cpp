@@ -23,7 +23,7 @@ struct V {
     using F = __m256;
     using I = __m256i;
     static constexpr int64_t kLanes = 8;
-    template <int BITS> static constexpr int kTile = 8;
+    static constexpr int kTile = 8;
 
     ZT_INLINE F set(float x) { return _mm256_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }

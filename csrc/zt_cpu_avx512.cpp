@@ -29,7 +29,7 @@ struct V {
     using F = __m512;
     using I = __m512i;
     static constexpr int64_t kLanes = 16;
-    template <int BITS> static constexpr int kTile = BITS == 4 ? 16 : 8;
+    static constexpr int kTile = 8;
 
     ZT_INLINE F set(float x) { return _mm512_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }

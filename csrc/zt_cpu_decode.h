@@ -100,7 +100,7 @@ template <int32_t D, class Q> void look_up_blocks(const Terms &terms, zt_range b
 /* Tiles are of 64 elements, as the smallest blocks, or of what the registers hold. */
 template <int32_t D, class Q, int BITS>
 ZT_INLINE void sum_some(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    constexpr int least = 64 / V::kLanes, most = V::kTile<BITS>;
+    constexpr int least = 64 / V::kLanes, most = V::kTile;
     const bool single = terms.count == 1 && terms.factor == 1.0f && !how.accumulate;
     if constexpr (BITS == 4 && D != ZT_FP32)
         if (single) return look_up_blocks<D, Q>(terms, blocks, out, how);

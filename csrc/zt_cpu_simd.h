@@ -17,11 +17,10 @@ using zt::Writing;
 
 template <int32_t D> constexpr int64_t kSize = D == ZT_FP32 ? 4 : 2;
 constexpr int64_t kLine = 64;
-/* How far ahead of their use bytes are prefetched: elements; values, shared among the messages that are summed. */
-constexpr int64_t kAhead = 6144;
+/* How far ahead of their use values are prefetched, shared among the messages that are summed. */
 constexpr int64_t kSourceAhead = 8192;
-/* At most this many elements are measured before they are encoded: they have to stay in the first cache. */
-constexpr int64_t kGroup = 2048;
+/* This many elements, or one block, are measured before they are encoded: they have to stay in the first cache. */
+constexpr int64_t kGroup = 1024;
 
 #define ZT_FOR_DTYPE(dtype, function) \
     ((dtype) == ZT_FP32 ? function<ZT_FP32> : (dtype) == ZT_FP16 ? function<ZT_FP16> : function<ZT_BF16>)

@@ -152,6 +152,34 @@ def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
     assert table.splitlines()[2:] == cluster_rows(), "\n" + "\n".join(cluster_rows())
 
 
+def quantizer_rows() -> list[str]:
+    """The README's table of the kernels' speed, from the record committed."""
+    results = json.loads((ROOT / "zero_topo/bench/records/quantizers-cpu.json").read_text())["results"]
+    single = [row for row in results if row["threads"] == 1]
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
+
+    rows = []
+    for kind in dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in single):
+        same = [row for row in single if (row["dtype"], row["bits"], row["block_size"]) == kind]
+        cells = []
+        for op in ("quantize", "dequantize", "dequantize_reduce"):
+            found = sorted((row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"])
+            (own,) = (row for row in found if row["backend"] == "native")
+            others = [row for row in found if row["backend"] not in ("native", "reference")]
+            cells += [cell(own), f"{cell(others[0])} {others[0]['backend']}" if others else "-"]
+        dtype, bits, block = kind
+        rows.append(f"| {dtype.upper()} to INT{bits}, {block} | {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_table_of_kernel_speeds_is_the_record() -> None:
+    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
+    (table,) = re.findall(r"<!-- quantizers.*?-->\n(.*?)<!-- end -->", README, re.S)
+    assert table.splitlines()[2:] == quantizer_rows(), "\n" + "\n".join(quantizer_rows())
+
+
 def test_the_remark_on_single_micro_batches_is_true() -> None:
     """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and more than INT4."""
     topology = load_preset("frontier", RANKS)

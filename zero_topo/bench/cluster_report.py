@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from zero_topo.collectives.meter import PHASES
 from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"
@@ -22,6 +23,7 @@ NOTE = (
     "that moves overlaps, and if one hop follows the other. uplink: bytes that leave a node per step, by the kernel."
 )
 STOCK_NOTE = "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, as NCCL and RCCL do."
+PHASE_NOTE = "Where rank 0's last step went: seconds it worked or waited for each phase; the rest is computing."
 PICTURES = ("step_time.png", "bytes.png")
 LINKS = {"gcd": "of a die", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
@@ -40,6 +42,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     )
     console.print(table(content["results"]))
     console.print(NOTE)
+    console.print(phase_table(content["results"]))
+    console.print(PHASE_NOTE)
     if any(row["scheme"].startswith("stock") for row in content["results"]):
         console.print(STOCK_NOTE)
 
@@ -54,6 +58,21 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
         rows = [row for row in results if row["micro_batches"] == count]
         for row in rows:
             made.add_row(*_cells(row, ratio(row, rows)), end_section=row is rows[-1])
+    return made
+
+
+def phase_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Seconds by phase of those results that have them: not stock DeepSpeed's."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("K", "scheme", *PHASES, "rest"):
+        made.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    for row in results:
+        seconds = {phase: found["seconds"] for phase, found in row["phases"].items() if "seconds" in found}
+        if not seconds:
+            continue
+        cells = [f"{seconds[phase]:.2f}" if phase in seconds else "-" for phase in PHASES]
+        rest = row["step_seconds"][-1] - sum(seconds.values())
+        made.add_row(str(row["micro_batches"]), row["scheme"], *cells, f"{rest:.2f}")
     return made
 
 

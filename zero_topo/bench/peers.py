@@ -7,39 +7,78 @@ a table of non-linear values. They do the same work for a link: one pass that ma
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.registry import BACKENDS
+from zero_topo.quant.spec import BlockSpec
+
 ROW = 256
-Op = tuple[str, Callable[[], object], int]
+SOURCES = 8
+COMPILER = ("g++", "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kernel of a peer: its name, how to run it once, the bytes it reads and writes, and its format."""
+
+    name: str
+    call: Callable[[], object]
+    traffic: int
+    bits: int = 8
+    block_size: int = ROW
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Attributes: its name, its block size, and ``prepare``: a buffer -> (op, call, bytes of traffic) of each op."""
+    """Attributes: its name, and ``prepare``: a buffer -> its operations."""
 
     name: str
-    block_size: int
     prepare: Callable[[Tensor], list[Op]]
 
 
 def peers(device: torch.device, skipped: dict[str, str]) -> Iterator[Peer]:
     """Those that are there; why the others are not goes into ``skipped``."""
-    yield Peer("eager", ROW, lambda x: _plain(_quantize, _dequantize, x))
-    yield Peer("torch.compile", ROW, _compiled)
+    yield Peer("eager", lambda x: _plain(_quantize, _dequantize, x))
+    yield Peer("torch.compile", _compiled)
     if device.type == "cpu":
-        yield Peer("fbgemm", ROW, _fbgemm)
+        yield Peer("fbgemm", _fbgemm)
+        try:
+            library = _plain_library()
+        except (OSError, subprocess.SubprocessError) as error:
+            skipped["plain loop"] = skipped["vector loop"] = f"do not compile: {error}"
+        else:
+            yield Peer("plain loop", partial(_loops, library, "plain"))
+            yield Peer("vector loop", partial(_loops, library, "vectors"))
     try:
         functional: Any = importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
         skipped["bitsandbytes"] = f"not installed: {error}"
     else:
-        yield Peer("bitsandbytes", ROW, lambda x: _bitsandbytes(functional, x))
+        yield Peer("bitsandbytes", lambda x: _bitsandbytes(functional, x))
+
+
+def keep_freed_memory() -> None:
+    """Have malloc give back what was freed: peers allocate their outputs, and fresh pages cost up to ten times a copy.
+
+    Does nothing where the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +95,8 @@ def _plain(quantize: Callable[..., Any], dequantize: Callable[..., Any], x: Tens
     q, scale = quantize(x)
     traffic = x.nbytes + q.nbytes + scale.nbytes
     return [
-        ("quantize", lambda: quantize(x), traffic),
-        ("dequantize", lambda: dequantize(q, scale, x.dtype), traffic),
+        Op("quantize", lambda: quantize(x), traffic),
+        Op("dequantize", lambda: dequantize(q, scale, x.dtype), traffic),
     ]
 
 
@@ -73,8 +112,8 @@ def _fbgemm(x: Tensor) -> list[Op]:
     traffic = x.nbytes + packed.nbytes
     rows = x.view(-1, ROW)
     return [
-        ("quantize", lambda: ops.embedding_bag_byte_prepack(rows.float()), traffic),
-        ("dequantize", lambda: ops.embedding_bag_byte_unpack(packed).to(x.dtype), traffic),
+        Op("quantize", lambda: ops.embedding_bag_byte_prepack(rows.float()), traffic),
+        Op("dequantize", lambda: ops.embedding_bag_byte_unpack(packed).to(x.dtype), traffic),
     ]
 
 
@@ -82,6 +121,54 @@ def _bitsandbytes(functional: Any, x: Tensor) -> list[Op]:
     q, state = functional.quantize_blockwise(x, blocksize=ROW)
     traffic = x.nbytes + q.nbytes + state.absmax.nbytes
     return [
-        ("quantize", lambda: functional.quantize_blockwise(x, blocksize=ROW), traffic),
-        ("dequantize", lambda: functional.dequantize_blockwise(q, state), traffic),
+        Op("quantize", lambda: functional.quantize_blockwise(x, blocksize=ROW), traffic),
+        Op("dequantize", lambda: functional.dequantize_blockwise(q, state), traffic),
     ]
+
+
+def _plain_library() -> ctypes.CDLL:
+    source = Path(__file__).parent / "plain_reduce.cpp"
+    with tempfile.TemporaryDirectory(prefix="zero_topo_plain_") as folder:
+        target = Path(folder) / "plain_reduce.so"
+        subprocess.run([*COMPILER, str(source), "-o", str(target)], check=True, capture_output=True, timeout=120)
+        return ctypes.CDLL(str(target))  # mapped: the file may go
+
+
+class _Job(ctypes.Structure):
+    """What plain_reduce.cpp sums: messages, how many, values of each, block size, where scales begin."""
+
+    _fields_ = [("messages", ctypes.c_void_p)] + [
+        (name, ctypes.c_int64) for name in ("sources", "numel", "block_size", "scales_at")
+    ]
+
+
+def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
+    """Convert, multiply, add: the sum of ``SOURCES`` INT4 shards as one would first write it, one thread.
+
+    Raises:
+        ValueError: where its bits are not those of the reference.
+    """
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(x.dtype)
+    if kind is None or torch.get_num_threads() > 1:
+        return []
+    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec(4, block)) for block in (256, 2048)]
+
+
+def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
+    reference = Quantizer("reference", BACKENDS["reference"](x.device))
+    parts = x.chunk(SOURCES)
+    messages = [reference.quantize(part, spec) for part in parts]
+    out, expected = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    pointers = (ctypes.c_void_p * SOURCES)(*(message.data_ptr() for message in messages))
+    numel = out.numel()
+    job = _Job(ctypes.addressof(pointers), SOURCES, numel, spec.block_size, spec.scales_offset(numel))
+
+    def call(held: object = (pointers, messages)) -> object:  # addresses keep nothing alive
+        return function(job, ctypes.c_void_p(out.data_ptr()))
+
+    call()
+    reference.dequantize_reduce(messages, spec, expected)
+    if not torch.equal(out, expected):
+        raise ValueError("the plain loop does not compute what the reference does")
+    traffic = sum(message.nbytes for message in messages) + out.nbytes
+    return Op("dequantize_reduce", call, traffic, spec.bits, spec.block_size)

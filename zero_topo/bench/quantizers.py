@@ -3,32 +3,33 @@
 
 Note [Traffic]
     A kernel that is bound by memory moves the bytes it reads and those it writes. ``gb_per_s`` is both together over
-    the median time, and ``memcpy_ratio`` compares that with a copy that moves as much in total, timed in turns with the
-    kernel so that a busy machine slows both. Outputs are allocated and touched before. The reduction's traffic is what
-    it reads from all sources and what it writes.
+    the median time, and ``memcpy_ratio`` compares that with a copy that moves as much in total. All kernels of a format
+    and their copies are timed in turns, so that a busy machine slows all alike. Outputs are allocated and touched
+    before. The reduction's traffic is what it reads from all sources and what it writes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor
 
-from zero_topo.bench.peers import ROW, Peer, peers
+from zero_topo.bench.peers import ROW, SOURCES, Peer, keep_freed_memory, peers
 from zero_topo.bench.records import Spread, record
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.registry import BACKENDS
 from zero_topo.quant.spec import BlockSpec
 
+PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SOURCES = 8
 
 
 @dataclass(frozen=True)
@@ -98,34 +99,36 @@ def run(settings: Settings) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     before = torch.get_num_threads()
-    makers = list(_makers(settings, skipped))
-    threads = settings.threads if settings.device == "cpu" else settings.threads[:1]
-    rounds = [(make, count) for make in makers for count in threads]
-    console = Console(stderr=True)
-    for make, count in track(rounds, "kernels", console=console, disable=not console.is_terminal):
-        torch.set_num_threads(count)
-        results += [{**_measured(case, settings), "threads": count} for case in make()]
-    torch.set_num_threads(before)
-    device = torch.cuda.get_device_name() if settings.device == "cuda" else None
-    return record("quantizers", settings.to_json(), {"device": device, "results": results, "skipped": skipped})
-
-
-def _makers(settings: Settings, skipped: dict[str, str]) -> Iterator[Callable[[], list[Case]]]:
+    keep_freed_memory()
     device = torch.device(settings.device)
-    quantizers = []
+    quantizers, others = _quantizers(device, skipped), list(peers(device, skipped))
+    threads = settings.threads if settings.device == "cpu" else settings.threads[:1]
+    rounds = [(dtype, count) for dtype in settings.dtypes for count in threads]
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("kernels", total=len(rounds) * len(settings.bits) * len(settings.block_sizes))
+        for dtype, count in rounds:
+            torch.set_num_threads(count)
+            x = _values(settings.nbytes, DTYPES[dtype], device)
+            alien = [case for peer in others for case in _peer_cases(peer, dtype, x)]
+            for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
+                cases = [case for quantizer in quantizers for case in _cases(quantizer, dtype, spec, x)]
+                cases += [c for c in alien if (c.bits, c.block_size) == (spec.bits, spec.block_size)]
+                results += [{**result, "threads": count} for result in _measured(cases, settings)]
+                bar.advance(task)
+    torch.set_num_threads(before)
+    name = torch.cuda.get_device_name() if settings.device == "cuda" else None
+    return record("quantizers", settings.to_json(), {"device": name, "results": results, "skipped": skipped})
+
+
+def _quantizers(device: torch.device, skipped: dict[str, str]) -> list[Quantizer]:
+    found = []
     for name, load in BACKENDS.items():
         try:
-            quantizers.append(Quantizer(name, load(device)))
+            found.append(Quantizer(name, load(device)))
         except BackendUnavailable as reason:
             skipped[name] = str(reason)
-    for dtype in settings.dtypes:
-        x = _values(settings.nbytes, DTYPES[dtype], device)
-        for bits in settings.bits:
-            for block in settings.block_sizes:
-                for quantizer in quantizers:
-                    yield partial(_cases, quantizer, dtype, BlockSpec(bits, block), x)
-        for peer in peers(device, skipped):
-            yield partial(_peer_cases, peer, dtype, x)
+    return found
 
 
 def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -155,20 +158,32 @@ def _cases(quantizer: Quantizer, dtype: str, spec: BlockSpec, x: Tensor) -> list
 
 def _peer_cases(peer: Peer, dtype: str, x: Tensor) -> list[Case]:
     found = peer.prepare(x)
-    return [Case(peer.name, op, dtype, 8, peer.block_size, call, traffic) for op, call, traffic in found]
+    return [Case(peer.name, op.name, dtype, op.bits, op.block_size, op.call, op.traffic) for op in found]
 
 
-def _measured(case: Case, settings: Settings) -> dict[str, Any]:
-    """Times the kernel in turns with a copy of the same traffic."""
-    source = torch.ones(case.traffic // 2, dtype=torch.uint8, device=settings.device)
+def _measured(cases: Sequence[Case], settings: Settings) -> list[dict[str, Any]]:
+    """Times kernels of one format in turns, each beside a copy of its traffic."""
+    most = max(case.traffic for case in cases) // 2
+    places = [most * k for k in range(PLACES)]
+    source = torch.ones(most * PLACES, dtype=torch.uint8, device=settings.device)
     target = torch.zeros_like(source)
+    place = cycle(places)
     clock = _Clock(settings.device)
-    for _ in range(2):
-        case.call()
-        target.copy_(source)
-    times = [(clock.time(case.call), clock.time(lambda: target.copy_(source))) for _ in range(settings.repeats)]
-    own, copy = Spread.of([a for a, _ in times]), Spread.of([b for _, b in times])
-    speed, copied = case.traffic / own.median / 1e9, 2 * source.nbytes / copy.median / 1e9
+    own: list[list[float]] = [[] for _ in cases]
+    copies: list[list[float]] = [[] for _ in cases]
+    for turn in range(-1, settings.repeats):
+        for case, times, copied in zip(cases, own, copies, strict=True):
+            begin = next(place)
+            end = begin + case.traffic // 2
+            took = clock.time(case.call), clock.time(partial(target[begin:end].copy_, source[begin:end]))
+            if turn >= 0:
+                times.append(took[0])
+                copied.append(took[1])
+    return [_result(case, Spread.of(a), Spread.of(b)) for case, a, b in zip(cases, own, copies, strict=True)]
+
+
+def _result(case: Case, own: Spread, copy: Spread) -> dict[str, Any]:
+    speed, copied = case.traffic / own.median / 1e9, case.traffic // 2 * 2 / copy.median / 1e9
     return {
         "backend": case.backend,
         "op": case.op,

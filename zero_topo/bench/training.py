@@ -215,7 +215,7 @@ def _expected(bench: Bench, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     table = phases(expected, bench.spec)
     for (phase, domain), nbytes in ({} if stats is None else stats.step_bytes).items():
         table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
-    for phase, seconds in getattr(stats, "phase_seconds", {}).items():
+    for phase, seconds in ({} if stats is None else stats.phase_seconds).items():
         table.setdefault(phase, {})["seconds"] = seconds
     return {"formula": uplink_bytes(expected), "floor_s": floors(expected, bench.spec), "phases": table}
 

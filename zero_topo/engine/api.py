@@ -66,6 +66,7 @@ def stats(engine: Any) -> Stats:
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
         optimizer_itemsize=ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES,
         calls=dict(topo.meter.calls),
+        phase_seconds=dict(topo.meter.last_seconds()),
     )
 
 

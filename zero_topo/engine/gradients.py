@@ -97,19 +97,23 @@ class Gradients:
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
             last: whether this is the last micro-batch of the step: then sync begins (Note [Sync under backward]).
         """
-        plan = self.layout.plan
         runs = sorted({self._run_of[slot] for slot in slots})
         self._reopen([run for run in runs if run in self._started])
-        flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
-        parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
-        reduce = Reduce(1.0 / plan.world_size, accumulate=True)
-        sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
-        reduce_scatter(self._route, parts, self._options.wire, sums).wait()
+        with self._meter.timing("scatter"):
+            self._scatter(slots, grads)
         self._dirty, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
+
+    def _scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        plan = self.layout.plan
+        flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
+        parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
+        reduce = Reduce(1.0 / plan.world_size, accumulate=True)
+        sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
+        reduce_scatter(self._route, parts, self._options.wire, sums).wait()
 
     def _slot_piece(self, index: int) -> Piece:
         piece = piece_of(self.layout.slot(self.buffer, index))
@@ -118,20 +122,26 @@ class Gradients:
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._options.loss_scale()
-        for run in runs:
-            spans = self.layout.spans(self._runs[run])
-            self._started[run] = self._lane.run(partial(self.mode.start, self.buffer, spans, scale))
+        with self._meter.timing("sync"):
+            for run in runs:
+                spans = self.layout.spans(self._runs[run])
+                self._started[run] = self._lane.run(partial(self.mode.start, self.buffer, spans, scale))
+
+    def _wait(self) -> None:
+        with self._meter.timing("sync"):
+            for run in sorted(self._started):
+                self._started[run].wait()
 
     def _reopen(self, runs: Sequence[int]) -> None:
-        for run in runs:
-            self._started.pop(run).wait()
-            self.mode.reopen(self.buffer, self.layout.spans(self._runs[run]))
+        with self._meter.timing("sync"):
+            for run in runs:
+                self._started.pop(run).wait()
+                self.mode.reopen(self.buffer, self.layout.spans(self._runs[run]))
 
     def sync(self) -> None:
         """Reduce across gradient domains; afterwards the optimizer's rows hold the world's mean gradient."""
         self._start([run for run in range(len(self._runs)) if run not in self._started])
-        for run in sorted(self._started):
-            self._started[run].wait()
+        self._wait()
         self._current = True
 
     def peek(self) -> Tensor:
@@ -154,12 +164,12 @@ class Gradients:
 
     def end_step(self, skipped: bool) -> None:
         """The optimizer has stepped, or skipped it: settle the mode's state and forget the gradients."""
-        for run in sorted(self._started):
-            self._started[run].wait()
+        self._wait()
         self._started.clear()
         self._missing = [set(slots) for slots in self._runs]
         self._current = True
-        self.mode.commit(skipped)
+        with self._meter.timing("sync"):
+            self.mode.commit(skipped)
         if self._dirty:
             self.buffer.zero_()
         self._dirty = False

@@ -9,6 +9,7 @@ the module and hands the trainable ones to the engine; frozen parameters keep De
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,13 +27,18 @@ METHODS = ("all_gather", "all_gather_coalesced", "partition")
 class ParameterHandle:
     """A gather that ends by giving each parameter its data; waits once."""
 
-    def __init__(self, params: list[Any], handle: Handle[list[Tensor]]) -> None:
+    def __init__(
+        self, params: list[Any], handle: Handle[list[Tensor]], timing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._params = params
         self._handle = handle
+        self._timing = timing
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Block until the parameters are whole. ``handle_dependency`` is DeepSpeed's; freeing handles streams."""
-        for param, full in zip(self._params, self._handle.wait(), strict=True):
+        with self._timing():
+            whole = self._handle.wait()
+        for param, full in zip(self._params, whole, strict=True):
             param.data = full.view(param.ds_shape)
             param.ds_status = ZeroParamStatus.AVAILABLE
         self._params = []
@@ -106,7 +112,10 @@ class ParameterGathers:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
             param.ds_status = ZeroParamStatus.INFLIGHT
-        return ParameterHandle(params, self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase))
+        timing = partial(self._engine.meter.timing, phase)
+        with timing():
+            handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
+        return ParameterHandle(params, handle, timing)
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         world = dist.get_world_size()

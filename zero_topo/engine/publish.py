@@ -62,6 +62,7 @@ class Publisher:
         plan = layout.plan
         self._layout, self._primary, self._options, self._lane = layout, primary, options, lane
         self._route = mesh.route(plan.weights, plan.optimizer)
+        self._meter = meter
         self._counted = Counted(meter, "publish")
         self._wanted = [0] * len(layout.numels)  # version of the weights, by slot
         self._held = [0] * len(layout.numels)  # version that the primary shard holds
@@ -88,7 +89,8 @@ class Publisher:
             for slot in part:
                 self._wanted[slot] += 1
             spans = self._layout.spans(part)
-            self._pending.append((part, self._lane.run(partial(self._publish, spans, masters, first))))
+            with self._meter.timing("publish"):
+                self._pending.append((part, self._lane.run(partial(self._publish, spans, masters, first))))
 
     def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
         by_member = members(self._primary, self._route.size)
@@ -130,7 +132,8 @@ class Publisher:
             if wanted.isdisjoint(part):
                 waiting.append((part, handle))
                 continue
-            handle.wait()
+            with self._meter.timing("publish"):
+                handle.wait()
             changed += part
             for slot in part:
                 self._held[slot] += 1

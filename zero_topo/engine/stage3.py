@@ -71,6 +71,7 @@ class Stats:
         accumulation_itemsize: bytes per element of the gradient buffer.
         optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves.
         calls: phase -> collectives since the start.
+        phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
     """
 
     config: ResolvedConfig
@@ -83,6 +84,7 @@ class Stats:
     accumulation_itemsize: int
     optimizer_itemsize: int
     calls: dict[str, int]
+    phase_seconds: dict[str, float]
 
 
 class Stage3:
