@@ -36,6 +36,7 @@ class World:
             Setup(
                 numels=self.numels,
                 names=tuple(f"p{i}" for i in range(len(self.numels))),
+                dims=tuple(1 if n == 1 else 2 for n in self.numels),
                 like=torch.empty(0, dtype=dtype),
                 scatter_dtype=dtype,
                 accumulation_dtype=dtype,
@@ -53,6 +54,11 @@ class World:
         """A rank's own whole gradients."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
+
+    @property
+    def columns(self) -> int:
+        """Of a gradient shard."""
+        return sum(self.config.plan.shard_numel(n) for n in self.numels)
 
     @property
     def size(self) -> int:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The two exchanges everything is made of, in one hop: to all others the same message, or to each its own.
+"""The exchanges everything is made of, in one hop: to all others the same message, or to each its own.
 
 Note [Point to point on gloo]
     gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's rate, an all-gather a
@@ -61,6 +61,36 @@ def to_all(hop: Hop, message: Tensor) -> tuple[Tensor, Work]:
     own = hop.slots[hop.index]
     received[own].copy_(message)
     return received, _swap(hop, {slot: message for slot in hop.slots if slot != own}, received)
+
+
+def to_each_uneven(hop: Hop, parts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], Work]:
+    """All-to-all of messages of any length: ``parts[s]`` (bytes, contiguous) goes to group rank ``s``.
+
+    Args:
+        hop: the members.
+        parts: uint8, 1-D, in group order.
+        sizes: bytes that will come from each group rank.
+
+    Returns:
+        What each group rank sent here, once the work has been waited for.
+    """
+    assert hop.group is not None
+    own = hop.slots[hop.index]
+    if not _point_to_point(hop):
+        send = torch.cat(list(parts))
+        buffer = send.new_empty(sum(sizes))
+        lengths = [part.numel() for part in parts]
+        work = dist.all_to_all_single(buffer, send, list(sizes), lengths, group=hop.group, async_op=True)
+        return list(buffer.split(list(sizes))), _begun(work, send)
+    received = [parts[own] if slot == own else parts[own].new_empty(size) for slot, size in enumerate(sizes)]
+    works: list[Work | None] = []
+    for distance in range(1, hop.size):
+        source, target = (own - distance) % hop.size, (own + distance) % hop.size
+        if sizes[source]:
+            works.append(dist.irecv(received[source], group=hop.group, group_src=source))
+        if parts[target].numel():
+            works.append(dist.isend(parts[target], group=hop.group, group_dst=target))
+    return received, Works([work for work in works if work is not None], [*received, *parts])
 
 
 def _point_to_point(hop: Hop) -> bool:

@@ -8,19 +8,36 @@ from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resolve import ROLES, ResolvedConfig
 from zero_topo.config.schemes import SCHEMES, Scheme
-from zero_topo.config.sync_config import SYNC_MODES, DenseSync, QuantizedSync, SyncMode
+from zero_topo.config.sparse_config import (
+    SPARSE_MODES,
+    GaussianKSync,
+    GTopkSync,
+    OkTopkSync,
+    SparseSync,
+    TopkASync,
+    TopkDsaSync,
+)
+from zero_topo.config.sync_config import SYNC_MODES, DenseSync, QuantizedSync
+from zero_topo.config.sync_mode import SyncMode
 
 __all__ = [
     "ROLES",
     "SCHEMES",
+    "SPARSE_MODES",
     "SYNC_MODES",
     "DenseSync",
+    "GTopkSync",
+    "GaussianKSync",
+    "OkTopkSync",
     "PublishConfig",
     "QuantizeConfig",
     "QuantizedSync",
     "ResolvedConfig",
     "Scheme",
+    "SparseSync",
     "SyncMode",
+    "TopkASync",
+    "TopkDsaSync",
     "ZeroTopoConfig",
     "check_deepspeed_config",
     "deepspeed_problems",

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zero_topo.config.errors import StrictModel
+from zero_topo.config.errors import ROOT, StrictModel
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
-from zero_topo.config.sync_config import SyncMode
+from zero_topo.config.sync_mode import SyncMode
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
 
@@ -111,6 +111,8 @@ def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     if dropped:
         weights, _, gradients, optimizer = choice.places
         plan = Plan.build(topology, (weights, None, gradients, optimizer), config.two_hop)
+    if problem := choice.sync.problem(plan.optimizer == plan.world_size):
+        raise ValueError(f"{ROOT}.{problem}")
     return ResolvedConfig(
         plan=plan,
         topology=topology,

@@ -13,16 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from zero_topo.config.errors import StrictModel
+from zero_topo.config.sparse_config import SPARSE_MODES
+from zero_topo.config.sync_mode import Dtype, SyncMode
 from zero_topo.quant.spec import BlockSpec
-
-Dtype = Literal["fp32", "bf16", "fp16"]
-
-
-class SyncMode(StrictModel):
-    """What all modes of sync have in common: the name of the mode."""
-
-    MODE: ClassVar[str]
 
 
 class DenseSync(SyncMode):
@@ -64,7 +57,7 @@ class QuantizedSync(SyncMode):
         return BlockSpec(self.bits, self.block_size)
 
 
-SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync)
+SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 
 class _OneOfModes:

@@ -11,6 +11,7 @@ from zero_topo.cost.memory import (
     padding_bytes,
     paper_memory_table,
 )
+from zero_topo.cost.sparse import sent_picks
 from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, table_units
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "padding_bytes",
     "paper_memory_table",
     "paper_volume_table",
+    "sent_picks",
     "step_bytes",
     "table_units",
 ]

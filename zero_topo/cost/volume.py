@@ -115,10 +115,12 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
         numel = rows * sum(shards[i] for i in bucket)
         scattered = _message(numel, config.gradients_spec, work.scatter_itemsize)
         books.reduce("scatter", (1, plan.gradients), work.micro_batches * scattered)
-    for run in packed_runs([plan.world_size * n for n in shards], work.run_numel):
+    sizes = [plan.world_size * n for n in shards]
+    for run in packed_runs(sizes, None if config.sync.WHOLE else work.run_numel):
+        book_sync(config.sync, books, [shards[i] for i in run], work.sync_itemsize)
+    rows = plan.world_size // plan.optimizer
+    for run in packed_runs(sizes, work.run_numel):
         widths = [shards[i] for i in run]
-        book_sync(config.sync, books, widths, work.sync_itemsize)
-        rows = plan.world_size // plan.optimizer
         published = rows_message(rows, widths, config.publish.spec, work.publish_itemsize)
         books.gather("publish", (plan.weights, plan.optimizer), published)
     sent: Counter[Key] = Counter()

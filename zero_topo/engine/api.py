@@ -67,6 +67,7 @@ def stats(engine: Any) -> Stats:
         optimizer_itemsize=ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES,
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds()),
+        sync_report=topo.gradients.mode.report(),
     )
 
 

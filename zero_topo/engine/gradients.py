@@ -49,13 +49,13 @@ class GradientOptions:
     Attributes:
         wire: format of the scatter.
         accumulation_dtype: of the buffer.
-        run_numel: parameter elements that one collective of sync carries.
+        run_numel: parameter elements that one collective of sync carries; None for all.
         loss_scale: the present one.
     """
 
     wire: Wire
     accumulation_dtype: torch.dtype
-    run_numel: int
+    run_numel: int | None
     loss_scale: Callable[[], float]
 
 

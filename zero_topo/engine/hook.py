@@ -161,6 +161,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         setup = Setup(
             numels=tuple(param.ds_numel for param in params),
             names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
+            dims=tuple(len(param.ds_shape) for param in params),
             like=self.lp_param_buffer,
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,

@@ -24,8 +24,8 @@ from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
-from zero_topo.quant.registry import select_quantizer
-from zero_topo.sync import SyncContext, build_mode
+from zero_topo.quant.registry import select_quantizer, sparse_ops
+from zero_topo.sync import Parameter, SyncContext, build_mode
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class Setup:
 
     Attributes:
         numels: elements of each trainable parameter, in DeepSpeed's flat order.
-        names: their names, for messages.
+        names: their names.
+        dims: dimensions of their shapes.
         like: a tensor of the model's dtype on the accelerator.
         scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
@@ -49,6 +50,7 @@ class Setup:
 
     numels: tuple[int, ...]
     names: tuple[str, ...]
+    dims: tuple[int, ...]
     like: Tensor
     scatter_dtype: torch.dtype
     accumulation_dtype: torch.dtype
@@ -72,6 +74,7 @@ class Stats:
         optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves.
         calls: phase -> collectives since the start.
         phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
+        sync_report: what the mode of sync says of the last step: densities, norms, counts.
     """
 
     config: ResolvedConfig
@@ -85,6 +88,7 @@ class Stats:
     optimizer_itemsize: int
     calls: dict[str, int]
     phase_seconds: dict[str, float]
+    sync_report: dict[str, float]
 
 
 class Stage3:
@@ -127,6 +131,7 @@ class Stage3:
 
     def _build_gradients(self) -> Gradients:
         config, setup = self.config, self.setup
+        slots = range(len(setup.numels))
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
@@ -135,15 +140,25 @@ class Stage3:
             dtype=self.sync_dtype,
             columns=self.layout.columns,
             device=setup.like.device,
+            sparse=sparse_ops(self.quantizer, setup.like.device),
+            parameters=tuple(
+                Parameter(name, dims, span)
+                for name, dims, span in zip(setup.names, setup.dims, self.layout.spans(slots), strict=True)
+            ),
         )
         options = GradientOptions(
             wire=Wire(self.quantizer, config.gradients_spec, setup.scatter_dtype),
             accumulation_dtype=self.accumulation_dtype,
-            run_numel=setup.bucket_numel,
+            run_numel=self.run_numel,
             loss_scale=setup.loss_scale,
         )
         mode = build_mode(config.sync, context)
         return Gradients(self.layout, self.mesh, mode, options, self.meter, self._lane)
+
+    @property
+    def run_numel(self) -> int | None:
+        """Elements that one collective of sync carries; None for all."""
+        return None if self.config.sync.WHOLE else self.setup.bucket_numel
 
     @property
     def sync_dtype(self) -> torch.dtype:

@@ -7,11 +7,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import cast
 
 import torch
 
 from zero_topo.quant import reference
 from zero_topo.quant.ops import Backend, BackendUnavailable, Quantizer
+from zero_topo.quant.sparse_ops import SparseBackend, SparseOps
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,11 @@ def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.env
         logger.info("quantization on %s by %s%s", device.type, name, "".join(f"; {why}" for why in skipped))
         return quantizer
     raise AssertionError("the reference serves every device")
+
+
+def sparse_ops(quantizer: Quantizer, device: torch.device = CPU) -> SparseOps:
+    """The element-wise operations of the sparse modes, by the backend that quantizes."""
+    return SparseOps(quantizer.name, cast(SparseBackend, BACKENDS[quantizer.name](device)))
 
 
 def _forced(name: str, device: torch.device) -> Quantizer:

@@ -4,7 +4,7 @@
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """
 
-from zero_topo.sync import dense, quantized
-from zero_topo.sync.base import SyncContext, SyncMode, build_mode
+from zero_topo.sync import dense, oktopk, quantized, topk
+from zero_topo.sync.base import Parameter, SyncContext, SyncMode, build_mode
 
-__all__ = ["SyncContext", "SyncMode", "build_mode", "dense", "quantized"]
+__all__ = ["Parameter", "SyncContext", "SyncMode", "build_mode", "dense", "oktopk", "quantized", "topk"]

@@ -17,6 +17,22 @@ from zero_topo.collectives.pack import Span
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.sparse_ops import SparseOps
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as a mode of sync may want to know it.
+
+    Attributes:
+        name: in the model.
+        dims: of its shape.
+        span: its columns of a gradient shard.
+    """
+
+    name: str
+    dims: int
+    span: Span
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,8 @@ class SyncContext:
         dtype: type in which dense values travel.
         columns: ``F``, columns of a gradient shard.
         device: of the gradient shard.
+        sparse: element-wise operations, for modes that use them.
+        parameters: all of them, in the order of their columns.
     """
 
     plan: Plan
@@ -40,6 +58,8 @@ class SyncContext:
     dtype: torch.dtype
     columns: int
     device: torch.device
+    sparse: SparseOps
+    parameters: tuple[Parameter, ...]
 
 
 class SyncMode(ABC):
@@ -76,6 +96,10 @@ class SyncMode(ABC):
 
     def commit(self, skipped: bool) -> None:  # noqa: B027 (most modes keep no state)
         """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
+
+    def report(self) -> dict[str, float]:
+        """What a user may want to know of the last step: densities, norms, counts; this rank's own."""
+        return {}
 
     def state_bytes(self) -> int:
         """Bytes of state (residuals, masks) this rank keeps."""

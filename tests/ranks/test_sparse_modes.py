@@ -1,0 +1,343 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The sparse modes of sync: nothing is lost, density 1 is dense, all copies agree, and only finished steps count."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.worlds import NUMELS, World, world
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.sync.sparse import Sparse
+from zero_topo.topology.presets import emulated
+
+PLAIN = {"weights": None, "secondary": None, "gradients": None}
+MODES: dict[str, dict[str, Any]] = {
+    "topk_a": {},
+    "topk_dsa": {},
+    "gtopk": {},
+    "gaussian_k": {},
+    "oktopk": {"tau": 3, "tau_prime": 2},
+}
+HIERARCHY: dict[str, dict[str, Any]] = {
+    "topo": {"scheme": "topo"},
+    "gradients in a GPU": {"scheme": "mics", "weights": "gpu"},  # a dense hop inside the node comes first
+    "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
+}
+DATA_PARALLEL = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
+
+
+class Step(NamedTuple):
+    """What one rank sees of one step: its own row and all its optimizer rows, synced; and what it still owes."""
+
+    own: Tensor
+    rows: Tensor
+    debts: list[tuple[int, Tensor]]
+    sent: int
+
+
+def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: tuple[int, ...], **sync: Any) -> World:
+    """A world with a sparse mode and nothing quantized; plain data parallelism on so many peers, or 2 x 2 x 2."""
+    machine = emulated(2, 2, 2) if peers is None else emulated(peers, 1, 1)
+    block = {**setting, "quantize": PLAIN, "sync": {"mode": mode, **MODES.get(mode, {}), **sync}}
+    return replace(world(block, machine), numels=numels)
+
+
+def mode_of(engine: Stage3) -> Sparse[Any]:
+    """The mode of an engine."""
+    assert isinstance(engine.gradients.mode, Sparse)
+    return engine.gradients.mode
+
+
+def observed(w: World, engine: Stage3) -> Step:
+    """After sync and commit."""
+    mode, layout = mode_of(engine), engine.layout
+    plan = layout.plan
+    rows = engine.gradients.optimizer_rows().clone()
+    own = engine.gradients.buffer[layout.row(plan.gradients)].clone()
+    engine.end_step(skipped=False)
+    lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
+    debts = []
+    if mode.residual.numel():
+        table = torch.zeros(mode.peers.size, layout.columns)
+        first = 0
+        for parameter in mode.context.parameters:
+            begin, end = parameter.span
+            if parameter.dims > 1:
+                table[:, begin:end] = mode.residual.view(mode.peers.size, -1)[:, first : first + end - begin]
+                first += end - begin
+        debts = list(zip(plan.group(layout.rank, lo, hi), table, strict=True))
+    sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
+    return Step(own, rows, debts, sent)
+
+
+def run(w: World, steps: int) -> list[list[Step]]:
+    """Steps of every rank."""
+
+    def rank_main(rank: int) -> list[Step]:
+        engine = w.engine()
+        slots = range(len(w.numels))
+        found = []
+        for step in range(steps):
+            engine.gradients.scatter(slots, w.grads(rank, step), last=True)
+            engine.gradients.sync()
+            found.append(observed(w, engine))
+        return found
+
+    return run_threads(w.size, rank_main)
+
+
+def own_columns(w: World, rank: int, grads: list[Tensor]) -> Tensor:
+    """A rank's own row of whole gradients."""
+    rows = []
+    for grad in grads:
+        width = w.config.plan.shard_numel(grad.numel())
+        padded = torch.cat([grad, grad.new_zeros(w.size * width - grad.numel())])
+        rows.append(padded.view(w.size, width)[rank])
+    return torch.cat(rows)
+
+
+def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
+    """After every step: the sum of all gradients = what arrived + what all ranks owe, for each owner."""
+    steps = len(results[0])
+    arrived = [torch.zeros(w.columns) for _ in range(w.size)]
+    due = [torch.zeros(w.columns) for _ in range(w.size)]
+    for step in range(steps):
+        owed: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
+        for found in results:
+            for member, debt in found[step].debts:
+                owed[member] += debt
+        for rank in range(w.size):
+            arrived[rank] += results[rank][step].own
+            due[rank] += sum((own_columns(w, rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
+            torch.testing.assert_close(arrived[rank] + owed[rank], due[rank], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setting", HIERARCHY)
+def test_nothing_is_lost_between_nodes(setting: str, mode: str, value_dtype: str) -> None:
+    """What has not arrived is owed, at every step, whatever the shape of the hierarchy."""
+    w = sparse_world(HIERARCHY[setting], None, mode, NUMELS, density=0.05, value_dtype=value_dtype)
+    check_nothing_is_lost(w, run(w, 5))
+
+
+@pytest.mark.parametrize("numels", [NUMELS, (5000,)], ids=["several", "one"])
+def test_nothing_is_lost_where_sums_stay_with_their_owners(numels: tuple[int, ...]) -> None:
+    """Sharded Ok-Topk: a rank does not learn which of its picks were chosen, the owner keeps the sums that were not."""
+    w = sparse_world(HIERARCHY["topo"], None, "oktopk", numels, density=0.05, sharded=True)
+    check_nothing_is_lost(w, run(w, 6))
+
+
+def test_sums_stay_only_with_owners_of_one_row() -> None:
+    """Where several ranks hold the same optimizer shard, all of them need the sums."""
+    with pytest.raises(ValueError, match='sync.sharded = true: .*set "optimizer": "world", or "sharded": false'):
+        sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, sharded=True)
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_in_data_parallelism(mode: str, peers: int) -> None:
+    """The papers' setting; all ranks get the same bits."""
+    w = sparse_world(DATA_PARALLEL, peers, mode, NUMELS, density=0.05)
+    results = run(w, 5)
+    check_nothing_is_lost(w, results)
+    for step in range(5):
+        assert all(torch.equal(found[step].rows, results[0][step].rows) for found in results)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1, 0.01, 0.001])
+@pytest.mark.parametrize("numel", [2, 1000, 30_000])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_at_any_size(mode: str, numel: int, density: float) -> None:
+    """From a single element to many, from all of them to one in a thousand."""
+    w = sparse_world(DATA_PARALLEL, 4, mode, (numel,), density=density)
+    check_nothing_is_lost(w, run(w, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setting", ["data parallel", *HIERARCHY])
+def test_density_one_is_dense(mode: str, setting: str) -> None:
+    """All elements picked: the mean gradient, and nothing owed."""
+    place = {**HIERARCHY, "data parallel": DATA_PARALLEL}[setting]
+    w = sparse_world(place, 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
+    dense = replace(world({**place, "quantize": PLAIN}, w.config.topology), numels=NUMELS)
+
+    def rank_main(rank: int) -> Tensor:
+        engine = dense.engine()
+        engine.gradients.scatter(range(len(NUMELS)), dense.grads(rank, 0), last=True)
+        engine.gradients.sync()
+        return engine.gradients.optimizer_rows().clone()
+
+    for found, expected in zip(run(w, 1), run_threads(dense.size, rank_main), strict=True):
+        torch.testing.assert_close(found[0].rows, expected, atol=1e-6, rtol=1e-6)
+        assert all(not debt.abs().max() > 1e-6 for _, debt in found[0].debts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_skipped_step_changes_nothing(mode: str) -> None:
+    """An overflow leaves residual, thresholds and counters as they were: the next step is as if it had not been."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
+
+    def rank_main(rank: int, skips: bool) -> Tensor:
+        engine = w.engine()
+        for step in range(4):
+            if skips and step == 2:
+                engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, 77), last=True)
+                engine.gradients.sync()
+                engine.end_step(skipped=True)
+            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows().clone()
+            engine.end_step(skipped=False)
+        return torch.cat([rows.view(-1), mode_of(engine).residual])
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_not_finite_reaches_the_optimizer(mode: str, bad: float) -> None:
+    """NaN is in no comparison the larger: it would never be picked, and training would go on without a word."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
+
+    def rank_main(rank: int) -> tuple[bool, bool]:
+        engine = w.engine()
+        grads = w.grads(rank, 0)
+        if rank == 3:
+            grads[-1][5] = bad
+        engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
+        engine.gradients.sync()
+        seen = not bool(torch.isfinite(engine.gradients.optimizer_rows()).all())
+        engine.end_step(skipped=True)
+        return seen, bool(torch.isfinite(mode_of(engine).residual).all())
+
+    results = run_threads(w.size, rank_main)
+    assert any(seen for seen, _ in results) and all(clean for _, clean in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_peek_loses_nothing(mode: str) -> None:
+    """The synced gradient may be looked at before the step; books balance after the step's own sync."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
+
+    def rank_main(rank: int) -> list[Step]:
+        engine, found = w.engine(), []
+        for step in range(3):
+            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
+            if step == 1:
+                engine.gradients.peek()
+            engine.gradients.sync()
+            found.append(observed(w, engine))
+        return found
+
+    check_nothing_is_lost(w, run_threads(w.size, rank_main))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_scale_does_not_matter(mode: str) -> None:
+    """State is kept without it: under a changing scale gradients sync to the same, times the scale."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
+
+    def rank_main(rank: int, scaled: bool) -> Tensor:
+        scale = 1.0
+        engine = w.engine(loss_scale=lambda: scale)
+        for step in range(3):
+            scale = 2.0 ** (5 - step) if scaled else 1.0
+            grads = [scale * grad for grad in w.grads(rank, step)]
+            engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows() / scale
+            engine.end_step(skipped=False)
+        return torch.cat([rows.view(-1), mode_of(engine).residual])
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_in_the_middle_of_an_interval_is_exact(mode: str) -> None:
+    """State saved after a step and loaded into a new engine goes on bit for bit."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, **({"tau": 4} if mode == "oktopk" else {}))
+
+    def rank_main(rank: int, stops: bool) -> Tensor:
+        engine = w.engine()
+        for step in range(7):
+            if stops and step == 5:
+                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
+                engine = w.engine()
+                mode_of(engine).load_state_dict(saved)
+            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows().clone()
+            engine.end_step(skipped=False)
+        return torch.cat([rows.view(-1), mode_of(engine).residual])
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_patterns_choose_the_parameters() -> None:
+    """`include`, `exclude` and `dense_vectors` leave parameters to a dense reduction, which is exact at every step."""
+    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, density=0.01, exclude=["p4", "p1*"])
+
+    def rank_main(rank: int) -> tuple[Tensor, int]:
+        engine = w.engine()
+        engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, 0), last=True)
+        engine.gradients.sync()
+        own = engine.gradients.buffer[engine.layout.row(engine.layout.plan.gradients)].clone()
+        return own, mode_of(engine).numel
+
+    for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
+        due = sum((own_columns(w, rank, w.grads(r, 0)) for r in range(w.size)), torch.zeros(())) / w.size
+        plan, begin = w.config.plan, 0
+        for index, n in enumerate(NUMELS):
+            width = plan.shard_numel(n)
+            same = torch.allclose(own[begin : begin + width], due[begin : begin + width], atol=1e-6)
+            assert same == (index in (0, 1, 4)), (rank, index)
+            begin += width
+        assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
+
+
+def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 4, steps: int = 400) -> float:
+    """Heterogeneous quadratic: f_r = |w - w*|^2 / 2 + a_r w, where the a_r, large on an eighth of w, sum up to zero.
+
+    Returns:
+        The error on the coordinates without a_r after SGD, as a share of the error at the start.
+    """
+    numel = 512
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randn(numel, generator=generator)
+    pulls = torch.zeros(peers, numel)
+    pulls[:, :64] = 20 * torch.randn(peers, 64, generator=generator)
+    pulls[:, :64] -= pulls[:, :64].mean(dim=0)
+    w = sparse_world(DATA_PARALLEL, peers, mode, (numel,), density=density, error_feedback=feedback)
+
+    def rank_main(rank: int) -> float:
+        engine, weights = w.engine(), torch.zeros(numel)
+        for step in range(steps):
+            rate = 0.05 * (1e-4 / 0.05) ** (step / steps)
+            engine.gradients.scatter([0], [weights - target + pulls[rank]], last=True)
+            engine.gradients.sync()
+            weights -= rate * engine.gradients.optimizer_rows().reshape(-1)
+            engine.end_step(skipped=False)
+        return float((weights - target)[64:].norm() / target[64:].norm())
+
+    return max(run_threads(peers, rank_main))
+
+
+@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
+def test_error_feedback_is_what_makes_it_learn(mode: str) -> None:
+    """Where ranks disagree loudly on a few coordinates, those alone are picked, unless what is owed adds up."""
+    assert quadratic_error(mode, True, 0.05) < 0.25
+    assert quadratic_error(mode, False, 0.05) > 0.5

@@ -1,0 +1,98 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The settings of the sparse modes of ``sync``: what crosses between gradient domains is a share of the elements."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from zero_topo.config.sync_mode import Dtype, SyncMode
+
+
+class SparseSync(SyncMode):
+    """What all sparse modes have in common; one optimizer step syncs all parameters at once."""
+
+    WHOLE: ClassVar[bool] = True
+
+    density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank picks.")
+    error_feedback: bool = Field(
+        True,
+        strict=True,
+        description="Keep what was not sent, in FP32 where it was not sent, and add it at the next step. Costs 4 bytes "
+        "for each element of the gradient shard.",
+    )
+    value_dtype: Dtype = Field("fp32", description="Type of the values on the wire; each comes with a 4-byte index.")
+    include: tuple[str, ...] = Field(
+        ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
+    )
+    exclude: tuple[str, ...] = Field((), description="Parameters to reduce densely after all: shell patterns.")
+    dense_vectors: bool = Field(
+        True, strict=True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
+    )
+
+
+class TopkASync(SparseSync):
+    """Every rank's picks go to all others."""
+
+    MODE: ClassVar[str] = "topk_a"
+
+    mode: Literal["topk_a"] = Field("topk_a", description="All-gather of every rank's largest elements.")
+
+
+class GaussianKSync(SparseSync):
+    """As ``topk_a``, the threshold estimated from a normal distribution."""
+
+    MODE: ClassVar[str] = "gaussian_k"
+
+    mode: Literal["gaussian_k"] = Field(
+        "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
+    )
+
+
+class TopkDsaSync(SparseSync):
+    """Picks are reduced where they belong, and the sums gathered, sparse or dense, whichever is shorter."""
+
+    MODE: ClassVar[str] = "topk_dsa"
+
+    mode: Literal["topk_dsa"] = Field(
+        "topk_dsa", description="Sparse reduce-scatter of the picks, then an all-gather that may turn dense (SparCML)."
+    )
+
+
+class GTopkSync(SparseSync):
+    """The largest elements of the sum, found in a tree."""
+
+    MODE: ClassVar[str] = "gtopk"
+
+    mode: Literal["gtopk"] = Field(
+        "gtopk", description="Pairwise sums in a tree, the largest elements chosen anew at each level (gTopk)."
+    )
+
+
+class OkTopkSync(SparseSync):
+    """The largest elements of the sum of the largest, with O(k) words whatever the number of ranks."""
+
+    MODE: ClassVar[str] = "oktopk"
+
+    mode: Literal["oktopk"] = Field("oktopk", description="The sparse all-reduce of Ok-Topk.")
+    tau: int = Field(64, ge=1, description="Steps between two balancings of the regions.")
+    tau_prime: int = Field(32, ge=1, description="Steps between two exact thresholds.")
+    sharded: bool = Field(
+        False,
+        strict=True,
+        description="Regions are the optimizer shards and sums stay with their owners: about 2k words in place of 4k. "
+        "Needs an optimizer that is sharded over the world.",
+    )
+
+    def problem(self, optimizer_sharded: bool) -> str | None:
+        """See :meth:`SyncMode.problem`."""
+        if not self.sharded or optimizer_sharded:
+            return None
+        return (
+            "sync.sharded = true: sums would stay with one rank, but several hold the same optimizer shard; set "
+            '"optimizer": "world", or "sharded": false'
+        )
+
+
+SPARSE_MODES: tuple[type[SparseSync], ...] = (TopkASync, TopkDsaSync, GTopkSync, GaussianKSync, OkTopkSync)

@@ -1,0 +1,239 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What all sparse modes share: which elements take part, the residual, when state changes, what the optimizer gets.
+
+Note [A sparse step]
+    Let ``g`` be this rank's gradient shard, reduced inside the node, without the loss scale, and ``e`` its residual.
+    The mode turns ``a = g + e`` into a sum over the peers, of which it brings to the optimizer what that needs, and
+    into a new residual ``e'``, such that nothing is lost: summed over the peers, ``a = u + e'`` element by element,
+    where ``u`` is what the owner of the element gets. ``e'`` and whatever else a mode remembers (thresholds, regions,
+    counts) take effect only when the step is known not to be skipped.
+
+Note [Not a number]
+    A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. Ranks therefore
+    say first whether all their elements are finite; if not, all get NaN, and DeepSpeed skips the step or reports it.
+
+Note [Peers]
+    Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
+    belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and all need all rows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.all_gather import Counted, all_gather_pieces
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.pack import Span, members, span_pieces
+from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
+from zero_topo.collectives.wire import Wire
+from zero_topo.config import DenseSync, SparseSync
+from zero_topo.mesh import Hop, Route
+from zero_topo.sync.base import Parameter, SyncContext, SyncMode
+from zero_topo.sync.dense import Dense
+from zero_topo.sync.peers import Peers
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[State]):
+    """What a mode made of one step.
+
+    Attributes:
+        reduced: FP32 ``[P, C]``, the sums that this rank needs; rows that it does not need may hold anything. Only the
+            own row is needed where every rank has an optimizer shard of its own.
+        residual: FP32 ``[P * C]``, what this rank did not deliver.
+        state: of the mode, from the next step on.
+        report: numbers of this step.
+    """
+
+    reduced: Tensor
+    residual: Tensor
+    state: State
+    report: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Pending(Generic[State]):
+    """A step that is not decided yet, and the scale of its gradients."""
+
+    outcome: Outcome[State] | None
+    scale: float
+
+
+class Sparse(SyncMode, Generic[State]):
+    """A mode that sends a share of the elements.
+
+    Attributes:
+        peers: the ranks that hold the same elements.
+        everywhere: whether ranks need more than their own row.
+        numel: ``n``, elements of the table.
+    """
+
+    def __init__(self, config: SparseSync, context: SyncContext) -> None:
+        super().__init__(context)
+        plan, mesh = context.plan, context.mesh
+        hops = mesh.route(plan.gradients, plan.world_size).hops
+        self._inner = Route(hops[:-1]) if len(hops) > 1 else None
+        self._across: Hop = hops[-1]
+        self.peers = Peers(self._across, context.meter, context.device)
+        self.everywhere = plan.optimizer < plan.world_size
+        self._spans = tuple(p.span for p in context.parameters if taken(p, config))
+        self._others = tuple(p.span for p in context.parameters if not taken(p, config))
+        ends = accumulate((end - begin for begin, end in self._spans), initial=0)
+        self._places = tuple(pairwise(ends))  # their columns of the table
+        self._columns = self._places[-1][1] if self._places else 0
+        self.numel = self.peers.size * self._columns
+        self._dense = Dense(DenseSync(), context)
+        self._wire = Wire(context.quantizer, None, torch.float32)
+        self._feedback = config.error_feedback
+        alone = self.peers.size == 1 or not self._columns
+        self._residual = torch.zeros(0 if alone or not self._feedback else self.numel, device=context.device)
+        self._state = self.fresh()
+        self._pending: _Pending[State] | None = None
+        self._paid = False  # the residual is in the gradients already
+        self._report: dict[str, float] = {}
+
+    @abstractmethod
+    def exchange(self, total: Tensor, state: State) -> Outcome[State]:
+        """Reduce over the peers; collective.
+
+        Args:
+            total: FP32 ``[P * C]``, finite: gradient plus residual. May be overwritten.
+            state: what the mode remembers; must not be changed.
+        """
+
+    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+        """See :meth:`SyncMode.start`."""
+        if self.peers.size == 1:
+            return Handle(None, (), lambda: None)
+        dense = self._dense.start(shard, self._others, scale) if self._others else None
+        self._pending = _Pending(None, scale)
+        if self._columns:
+            self._pending = _Pending(self._step(shard, scale), scale)
+        return Handle(None, (), lambda: None if dense is None else dense.wait())
+
+    def _step(self, shard: Tensor, scale: float) -> Outcome[State] | None:
+        total = self._table(shard).div_(scale).view(-1)
+        finite = torch.isfinite(total).all().to(torch.uint8).view(1)
+        if not self.peers.gather(finite).all():
+            for begin, end in self._spans:
+                shard[:, begin:end] = torch.nan
+            return None
+        if self._residual.numel() and not self._paid:
+            total += self._residual
+        outcome = self.exchange(total, self._state)
+        self._deliver(shard, outcome.reduced.view(self.peers.size, -1) * scale)
+        return outcome
+
+    def _table(self, shard: Tensor) -> Tensor:
+        """The rows of all peers, ``[P, C]`` in FP32, a copy: the shard itself, or its sums inside the node."""
+        if self._inner is None:
+            return torch.cat([shard[:, begin:end] for begin, end in self._spans], dim=1).float().contiguous()
+        table = shard.new_zeros(self.peers.size, self._columns, dtype=torch.float32)
+        parts = [span_pieces(shard[member :: self._inner.size], self._spans) for member in range(self._inner.size)]
+        sums = Sums(span_pieces(table, self._places), self.context.meter, "sync")
+        reduce_scatter(self._inner, parts, self._wire, sums).wait()
+        return table
+
+    def _rows(self, shard: Tensor) -> Tensor:
+        """View of those rows of the shard that the table has."""
+        return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
+
+    def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
+        rows = self._rows(shard)
+        which = slice(None) if self.everywhere else slice(self.peers.index, self.peers.index + 1)
+        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+            rows[which, begin:end] = reduced[which, first:past].to(shard.dtype)
+        plan = self.context.plan
+        if self._inner is None or plan.optimizer >= self._inner.hi:
+            return
+        step = plan.optimizer // plan.gradients
+        own = plan.row(self.context.mesh.rank, plan.gradients)
+        route = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
+        held = members(shard[own % step :: step], route.size)
+        pieces = [span_pieces(rows, self._spans) for rows in held]
+        all_gather_pieces(route, pieces, self._wire, Counted(self.context.meter, "sync")).wait()
+
+    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+        """See :meth:`SyncMode.reopen`: what was not delivered goes back into the rows, and the residual is spent."""
+        pending, self._pending = self._pending, None
+        super().reopen(shard, spans)
+        if pending is None or pending.outcome is None:
+            return
+        left, rows = pending.outcome.residual.view(self.peers.size, -1) * pending.scale, self._rows(shard)
+        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+            rows[:, begin:end] += left[:, first:past].to(shard.dtype)
+        self._paid = True
+
+    def commit(self, skipped: bool) -> None:
+        """See :meth:`SyncMode.commit`."""
+        pending, self._pending, self._paid = self._pending, None, False
+        if skipped or pending is None or pending.outcome is None:
+            return
+        outcome = pending.outcome
+        if self._residual.numel():
+            self._residual = outcome.residual.view(-1)
+        self._state = outcome.state
+        self._report = {**outcome.report, "residual_norm": float(self._residual.norm())}
+
+    @property
+    def residual(self) -> Tensor:
+        """FP32 ``[P * C]``, or empty without error feedback: what this rank still owes."""
+        return self._residual
+
+    def report(self) -> dict[str, float]:
+        """See :meth:`SyncMode.report`."""
+        return dict(self._report)
+
+    def state_bytes(self) -> int:
+        """Bytes of the residual and of what the mode remembers."""
+        return sum(value.nbytes for value in self.state_dict().values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The residual and what the mode remembers."""
+        if self.peers.size == 1 or not self._columns:
+            return {}
+        return {"residual": self._residual, **self.save(self._state)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See :meth:`SyncMode.load_state_dict`."""
+        if not state:
+            self._residual.zero_()
+            self._state = self.fresh()
+            return
+        wanted = self.state_dict()
+        if set(state) != set(wanted) or any(state[key].shape != wanted[key].shape for key in wanted):
+            shapes = {name: tuple(value.shape) for name, value in state.items()}
+            needed = {name: tuple(value.shape) for name, value in wanted.items()}
+            raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {shapes}")
+        self._residual.copy_(state["residual"])
+        self._state = self.restored({key: value for key, value in state.items() if key != "residual"})
+
+    @abstractmethod
+    def fresh(self) -> State:
+        """The state before the first step."""
+
+    def save(self, state: State) -> dict[str, Tensor]:
+        """What the mode remembers, as tensors of fixed shapes."""
+        return {}
+
+    def restored(self, saved: Mapping[str, Tensor]) -> State:
+        """The inverse of :meth:`save`."""
+        return self.fresh()
+
+
+def taken(parameter: Parameter, config: SparseSync) -> bool:
+    """Whether a parameter takes part, or is reduced densely."""
+    if config.dense_vectors and parameter.dims < 2:
+        return False
+    fits = any(fnmatchcase(parameter.name, pattern) for pattern in config.include)
+    return fits and not any(fnmatchcase(parameter.name, pattern) for pattern in config.exclude)
