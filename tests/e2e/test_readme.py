@@ -43,6 +43,7 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "zero-topo bench cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
+    "zero-topo bench sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
     "zero-topo bench convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
 

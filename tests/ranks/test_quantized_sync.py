@@ -50,16 +50,6 @@ def owned(engine: Stage3) -> Tensor:
     return gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)].clone()
 
 
-def own_columns(w: World, rank: int, grads: list[Tensor]) -> Tensor:
-    """A rank's own row of whole gradients."""
-    rows = []
-    for grad in grads:
-        width = w.config.plan.shard_numel(grad.numel())
-        padded = torch.cat([grad, grad.new_zeros(w.size * width - grad.numel())])
-        rows.append(padded.view(w.size, width)[rank])
-    return torch.cat(rows)
-
-
 def train(w: World, rank: int, steps: int, each: Callable[[Stage3, int], None] | None = None) -> tuple[Stage3, Tensor]:
     """Sync `steps` times; the engine and the sum of what arrived in the rank's own row."""
     engine = w.engine()
@@ -97,7 +87,7 @@ def test_what_has_not_arrived_is_owed(setting: str, mixed_up: bool) -> None:
         for member, debt in debts:
             owed[member] += debt
     for rank, (arrived, _) in enumerate(results):
-        total = sum(own_columns(w, rank, w.grads(r, s)) for r in range(w.size) for s in range(steps)) / w.size
+        total = sum(w.own_columns(rank, w.grads(r, s)) for r in range(w.size) for s in range(steps)) / w.size
         assert owed[rank].abs().max() > 1e-3
         assert torch.allclose(arrived + owed[rank], torch.as_tensor(total), atol=2e-6)
 
@@ -245,7 +235,7 @@ def test_a_second_sync_in_a_step_loses_nothing(setting: str, how: str) -> None:
                 grads = w.grads(r, s)
                 if how == "late":
                     grads[4] = grads[4] * 1.5
-                total += own_columns(w, rank, grads) / w.size
+                total += w.own_columns(rank, grads) / w.size
         assert torch.allclose(arrived + owed, total, atol=4e-6)
 
 
@@ -282,7 +272,7 @@ def test_two_bits_need_error_feedback() -> None:
                 engine.gradients.sync()
                 total += owned(engine)
                 engine.end_step(skipped=False)
-            wanted = sum(own_columns(w, rank, w.grads(r, 0)) for r in range(w.size)) / w.size
+            wanted = sum(w.own_columns(rank, w.grads(r, 0)) for r in range(w.size)) / w.size
             return float((total / steps - wanted).norm() / torch.as_tensor(wanted).norm())
 
         error[feedback] = max(run_threads(w.size, rank_main))
@@ -298,7 +288,7 @@ def test_no_block_holds_values_of_two_parameters() -> None:
         small, large = w.grads(rank, 0)
         engine.gradients.scatter((0, 1), [small * 1e-3, large * 1e3], last=True)
         engine.gradients.sync()
-        wanted = sum(own_columns(w, rank, [w.grads(r, 0)[0] * 1e-3]) for r in range(w.size)) / w.size
+        wanted = sum(w.own_columns(rank, [w.grads(r, 0)[0] * 1e-3]) for r in range(w.size)) / w.size
         return float((owned(engine)[:100] - wanted).abs().max())
 
     assert max(run_threads(w.size, rank_main)) < 1e-3

@@ -63,16 +63,7 @@ def observed(w: World, engine: Stage3) -> Step:
     own = engine.gradients.buffer[layout.row(plan.gradients)].clone()
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    debts = []
-    if mode.residual.numel():
-        table = torch.zeros(mode.peers.size, layout.columns)
-        first = 0
-        for parameter in mode.context.parameters:
-            begin, end = parameter.span
-            if parameter.dims > 1:
-                table[:, begin:end] = mode.residual.view(mode.peers.size, -1)[:, first : first + end - begin]
-                first += end - begin
-        debts = list(zip(plan.group(layout.rank, lo, hi), table, strict=True))
+    debts = list(zip(plan.group(layout.rank, lo, hi), mode.owed(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
     return Step(own, rows, debts, sent)
 
@@ -93,16 +84,6 @@ def run(w: World, steps: int) -> list[list[Step]]:
     return run_threads(w.size, rank_main)
 
 
-def own_columns(w: World, rank: int, grads: list[Tensor]) -> Tensor:
-    """A rank's own row of whole gradients."""
-    rows = []
-    for grad in grads:
-        width = w.config.plan.shard_numel(grad.numel())
-        padded = torch.cat([grad, grad.new_zeros(w.size * width - grad.numel())])
-        rows.append(padded.view(w.size, width)[rank])
-    return torch.cat(rows)
-
-
 def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
     """After every step: the sum of all gradients = what arrived + what all ranks owe, for each owner."""
     steps = len(results[0])
@@ -115,7 +96,7 @@ def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
                 owed[member] += debt
         for rank in range(w.size):
             arrived[rank] += results[rank][step].own
-            due[rank] += sum((own_columns(w, rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
+            due[rank] += sum((w.own_columns(rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
             torch.testing.assert_close(arrived[rank] + owed[rank], due[rank], atol=2e-5, rtol=1e-5)
 
 
@@ -299,7 +280,7 @@ def test_patterns_choose_the_parameters() -> None:
         return own, mode_of(engine).numel
 
     for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
-        due = sum((own_columns(w, rank, w.grads(r, 0)) for r in range(w.size)), torch.zeros(())) / w.size
+        due = sum((w.own_columns(rank, w.grads(r, 0)) for r in range(w.size)), torch.zeros(())) / w.size
         plan, begin = w.config.plan, 0
         for index, n in enumerate(NUMELS):
             width = plan.shard_numel(n)

@@ -55,6 +55,15 @@ class World:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
 
+    def own_columns(self, rank: int, grads: list[Tensor]) -> Tensor:
+        """A rank's own row of whole gradients."""
+        rows = []
+        for grad in grads:
+            width = self.config.plan.shard_numel(grad.numel())
+            padded = torch.cat([grad, grad.new_zeros(self.size * width - grad.numel())])
+            rows.append(padded.view(self.size, width)[rank])
+        return torch.cat(rows)
+
     @property
     def columns(self) -> int:
         """Of a gradient shard."""

@@ -18,7 +18,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 JSON_TWIN = {"frontier-20b": "frontier"}  # the others have their JSON's name
 SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": "topo"}
-SCHEME_OF |= {"topo-q4": "topo"}
+SCHEME_OF |= {"topo-q4": "topo", "topo-oktopk": "topo"}
 TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class FakeStats:
     micro_batches: int
     accumulation_itemsize: int = 2
     optimizer_itemsize: int = 12
+    phase_seconds: Mapping[str, float] = field(default_factory=lambda: {"gather_forward": 0.25})
+    sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
 
 
 def stats(micro_batches: int = 2, **block: Any) -> FakeStats:
@@ -108,7 +111,16 @@ def test_report_prints_every_number_again_from_its_folder(tmp_path: Path) -> Non
     assert max(map(len, text.splitlines())) <= 80 + len(str(tmp_path))
     for row in report["zero_topo"]["sent"]:
         assert format_bytes(max(row["max"], row["zero3"])) in text
-    for word in ("5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "secondary", "publish", "1 min 01 s"):
+    for word in (
+        "5.500 -> 3.000",
+        "evaluation 2.500",
+        "2 micro-batches",
+        "secondary",
+        "publish",
+        "1 min 01 s",
+        "gather forward 250",
+        "union 0.03",
+    ):
         assert word in text, word
     assert json.loads((tmp_path / "report.json").read_text()) == report
 

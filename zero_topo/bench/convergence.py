@@ -8,12 +8,11 @@ training amplifies as it amplifies any rounding.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zero_topo.bench.ranks import Address, Ranks, place
+from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import record
 from zero_topo.bench.schemes import BenchScheme
 from zero_topo.bench.training_setup import TrainingSetup
@@ -99,7 +98,8 @@ def run(wanted: Convergence, tick: Tick, keep: Keep) -> dict[str, Any]:
     """
     settings = wanted.settings()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
-    with Ranks(PROGRAM, settings, [_place(rank, port) for port in [_free_port()] for rank in range(_WORLD)]) as ranks:
+    nodes, gpus, dies = SHAPE
+    with Ranks(PROGRAM, settings, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
         jobs = iter(settings["jobs"])
         job = next(jobs)
         tick("starting the ranks", 0)
@@ -149,19 +149,6 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
             difference["by_seed"] = by_seed
         results.append(row)
     return results
-
-
-_WORLD = SHAPE[0] * SHAPE[1] * SHAPE[2]
-
-
-def _place(rank: int, port: int) -> Any:
-    return place(rank, _WORLD, SHAPE[1] * SHAPE[2], Address("lo", "127.0.0.1", port))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _losses(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

@@ -82,6 +82,14 @@ def place(rank: int, world_size: int, per_node: int, address: Address, space: Pa
     return Place({key: str(value) for key, value in env.items()}, None if space is None else str(space))
 
 
+def on_loopback(world_size: int, per_node: int) -> list[Place]:
+    """Places of ranks that talk over this machine's loopback interface, on a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = Address("lo", "127.0.0.1", int(probe.getsockname()[1]))
+    return [place(rank, world_size, per_node, address) for rank in range(world_size)]
+
+
 class Ranks:
     """Rank processes under way; use it in a ``with`` block, and take :meth:`messages` until they end.
 

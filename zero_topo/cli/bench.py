@@ -251,3 +251,39 @@ def quantizers(options: QuantizerOptions) -> None:
         device=options.device,
     )
     _finish(run(settings), options, quantizers_report)
+
+
+@dataclass(frozen=True)
+class SparseOptions:
+    """Of ``bench sparse``."""
+
+    modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
+    densities: Annotated[str, typer.Option(help="Shares that a rank picks, comma-separated.")] = "0.1,0.01,0.001"
+    ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
+    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
+    numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
+    as_json: Json = False
+    record: Record = None
+    plots: Plots = None
+
+
+@bench.command()
+@taking(SparseOptions)
+def sparse(options: SparseOptions) -> None:
+    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they leave out."""
+    from zero_topo.bench import sparse_report
+    from zero_topo.bench.sparse import MODES, SparseBench, run
+
+    wanted = SparseBench(
+        modes=tuple(_words(options.modes)) or MODES,
+        densities=tuple(float(word) for word in _words(options.densities)),
+        ranks=tuple(read_count(word, "--ranks") for word in _words(options.ranks)),
+        sources=tuple(_words(options.sources)),
+        numel=read_count(options.numel, "--numel"),
+        steps=options.steps,
+    )
+    keep = _Keeper(_file(options, "sparse"))
+    with _told(keep), _progress(len(list(wanted.jobs())) * len(wanted.ranks)) as tick:
+        content = run(wanted, tick, keep)
+    _finish(content, options, sparse_report, keep.file)

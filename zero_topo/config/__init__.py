@@ -6,10 +6,10 @@ from __future__ import annotations
 from zero_topo.config.deepspeed_json import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
 from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.config.radius_config import RadiusSync
 from zero_topo.config.resolve import ROLES, ResolvedConfig
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
-    SPARSE_MODES,
     GaussianKSync,
     GTopkSync,
     OkTopkSync,
@@ -17,8 +17,9 @@ from zero_topo.config.sparse_config import (
     TopkASync,
     TopkDsaSync,
 )
-from zero_topo.config.sync_config import SYNC_MODES, DenseSync, QuantizedSync
+from zero_topo.config.sync_config import SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
 from zero_topo.config.sync_mode import SyncMode
+from zero_topo.config.tagc_config import TagcSync
 
 __all__ = [
     "ROLES",
@@ -32,10 +33,12 @@ __all__ = [
     "PublishConfig",
     "QuantizeConfig",
     "QuantizedSync",
+    "RadiusSync",
     "ResolvedConfig",
     "Scheme",
     "SparseSync",
     "SyncMode",
+    "TagcSync",
     "TopkASync",
     "TopkDsaSync",
     "ZeroTopoConfig",

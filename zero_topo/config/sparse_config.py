@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -85,14 +86,17 @@ class OkTopkSync(SparseSync):
         "Needs an optimizer that is sharded over the world.",
     )
 
+    transport: Literal["torch", "mpi"] = Field(
+        "torch", description='Who carries the messages: torch.distributed, or MPI by way of mpi4py ("mpi").'
+    )
+
     def problem(self, optimizer_sharded: bool) -> str | None:
         """See :meth:`SyncMode.problem`."""
+        if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+            return 'sync.transport = "mpi": mpi4py is not installed; pip install mpi4py, or set "transport": "torch"'
         if not self.sharded or optimizer_sharded:
             return None
         return (
             "sync.sharded = true: sums would stay with one rank, but several hold the same optimizer shard; set "
             '"optimizer": "world", or "sharded": false'
         )
-
-
-SPARSE_MODES: tuple[type[SparseSync], ...] = (TopkASync, TopkDsaSync, GTopkSync, GaussianKSync, OkTopkSync)

@@ -13,8 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from zero_topo.config.sparse_config import SPARSE_MODES
+from zero_topo.config.radius_config import RadiusSync
+from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.config.sync_mode import Dtype, SyncMode
+from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant.spec import BlockSpec
 
 
@@ -57,6 +59,15 @@ class QuantizedSync(SyncMode):
         return BlockSpec(self.bits, self.block_size)
 
 
+SPARSE_MODES: tuple[type[SparseSync], ...] = (
+    TopkASync,
+    TopkDsaSync,
+    GTopkSync,
+    GaussianKSync,
+    OkTopkSync,
+    RadiusSync,
+    TagcSync,
+)
 SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 

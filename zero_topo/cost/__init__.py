@@ -11,7 +11,9 @@ from zero_topo.cost.memory import (
     padding_bytes,
     paper_memory_table,
 )
+from zero_topo.cost.radius import between_bytes, resampling_bytes
 from zero_topo.cost.sparse import sent_picks
+from zero_topo.cost.tagc import bytes_from_owner, bytes_to_owner
 from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, table_units
 
 __all__ = [
@@ -19,12 +21,16 @@ __all__ = [
     "ADAM_BYTES_FP32",
     "Term",
     "Workload",
+    "between_bytes",
     "by_domain",
+    "bytes_from_owner",
+    "bytes_to_owner",
     "ideal_bytes",
     "memory_bytes",
     "padding_bytes",
     "paper_memory_table",
     "paper_volume_table",
+    "resampling_bytes",
     "sent_picks",
     "step_bytes",
     "table_units",

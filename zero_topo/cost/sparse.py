@@ -32,11 +32,22 @@ def _(mode: SparseSync, books: Books, widths: Sequence[int], itemsize: int) -> N
         return
     if inner is not None:
         books.reduce("sync", inner, peers * columns * 4)
-    numel = peers * columns
-    pick = INDEX_BYTES + ITEMSIZES[mode.value_dtype]
-    books.moves.append(("sync", outer[1], round(sent_picks(mode, numel, plan, peers) * pick)))
+    books.moves.append(("sync", outer[1], round(peer_bytes(mode, widths, plan, peers))))
     if inner is not None and plan.optimizer < inner[1]:
         books.gather("sync", (plan.optimizer, inner[1]), peers * columns * 4)
+
+
+@singledispatch
+def peer_bytes(mode: SparseSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
+    """Bytes that a rank sends to its peers in a step; here, picks: an index and a value each.
+
+    Args:
+        mode: the settings.
+        widths: columns of each parameter.
+        plan: says whether ranks need more than one row.
+        peers: ``P``, at least 2.
+    """
+    return sent_picks(mode, peers * sum(widths), plan, peers) * (INDEX_BYTES + ITEMSIZES[mode.value_dtype])
 
 
 @singledispatch

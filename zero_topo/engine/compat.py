@@ -13,6 +13,24 @@ Required = tuple[type, str, tuple[str, ...] | None]
 Assigned = tuple[type, Sequence[str]]
 
 
+def refuse(problems: Sequence[str], built_for: str, found: str) -> None:
+    """Stop if there are problems.
+
+    Args:
+        problems: what :func:`differences` and :func:`unassigned` found.
+        built_for: the version of DeepSpeed we know.
+        found: the version that is installed.
+
+    Raises:
+        ImportError: naming every problem, and the way out.
+    """
+    if problems:
+        raise ImportError(
+            f"zero_topo is built for DeepSpeed {built_for}, but DeepSpeed {found} differs where it matters: "
+            f"{'; '.join(problems)}. Install deepspeed=={built_for}, or a zero_topo for your version"
+        )
+
+
 def differences(required: Iterable[Required]) -> list[str]:
     """What is missing or changed, one phrase each.
 

@@ -30,7 +30,7 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.compat import Assigned, Required, differences, unassigned
+from zero_topo.engine.compat import Assigned, Required, differences, refuse, unassigned
 from zero_topo.engine.initialize import check_call, resolve_block, seed_everything
 from zero_topo.engine.masters import clean
 from zero_topo.engine.parameters import ParameterGathers
@@ -44,8 +44,7 @@ MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 REQUIRED: tuple[Required, ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
-    (Stock, "load_state_dict", None),
-    (Stock, "offload_states", None),
+    *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
     *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
     *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
     *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
@@ -53,7 +52,7 @@ REQUIRED: tuple[Required, ...] = (
     (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
     (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
     (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
-    (Stock, "_unflatten_partitioned_parameters", ("self", "sub_group_id")),
+    *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
@@ -70,22 +69,17 @@ REQUIRED: tuple[Required, ...] = (
 ATTRIBUTES: tuple[Assigned, ...] = (
     (DeepSpeedEngine, ("_config", "dp_world_size")),
     (deepspeed.DeepSpeedConfig, ("_param_dict",)),
-    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "module")),
+    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
-    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "use_muon", "ipg_buckets")),
-    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "loss_scale")),
+    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
+    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
 )
 
 
 def check_deepspeed() -> None:
     """Raise ImportError naming every private that is missing or changed."""
-    problems = [*differences(REQUIRED), *unassigned(ATTRIBUTES)]
-    if problems:
-        raise ImportError(
-            f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
-            f"matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
-        )
+    refuse([*differences(REQUIRED), *unassigned(ATTRIBUTES)], VERSION, deepspeed.__version__)
 
 
 def install() -> None:
@@ -283,6 +277,12 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
         self.averaged_gradients[sub_group_id] = None
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        begin, _ = self._sub_group_columns()[sub_group_id]
+        rate = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]["lr"]
+        with self.topo.watched(self.fp32_partitioned_groups_flat[sub_group_id], begin, rate):
+            super()._optimizer_step(sub_group_id)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]

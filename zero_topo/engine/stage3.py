@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +176,25 @@ class Stage3:
         self.weights.publish_world()
         self.gradients.zero()
         self.meter.reset_step()
+
+    @contextmanager
+    def watched(self, master: Tensor, begin: int, rate: float | Tensor) -> Iterator[None]:
+        """Around the optimizer's update of some masters: show it to the mode of sync, if that wants to see it.
+
+        Args:
+            master: FP32, flat: this rank's optimizer shard of some whole parameters.
+            begin: the first of their columns.
+            rate: their learning rate; optimizers may keep it in a tensor.
+        """
+        mode = self.gradients.mode
+        if not mode.wants_updates:
+            yield
+            return
+        flat = master.detach()
+        row = flat if self.masters is None else self.masters.table(flat)[self.masters.own_row]
+        old = row.clone()
+        yield
+        mode.after_update(begin, old, row, float(rate))
 
     def end_step(self, skipped: bool) -> None:
         """After an optimizer step, skipped or not: settle state, zero the gradients, close the meter's step.

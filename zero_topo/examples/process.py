@@ -31,6 +31,9 @@ def leave() -> None:
     """
     dist.barrier()
     dist.destroy_process_group()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():  # else mpirun takes it for a crash
+        mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

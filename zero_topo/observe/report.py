@@ -38,6 +38,10 @@ class RunStats(Protocol):
     def accumulation_itemsize(self) -> int: ...
     @property
     def optimizer_itemsize(self) -> int: ...
+    @property
+    def phase_seconds(self) -> Mapping[str, float]: ...
+    @property
+    def sync_report(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]
         "parameters": sum(work.numels),
         "micro_batches": stats.micro_batches,
         "sent": _sent_rows([rank.sent for rank in ranks], step_bytes(config, work), step_bytes(zero3, work)),
+        "phase_seconds": dict(stats.phase_seconds),
+        "sync": dict(stats.sync_report),
         "memory": _memory_rows(stats, zero3, [rank.memory for rank in ranks]),
     }
 

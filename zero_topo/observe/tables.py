@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,20 @@ def render(folder: Path, console: Console | None = None) -> None:
         console.print()
         console.print(sent_table(measured))
         console.print(memory_table(measured))
+        for line in _last_step(measured):
+            console.print(line, markup=False)
     files = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
     console.print(f"Written to {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+
+
+def _last_step(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Where this rank's last step went, and what a sparse mode of sync says of it."""
+    if measured["phase_seconds"]:
+        parts = [f"{phase.replace('_', ' ')} {format_seconds(s)}" for phase, s in measured["phase_seconds"].items()]
+        yield f"Time of rank 0's last step in communication: {', '.join(parts)}."
+    if measured["sync"]:
+        parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured["sync"].items()]
+        yield f"Sync of rank 0's last step: {', '.join(parts)}."
 
 
 def _print_run(console: Console, report: Mapping[str, Any]) -> None:

@@ -4,7 +4,18 @@
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """
 
-from zero_topo.sync import dense, oktopk, quantized, topk
+from zero_topo.sync import dense, oktopk, quantized, radius, tagc, topk
 from zero_topo.sync.base import Parameter, SyncContext, SyncMode, build_mode
 
-__all__ = ["Parameter", "SyncContext", "SyncMode", "build_mode", "dense", "oktopk", "quantized", "topk"]
+__all__ = [
+    "Parameter",
+    "SyncContext",
+    "SyncMode",
+    "build_mode",
+    "dense",
+    "oktopk",
+    "quantized",
+    "radius",
+    "tagc",
+    "topk",
+]

@@ -67,6 +67,7 @@ class SyncMode(ABC):
 
     Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
     every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
+    A mode that says :attr:`wants_updates` after that wait is shown the optimizer's updates before :meth:`commit`.
     """
 
     def __init__(self, context: SyncContext) -> None:
@@ -93,6 +94,21 @@ class SyncMode(ABC):
         for begin, end in spans:
             shard[:own, begin:end] = 0
             shard[own + 1 :, begin:end] = 0
+
+    @property
+    def wants_updates(self) -> bool:
+        """Whether :meth:`after_update` shall be called in this step; alike on all ranks of a hop across domains."""
+        return False
+
+    def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:  # noqa: B027
+        """The optimizer has updated the masters of some whole parameters; the step is not skipped.
+
+        Args:
+            begin: the first of their columns.
+            old: FP32 ``[width]`` on the optimizer's device: the rank's own row of the masters as it was.
+            new: the same row as it is now; neither may be changed or kept.
+            rate: the learning rate, alike on all ranks.
+        """
 
     def commit(self, skipped: bool) -> None:  # noqa: B027 (most modes keep no state)
         """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""

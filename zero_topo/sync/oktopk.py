@@ -31,7 +31,10 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import OkTopkSync
+from zero_topo.mesh import Hop
 from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.mpi import MpiPeers
+from zero_topo.sync.peers import Peers
 from zero_topo.sync.picks import DTYPES, Picked, above, added, kth_largest, largest, non_zero, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
@@ -84,6 +87,12 @@ class OkTopk(Sparse[Memory]):
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
         self.k = share(config.density, self.numel)
+
+    def join(self, across: Hop) -> Peers:
+        """See :meth:`Sparse.join`."""
+        if self.config.transport == "mpi":
+            return MpiPeers(across, self.context.meter, self.context.device)
+        return super().join(across)
 
     def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
         """See :meth:`Sparse.exchange`."""

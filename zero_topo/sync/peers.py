@@ -32,7 +32,7 @@ class Peers:
         """``x``, of one shape on all members, from each: ``[size, *x.shape]``."""
         if self.size == 1:
             return x[None]
-        message = _bytes(x)
+        message = as_bytes(x)
         self._count((self.size - 1) * message.numel())
         received, work = to_all(self._hop, message)
         work.wait()
@@ -44,10 +44,11 @@ class Peers:
 
     def scatter_uneven(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """``parts[c]``, 1-D of any length, goes to member ``c``; what each member sent here."""
-        sizes = self._scatter_sizes([part.numel() for part in parts])
+        sizes = self.scatter_sizes([part.numel() for part in parts])
         return self.scatter_known(parts, sizes)
 
-    def _scatter_sizes(self, sizes: Sequence[int]) -> list[int]:
+    def scatter_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """``sizes[c]`` goes to member ``c``; what each member says here."""
         if self.size == 1:
             return list(sizes)
         send = torch.zeros(self.size, dtype=torch.int64)
@@ -66,7 +67,7 @@ class Peers:
         placed: list[Tensor] = [parts[0]] * self.size
         lengths = [0] * self.size
         for member, slot in enumerate(self._hop.slots):
-            placed[slot] = _bytes(parts[member])
+            placed[slot] = as_bytes(parts[member])
             lengths[slot] = sizes[member] * itemsize
         own = self._hop.slots[self.index]
         self._count(sum(part.numel() for slot, part in enumerate(placed) if slot != own))
@@ -78,5 +79,6 @@ class Peers:
         self._meter.record(self._phase, self._hop.domain, nbytes)
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """A tensor as uint8, 1-D."""
     return x.contiguous().view(-1).view(torch.uint8)

@@ -84,7 +84,7 @@ class Sparse(SyncMode, Generic[State]):
         hops = mesh.route(plan.gradients, plan.world_size).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self._across: Hop = hops[-1]
-        self.peers = Peers(self._across, context.meter, context.device)
+        self.peers = self.join(self._across)
         self.everywhere = plan.optimizer < plan.world_size
         self._spans = tuple(p.span for p in context.parameters if taken(p, config))
         self._others = tuple(p.span for p in context.parameters if not taken(p, config))
@@ -101,6 +101,10 @@ class Sparse(SyncMode, Generic[State]):
         self._pending: _Pending[State] | None = None
         self._paid = False  # the residual is in the gradients already
         self._report: dict[str, float] = {}
+
+    def join(self, across: Hop) -> Peers:
+        """The peers of the hop across."""
+        return Peers(across, self.context.meter, self.context.device)
 
     @abstractmethod
     def exchange(self, total: Tensor, state: State) -> Outcome[State]:
@@ -189,6 +193,14 @@ class Sparse(SyncMode, Generic[State]):
     def residual(self) -> Tensor:
         """FP32 ``[P * C]``, or empty without error feedback: what this rank still owes."""
         return self._residual
+
+    def owed(self) -> Tensor:
+        """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
+        table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
+        if self._residual.numel():
+            for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+                table[:, begin:end] = self._residual.view(self.peers.size, -1)[:, first:past]
+        return table
 
     def report(self) -> dict[str, float]:
         """See :meth:`SyncMode.report`."""

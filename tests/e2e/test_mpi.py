@@ -1,0 +1,51 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Sparse sync over MPI: the same bits and the same bytes as over torch, under a real mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.config import ZeroTopoConfig
+from zero_topo.topology.presets import emulated
+
+PROGRAM = ROOT / "tests/e2e/programs/mpi_peers.py"
+
+
+def missing() -> str | None:
+    """What this machine lacks for MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    return None if shutil.which("mpirun") else "mpirun is not installed"
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_mpi_carries_the_same_bits(ranks: int) -> None:
+    """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp", "-n", str(ranks)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"DS_ACCELERATOR": "cpu", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    done = subprocess.run(
+        [*command, sys.executable, str(PROGRAM), port], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "SAME" in done.stdout
+
+
+def test_mpi_without_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything starts, with the command that installs it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = ZeroTopoConfig.parse({"sync": {"mode": "oktopk", "transport": "mpi"}})
+    with pytest.raises(ValueError, match="mpi4py is not installed; pip install mpi4py"):
+        config.resolve(emulated(2, 2, 2))

@@ -1,0 +1,380 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Radius: a mask chosen of the optimizer's own update, common to all peers, and nothing lost between resamplings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.test_sparse_modes import (
+    DATA_PARALLEL,
+    HIERARCHY,
+    PLAIN,
+    Step,
+    check_nothing_is_lost,
+    mode_of,
+    observed,
+    sparse_world,
+)
+from tests.ranks.worlds import NUMELS, World, world
+from zero_topo.cost import Workload, between_bytes, resampling_bytes, step_bytes
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.sync.radius import Radius
+
+SETTINGS = {**HIERARCHY, "data parallel": DATA_PARALLEL}
+INTERVAL = 3
+RATE = 0.01
+
+
+Rate = Callable[[int, int], float]  # of step and sub-group
+
+
+class Seen(NamedTuple):
+    """One step of one rank: what was synced and is owed, the own row's update, the masks, and the rank's rows."""
+
+    step: Step
+    update: Tensor
+    before: Tensor
+    after: Tensor
+    masters: Tensor
+
+
+def radius_world(setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
+    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism."""
+    sync = {"density": 0.1, "interval": INTERVAL, **sync}
+    return sparse_world(SETTINGS[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
+
+
+def radius_of(engine: Stage3) -> Radius:
+    """The mode of an engine."""
+    mode = mode_of(engine)
+    assert isinstance(mode, Radius)
+    return mode
+
+
+def mask_of(engine: Stage3) -> Tensor:
+    """The mask in force, bool ``[P, C]``."""
+    mode = radius_of(engine)
+    return mode.mask(mode._state)
+
+
+class Trainer:
+    """One rank's engine with AdamW on masters in two sub-groups, stepped as the hook steps them."""
+
+    def __init__(self, w: World, rank: int, rate: Rate = lambda step, group: RATE) -> None:
+        self.w, self.rank, self.rate = w, rank, rate
+        self.engine = w.engine()
+        rows, columns = self.engine.gradients.optimizer_rows().shape
+        cut = self.engine.layout.begins[-2]
+        self.columns = [(0, cut), (cut, columns)]
+        self.masters = [torch.zeros(rows * (end - begin), requires_grad=True) for begin, end in self.columns]
+        # With its usual epsilon the first step is the sign of the gradient, and all elements tie.
+        self.optimizer = torch.optim.AdamW(self.masters, eps=1.0)
+
+    def resume(self) -> None:
+        """Save, and load into a new engine."""
+        saved = {key: value.clone() for key, value in self.engine.gradients.mode.state_dict().items()}
+        self.engine = self.w.engine()
+        self.engine.gradients.mode.load_state_dict(saved)
+
+    def sync(self, step: int, peeks: bool = False) -> None:
+        """One micro-batch, and sync."""
+        self.engine.gradients.scatter(range(len(self.w.numels)), self.w.grads(self.rank, step), last=True)
+        if peeks:
+            self.engine.gradients.peek()
+        self.engine.gradients.sync()
+
+    def skipped(self, step: int) -> None:
+        """A step that overflows."""
+        self.sync(step)
+        self.engine.end_step(skipped=True)
+
+    def step(self, step: int, peeks: bool = False) -> Seen:
+        """A whole step."""
+        self.sync(step, peeks)
+        before, old = mask_of(self.engine), self._own()
+        for master, (begin, end) in zip(self.masters, self.columns, strict=True):
+            master.grad = self.engine.gradients.optimizer_rows()[:, begin:end].reshape(-1).clone()
+        for group, (master, (begin, _)) in enumerate(zip(self.masters, self.columns, strict=True)):
+            rate = self.rate(step, group)
+            self.optimizer.param_groups[0] |= {"params": [master], "lr": rate}
+            with self.engine.watched(master, begin, rate):
+                self.optimizer.step()
+        seen, update = observed(self.w, self.engine), self._own() - old
+        return Seen(seen, update, before, mask_of(self.engine), torch.cat(self.masters).detach().clone())
+
+    def _own(self) -> Tensor:
+        row = 0 if self.engine.masters is None else self.engine.masters.own_row
+        tables = [m.detach().view(-1, end - begin) for m, (begin, end) in zip(self.masters, self.columns, strict=True)]
+        return torch.cat([table[row] for table in tables])
+
+
+def train(w: World, steps: int, **more: Any) -> list[list[Seen]]:
+    """Steps of every rank."""
+
+    def rank_main(rank: int) -> list[Seen]:
+        trainer = Trainer(w, rank, **more)
+        return [trainer.step(step) for step in range(steps)]
+
+    return run_threads(w.size, rank_main)
+
+
+def chosen(w: World, update: Tensor) -> Tensor:
+    """The elements of a row that its owner should choose, by sorting: columns of the mask, those of all but vectors."""
+    found, begin = [], 0
+    for numel in w.numels:
+        width = w.config.plan.shard_numel(numel)
+        if numel > 1:
+            score = update[begin : begin + width].abs()
+            density: float = w.config.sync.density  # type: ignore[attr-defined]
+            last = score.sort(descending=True).values[max(1, int(density * width)) - 1]
+            found.append(score >= last)
+        begin += width
+    return torch.cat(found)
+
+
+def sparse_columns(w: World, row: Tensor) -> Tensor:
+    """A row without the columns of vectors."""
+    plan = w.config.plan
+    return row[sum(plan.shard_numel(n) for n in w.numels if n == 1) :]
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
+    """What has not arrived is owed, at every step, in and between resamplings."""
+    w = radius_world(setting, value_dtype=value_dtype)
+    check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in train(w, 2 * INTERVAL + 2)])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None:
+    """Its sum is the mean gradient plus all that was skipped since the last one; nothing is owed then, but is before.
+
+    The residual is not divided by the interval.
+    """
+    w = radius_world(setting)
+    results = train(w, 2 * INTERVAL + 1)
+    for rank, steps in enumerate(results):
+        waiting = torch.zeros(w.columns)
+        for step, seen in enumerate(steps):
+            waiting += sum((w.own_columns(rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
+            if step % INTERVAL == 0:
+                torch.testing.assert_close(seen.step.own, waiting, atol=1e-5, rtol=1e-5)
+            waiting -= seen.step.own
+            assert all(bool(debt.any()) == (step % INTERVAL != 0) for _, debt in seen.step.debts)
+            assert seen.step.debts
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
+    """All peers hold it; the row of each is its own choice of the optimizer's update then; the others' stay away."""
+    w = radius_world(setting)
+    results = train(w, 2 * INTERVAL + 1)
+    plan = w.config.plan
+    lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
+    for rank, steps in enumerate(results):
+        group = plan.group(rank, lo, hi)
+        for step, seen in enumerate(steps):
+            last = step - step % INTERVAL
+            wanted = torch.stack([chosen(w, results[peer][last].update) for peer in group])
+            assert torch.equal(seen.after, wanted), (rank, step)
+            if step != last:
+                assert torch.equal(seen.before, wanted)
+                arrived = sparse_columns(w, seen.step.own) != 0
+                assert not (arrived & ~wanted[group.index(rank)]).any() and arrived.any()
+    assert not torch.equal(results[0][0].after, results[0][INTERVAL].after)
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4])
+def test_replicas_agree_bit_for_bit(peers: int) -> None:
+    """Gradients, masks and masters of all ranks are alike in data parallelism."""
+    results = train(radius_world("data parallel", peers), INTERVAL + 2)
+    for steps in results[1:]:
+        for mine, theirs in zip(steps, results[0], strict=True):
+            assert torch.equal(mine.step.rows, theirs.step.rows) and torch.equal(mine.masters, theirs.masters)
+            assert torch.equal(mine.after, theirs.after)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_density_one_is_dense(setting: str) -> None:
+    """A mask of everything: the mean gradient at every step, and nothing owed."""
+    w = radius_world(setting, density=1.0)
+    dense = replace(world({**SETTINGS[setting], "quantize": PLAIN}, w.config.topology), numels=NUMELS)
+
+    def rank_main(rank: int) -> list[Tensor]:
+        engine, found = dense.engine(), []
+        for step in range(INTERVAL + 2):
+            engine.gradients.scatter(range(len(NUMELS)), dense.grads(rank, step), last=True)
+            engine.gradients.sync()
+            found.append(engine.gradients.optimizer_rows().clone())
+            engine.end_step(skipped=False)
+        return found
+
+    for steps, expected in zip(train(w, INTERVAL + 2), run_threads(dense.size, rank_main), strict=True):
+        for seen, rows in zip(steps, expected, strict=True):
+            torch.testing.assert_close(seen.step.rows, rows, atol=1e-6, rtol=1e-6)
+            assert all(not debt.any() for _, debt in seen.step.debts)
+
+
+def assert_same_as(w: World, disturb: Callable[[Trainer, int], None], **more: Any) -> None:
+    """A run that is disturbed before each step ends as an undisturbed one does, bit for bit."""
+
+    def rank_main(rank: int, disturbed: bool) -> list[Tensor]:
+        trainer, found = Trainer(w, rank, **more), []
+        for step in range(2 * INTERVAL + 1):
+            if disturbed:
+                disturb(trainer, step)
+            seen = trainer.step(step)
+            masks = [seen.before, seen.after]
+            found += [seen.step.rows, seen.masters, *masks, mode_of(trainer.engine).residual.clone()]
+        return found
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("when", [0, 1, INTERVAL], ids=["first", "between", "resampling"])
+@pytest.mark.parametrize("setting", ["topo", "data parallel"])
+def test_a_skipped_step_changes_nothing(setting: str, when: int) -> None:
+    """An overflow leaves mask, counter and residual as they were, also where the step would have resampled."""
+    assert_same_as(radius_world(setting), lambda trainer, step: trainer.skipped(77) if step == when else None)
+
+
+def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
+    """What an update said is forgotten with a step that is skipped after all, though the next one says nothing."""
+
+    def disturb(trainer: Trainer, step: int) -> None:
+        if step == INTERVAL:
+            trainer.sync(77)
+            begin, _ = trainer.columns[1]
+            with trainer.engine.watched(trainer.masters[1], begin, RATE):
+                pass
+            trainer.engine.end_step(skipped=True)
+
+    assert_same_as(radius_world("topo"), disturb, rate=lambda step, group: 0.0 if step == INTERVAL else RATE)
+
+
+@pytest.mark.parametrize("when", [1, 2, INTERVAL, INTERVAL + 1])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_resume_is_exact(setting: str, when: int) -> None:
+    """State saved in the middle of an interval, or at its end, goes on in a new engine bit for bit."""
+    assert_same_as(radius_world(setting), lambda trainer, step: trainer.resume() if step == when else None)
+
+
+def test_a_peek_loses_nothing() -> None:
+    """The synced gradient may be looked at before the step; books balance after the step's own sync."""
+    w = radius_world("topo")
+
+    def rank_main(rank: int) -> list[Step]:
+        trainer = Trainer(w, rank)
+        return [trainer.step(step, peeks=step in (1, INTERVAL)).step for step in range(INTERVAL + 2)]
+
+    check_nothing_is_lost(w, run_threads(w.size, rank_main))
+
+
+def test_the_first_steps_are_dense() -> None:
+    """Everything is reduced, and no mask is chosen before the first resampling, from which intervals count."""
+    start = 2
+    for steps in train(radius_world("data parallel", start=start), start + INTERVAL + 2):
+        empty = [not seen.after.any() for seen in steps]
+        assert empty == [True] * start + [False] * (INTERVAL + 2)
+        owed = [any(bool(debt.any()) for _, debt in seen.step.debts) for seen in steps]
+        assert owed == [False] * (start + 1) + [True] * (INTERVAL - 1) + [False, True]
+
+
+def test_a_learning_rate_of_zero_chooses_nothing() -> None:
+    """There is no update to choose by: the first step that has one resamples; later ones keep the mask they have."""
+    rates = [0.0, 0.0, RATE, RATE, 0.0, RATE, RATE]
+    for steps in train(radius_world("data parallel"), len(rates), rate=lambda step, group: rates[step]):
+        owed = [any(bool(debt.any()) for _, debt in seen.step.debts) for seen in steps]
+        assert owed == [False, False, False, False, True, True, False]  # step 2 has no mask yet, 3 and 6 end intervals
+        assert not steps[1].after.any() and steps[2].after.any()
+    for steps in train(radius_world("topo"), INTERVAL + 2, rate=lambda step, group: 0.0 if step == INTERVAL else RATE):
+        assert torch.equal(steps[0].after, steps[-1].after)
+
+
+def test_a_group_with_a_learning_rate_of_zero_keeps_its_part_of_the_mask() -> None:
+    """The others choose anew."""
+    w = radius_world("data parallel")
+    group = sum(w.config.plan.shard_numel(n) for n in NUMELS[-2:])
+    for steps in train(w, INTERVAL + 1, rate=lambda step, group: RATE if step < INTERVAL else RATE * (1 - group)):
+        last = steps[-1]
+        assert torch.equal(last.after[:, -group:], last.before[:, -group:])
+        assert not torch.equal(last.after[:, :-group], last.before[:, :-group])
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
+    """The peers see it, choose no mask of it, and keep their state clean."""
+    w = radius_world("topo")
+
+    def rank_main(rank: int) -> tuple[bool, bool]:
+        engine, grads = w.engine(), w.grads(rank, 0)
+        if rank == 3:
+            grads[-1][5] = float("nan")
+        engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
+        engine.gradients.sync()
+        seen = bool(torch.isnan(engine.gradients.optimizer_rows()).any())
+        wants = engine.gradients.mode.wants_updates
+        engine.end_step(skipped=True)
+        assert not mode_of(engine).residual.any() and not mask_of(engine).any()
+        return seen, wants
+
+    results = run_threads(w.size, rank_main)
+    assert any(seen for seen, _ in results) and not any(seen and wants for seen, wants in results)
+
+
+def test_updates_are_asked_for_at_resamplings_only() -> None:
+    """Other steps, and other modes, pay nothing for the hook."""
+    w = radius_world("topo")
+
+    def rank_main(rank: int) -> list[bool]:
+        trainer, asked = Trainer(w, rank), []
+        for step in range(INTERVAL + 1):
+            trainer.sync(step)
+            asked.append(trainer.engine.gradients.mode.wants_updates)
+            trainer.step(step)
+        return asked
+
+    assert run_threads(w.size, rank_main)[0] == [True, False, False, True]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setting", ["topo", "data parallel"])
+def test_the_meter_counts_what_the_formulas_say(setting: str, value_dtype: str) -> None:
+    """Of a step that resamples and of one that does not, exactly, but for the flag that all is finite."""
+    w = radius_world(setting, 3, NUMELS[1:], value_dtype=value_dtype)
+    plan, mode = w.config.plan, w.config.sync
+    widths = [plan.shard_numel(n) for n in w.numels]
+    resampling = resampling_bytes(mode, sum(widths), plan)  # type: ignore[arg-type]
+    between = between_bytes(mode, widths, plan)  # type: ignore[arg-type]
+    flags = plan.world_size // plan.gradients - 1
+    for steps in train(w, INTERVAL + 1):
+        sent = [seen.step.sent - flags for seen in steps]
+        assert sent == [resampling, *[between] * (INTERVAL - 1), resampling]
+    work = replace(Workload.uniform(w.numels, itemsize=4), sync_itemsize=4)
+    booked = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
+    assert booked == round((resampling + (INTERVAL - 1) * between) / INTERVAL)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_fifths_of_dense_at_the_papers_settings(setting: str) -> None:
+    """About 0.403 of dense at a density of 0.4 and intervals of 200 steps."""
+    w = radius_world(setting, density=0.4, interval=200)
+    dense = world({**SETTINGS[setting], "quantize": PLAIN}, w.config.topology)
+    work = Workload.uniform([1 << 20], itemsize=4)
+    mine, whole = (
+        {key: n for key, n in step_bytes(config, work).items() if key == ("sync", "world")}[("sync", "world")]
+        for config in (w.config, dense.config)
+    )
+    assert mine / whole == pytest.approx(0.403, abs=5e-4)

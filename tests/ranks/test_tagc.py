@@ -1,0 +1,332 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""TAGC: nothing is lost with a sketch or without, the index is an OR, and the compression is one that can be peeled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.test_sparse_modes import (
+    DATA_PARALLEL,
+    HIERARCHY,
+    Step,
+    check_nothing_is_lost,
+    mode_of,
+    observed,
+    sparse_world,
+)
+from tests.ranks.worlds import NUMELS, World
+from zero_topo.config import TagcSync, ZeroTopoConfig
+from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
+from zero_topo.cost import Workload, bytes_from_owner, bytes_to_owner, step_bytes
+from zero_topo.sync.base import Parameter
+from zero_topo.sync.sparse import taken
+
+ROW = LEAST_BLOCKS * 1024
+SHARDED: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "world"}
+Grads = Callable[[int, int], list[Tensor]]
+
+
+class Run(NamedTuple):
+    """Steps of a rank, and its report after each."""
+
+    steps: list[Step]
+    reports: list[dict[str, float]]
+
+
+def tagc(numels: tuple[int, ...], peers: int | None = 2, setting: dict[str, Any] = DATA_PARALLEL, **sync: Any) -> World:
+    """A world with the mode."""
+    return sparse_world(setting, peers, "tagc", numels, **sync)
+
+
+def run(w: World, steps: int, grads: Grads | None = None) -> list[Run]:
+    """All ranks, on the world's gradients or others."""
+
+    def rank_main(rank: int) -> Run:
+        engine, found = w.engine(), Run([], [])
+        for step in range(steps):
+            own = w.grads(rank, step) if grads is None else grads(rank, step)
+            engine.gradients.scatter(range(len(w.numels)), own, last=True)
+            engine.gradients.sync()
+            found.steps.append(observed(w, engine))
+            found.reports.append(mode_of(engine).report())
+        return found
+
+    return run_threads(w.size, rank_main)
+
+
+def check(w: World, results: Sequence[Run]) -> None:
+    """Nothing is lost or estimated."""
+    check_nothing_is_lost(w, [found.steps for found in results])
+    assert all(report["estimated"] == 0 for found in results for report in found.reports)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("peers", [2, 3])
+def test_nothing_is_lost_through_a_sketch(peers: int, ratio: int) -> None:
+    """At the shares that follow from the ratio every step is peeled; all ranks get the same bits."""
+    w = tagc((peers * ROW,), peers, ratio=ratio)
+    results = run(w, 3)
+    check(w, results)
+    for step in range(3):
+        assert all(torch.equal(found.steps[step].rows, results[0].steps[step].rows) for found in results)
+        report = results[0].reports[step]
+        assert report["ratio"] == ratio and report["fallbacks"] == 0
+        assert report["union"] <= SAFE_LOAD / ratio and report["density"] == pytest.approx(
+            1 - report["theta"], rel=0.01
+        )
+
+
+@pytest.mark.parametrize("setting", HIERARCHY)
+def test_nothing_is_lost_through_a_sketch_between_nodes(setting: str) -> None:
+    """Whatever the shape of the hierarchy; rows that do not end with a block."""
+    w = tagc((8 * (ROW + 77), 8 * 9), None, HIERARCHY[setting])
+    results = run(w, 2)
+    check(w, results)
+    assert {found.reports[1]["ratio"] for found in results} == {4.0}
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setting", ["data parallel", *HIERARCHY])
+def test_nothing_is_lost_without_a_sketch(setting: str, value_dtype: str) -> None:
+    """Rows too short for one: their values travel as they are, and what rounding takes away is owed."""
+    place = {**HIERARCHY, "data parallel": DATA_PARALLEL}[setting]
+    w = tagc(NUMELS, 3 if setting == "data parallel" else None, place, value_dtype=value_dtype)
+    results = run(w, 4)
+    check(w, results)
+    assert {(report["ratio"], report["fallbacks"]) for found in results for report in found.reports} == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("numel", [2, 1000, 30_000])
+def test_nothing_is_lost_at_any_size(numel: int) -> None:
+    """From one element a row."""
+    w = tagc((numel,), 4, theta=0.9)
+    check(w, run(w, 3))
+
+
+@pytest.mark.parametrize("numel", [3000, 2 * ROW])
+def test_theta_zero_is_dense(numel: int) -> None:
+    """Everything is picked: the mean gradient, and nothing owed; no sketch can hold it."""
+    w = tagc((numel,), 2, SHARDED, theta=0.0)
+    for rank, found in enumerate(run(w, 1)):
+        mean = sum((w.own_columns(rank, w.grads(r)) for r in range(2)), torch.zeros(())) / 2
+        torch.testing.assert_close(found.steps[0].own, mean, atol=1e-6, rtol=1e-6)
+        assert found.reports[0]["residual_norm"] == 0 and found.reports[0]["ratio"] == 0
+
+
+@pytest.mark.parametrize("theta", [None, 0.6], ids=["sketch", "plain"])
+@pytest.mark.parametrize("setting", [DATA_PARALLEL, SHARDED], ids=["everywhere", "sharded"])
+def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | None) -> None:
+    """Three ranks pick the same elements, with and without neighbours: added up, their bits would carry."""
+    w = tagc((3 * ROW,), 3, setting, theta=theta)
+    numbers = torch.arange(3 * ROW)
+    grad = torch.where((numbers % 113 < 4) & (numbers % 1024 < 1000), 1.0 + numbers % 97, 0.0)
+    results = run(w, 1, lambda rank, step: [(rank + 1) * grad])
+    for rank, found in enumerate(results):
+        torch.testing.assert_close(found.steps[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5)
+        assert found.reports[0]["union"] == found.reports[0]["density"] == grad.count_nonzero() / grad.numel()
+        assert found.reports[0]["ratio"] == 4
+
+
+def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch() -> None:
+    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet nothing is lost."""
+    w = tagc((2 * ROW,), 2)
+    hot = torch.arange(2 * ROW) % 1024 < 40
+
+    def grads(rank: int, step: int) -> list[Tensor]:
+        return [w.grads(rank, step)[0] * hot]
+
+    results = run(w, 1, grads)
+    assert all(found.reports[0]["beside"] > 1000 and found.reports[0]["ratio"] == 4 for found in results)
+    assert all(found.reports[0]["estimated"] == 0 for found in results)
+    for rank, found in enumerate(results):
+        owed = sum(
+            (debt for other in results for member, debt in other.steps[0].debts if member == rank), torch.zeros(())
+        )
+        due = sum((w.own_columns(rank, grads(r, 0)) for r in range(2)), torch.zeros(())) / 2
+        torch.testing.assert_close(found.steps[0].own + owed, due, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("theta", "ratio"), [(0.9, 2), (0.95, 4), (0.7, 0)])
+def test_a_union_too_dense_for_the_ratio_falls_back(theta: float, ratio: int, caplog: pytest.LogCaptureFixture) -> None:
+    """To a ratio that holds it or to none; counted each time, said once, and nothing is lost."""
+    w = tagc((2 * ROW,), 2, ratio=10, theta=theta)
+    with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
+        results = run(w, 3)
+    check(w, results)
+    for found in results:
+        assert [report["fallbacks"] for report in found.reports] == [1, 2, 3]
+        assert [report["ratio"] for report in found.reports] == [ratio] * 3
+    said = [record.getMessage() for record in caplog.records if record.name == "zero_topo.sync.tagc"]
+    assert len(said) == 1 and (f"takes {ratio}x" if ratio else "without a sketch") in said[0]
+
+
+def test_one_crowded_row_makes_all_fall_back() -> None:
+    """The densest row decides for every rank: sketches of one exchange have one size."""
+    w = tagc((3 * ROW,), 3, SHARDED, theta=0.97)
+    crowd = torch.where(torch.arange(3 * ROW) < ROW, 100.0, 1.0)
+    results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0] * crowd])
+    assert {(found.reports[1]["ratio"], found.reports[1]["fallbacks"]) for found in results} == {(2.0, 2.0)}
+    assert results[0].reports[1]["union"] < SAFE_LOAD / 4
+
+
+@given(asked=st.sampled_from(RATIOS), union=st.floats(0, 1), width=st.integers(1, 4 * ROW), peers=st.integers(2, 1000))
+def test_the_ratio_is_the_largest_safe_one(asked: Any, union: float, width: int, peers: int) -> None:
+    """Never above the asked one; the default share is always safe; a sketch is never larger than its row."""
+    config = TagcSync(ratio=asked)
+    found = config.safe_ratio(union, width)
+    safe = [r for r in RATIOS if r <= asked and r * union <= SAFE_LOAD] if width >= ROW else []
+    assert found == (max(safe) if safe else None)
+    assert 0 < 1 - config.zeros(peers) <= 1.000001 * SAFE_LOAD / (asked * peers)
+    assert config.sketch_rows(width, asked) >= 3
+    assert width < ROW or config.sketch_rows(width, asked) * 1024 < 0.6 * width
+
+
+def counts(peers: int, sketch: bool) -> int:
+    """Bytes that say that all is finite, how dense unions are, and how many elements go beside a sketch."""
+    return (peers - 1) * (1 + 8 + 8 * sketch)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("peers", [2, 3])
+def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(peers: int, ratio: int) -> None:
+    """To the byte, but for counts and what goes beside the sketch: an index to all peers, and the values back."""
+    w = tagc((peers * ROW,), peers, SHARDED, ratio=ratio)
+    work = replace(Workload.uniform([peers * ROW], itemsize=4), sync_itemsize=4)
+    (formula,) = (n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
+    blocks = LEAST_BLOCKS
+    assert formula == (peers - 1) * (ROW // 8 + 4096 * -(-blocks // ratio))
+    results = run(w, 2)
+    beside = [int(found.reports[1]["beside"]) for found in results]
+    for found, own in zip(results, beside, strict=True):
+        extra = 4 * own * (peers - 1) + 4 * (sum(beside) - own)
+        assert found.steps[1].sent == formula + counts(peers, True) + extra
+
+
+def test_sums_go_to_all_where_all_need_them() -> None:
+    """The union's bits and FP32 values; without a sketch, each rank's values to the owners."""
+    for numel, theta in ((2 * ROW, None), (6000, 0.9)):
+        w = tagc((numel,), 2, theta=theta)
+        found, sync = run(w, 1), w.config.sync
+        assert isinstance(sync, TagcSync)
+        union = round(found[0].reports[0]["union"] * numel)
+        total = sum(one.steps[0].sent for one in found)
+        beside = sum(int(one.reports[0]["beside"]) for one in found)
+        back = 2 * (numel // 16) + 4 * union
+        assert back == pytest.approx(2 * bytes_from_owner(sync, numel // 2, 2), rel=0.02)
+        there = total - back - 8 * beside - 2 * counts(2, theta is None)
+        assert there == pytest.approx(2 * bytes_to_owner(sync, numel // 2, 2), rel=0.1 if theta else 0)
+
+
+@pytest.mark.parametrize("numel", [3000, 2 * ROW])
+@pytest.mark.parametrize("what", ["skip", "stop", "scale"])
+def test_state_counts_only_finished_steps_and_can_be_saved(what: str, numel: int) -> None:
+    """A skipped step changes nothing; a new engine goes on from saved state; the loss scale is not in it."""
+    w = tagc((numel,), 2, ratio=10, theta=0.9)
+
+    def rank_main(rank: int, changed: bool) -> Tensor:
+        scale = [1.0]
+        engine = w.engine(loss_scale=lambda: scale[0])
+        for step in range(3):
+            if changed and step == 2 and what == "skip":
+                engine.gradients.scatter([0], w.grads(rank, 77), last=True)
+                engine.gradients.sync()
+                engine.end_step(skipped=True)
+            if changed and step == 2 and what == "stop":
+                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
+                engine = w.engine(loss_scale=lambda: scale[0])
+                mode_of(engine).load_state_dict(saved)
+            scale[0] = 2.0 ** (4 - step) if changed and what == "scale" else 1.0
+            engine.gradients.scatter([0], [scale[0] * grad for grad in w.grads(rank, step)], last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows() / scale[0]
+            engine.end_step(skipped=False)
+        fallbacks = torch.tensor([mode_of(engine).report()["fallbacks"]])
+        return torch.cat([rows.view(-1), mode_of(engine).residual, fallbacks])
+
+    plain = run_threads(2, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(2, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected) and expected[-1] == (3 if numel == 2 * ROW else 0)
+
+
+def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
+    """NaN is in no comparison the larger."""
+    w = tagc((2 * ROW,), 2)
+
+    def rank_main(rank: int) -> bool:
+        engine, grads = w.engine(), w.grads(rank)
+        grads[0][5] = float("nan") if rank else 0.0
+        engine.gradients.scatter([0], grads, last=True)
+        engine.gradients.sync()
+        seen = not bool(torch.isfinite(engine.gradients.optimizer_rows()).all())
+        engine.end_step(skipped=True)
+        return seen and bool(torch.isfinite(mode_of(engine).residual).all())
+
+    assert all(run_threads(2, rank_main))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"density": 0.1}, r"zero_topo\.sync: density is not a setting of the mode tagc, .*set theta"),
+        ({"theta": 1.0}, r"zero_topo\.sync\.theta: .*less than 1, got 1\.0"),
+        ({"theta": -0.1}, r"zero_topo\.sync\.theta: .*greater than or equal to 0"),
+        ({"ratio": 3}, r"zero_topo\.sync\.ratio: 3 is not one of 2, 4 or 10"),
+        ({"tetha": 0.9}, r"zero_topo\.sync\.tetha: unknown key; did you mean 'theta'"),
+    ],
+)
+def test_the_config_refuses(block: dict[str, Any], message: str) -> None:
+    """In one line that says what to do."""
+    with pytest.raises(ValueError, match=message):
+        ZeroTopoConfig.parse({"sync": {"mode": "tagc", **block}})
+
+
+def test_a_config_survives_being_written_out_and_read() -> None:
+    """Density is neither written nor offered."""
+    written = TagcSync(ratio=10).model_dump()
+    assert "density" not in written and "density" not in TagcSync.model_json_schema()["properties"]
+    assert ZeroTopoConfig.parse({"sync": written}).sync == TagcSync(ratio=10)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
+    """The printed shares are kept where the union of all picks fits in any case, and raised elsewhere."""
+    paper = {2: 0.80, 4: 0.90, 10: 0.9875}[ratio]
+    assert TagcSync(ratio=ratio).zeros(1) == max(paper, 1 - SAFE_LOAD / ratio)
+    assert TagcSync(ratio=ratio).zeros(8) == 1 - SAFE_LOAD / (8 * ratio)
+    assert TagcSync(ratio=ratio, theta=0.5).zeros(8) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "sparse"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", False),
+        ("model.layers.0.self_attn.o_proj.weight", True),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", False),
+        ("model.layers.0.mlp.gate_up_proj.weight", True),
+        ("model.embed_tokens.weight", True),
+        ("lm_head.weight", True),
+        ("transformer.h.0.attn.c_attn.weight", False),
+        ("transformer.h.0.attn.c_proj.weight", True),
+        ("gpt_neox.layers.0.attention.query_key_value.weight", False),
+        ("encoder.layer.0.attention.self.key.weight", False),
+        ("encoder.block.0.layer.0.SelfAttention.v.weight", False),
+        ("encoder.block.0.layer.0.SelfAttention.o.weight", True),
+        ("decoder.layers.0.self_attention.linear_qkv.weight", False),
+        ("layers.0.self_attn.in_proj_weight", False),
+        ("blocks.0.qkv.weight", False),
+        ("blocks.0.up.weight", True),
+    ],
+)
+def test_layers_outside_the_attention_core_are_sparse(name: str, sparse: bool) -> None:
+    """By the names that common models give them."""
+    assert taken(Parameter(name, 2, (0, 1)), TagcSync()) == sparse

@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The benchmark of sparse modes: what it runs, refuses and shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from zero_topo.bench import sparse_report
+from zero_topo.bench.sparse import MODES, SparseBench
+from zero_topo.cli.app import run as zero_topo_command
+from zero_topo.config import SPARSE_MODES
+
+
+def test_every_mode_is_measured_and_dense_once() -> None:
+    """A mode that is added to the config is added to the benchmark."""
+    jobs = list(SparseBench(sources=("synthetic",), densities=(0.1, 0.01)).jobs())
+    assert {job["mode"] for job in jobs} == {"dense", *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
+    assert [job["density"] for job in jobs if job["mode"] == "dense"] == [1.0]
+    assert all(sum(job["mode"] == mode.MODE for job in jobs) == 2 for mode in SPARSE_MODES)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--modes", "topk"], "'topk' cannot be measured"),
+        (["--sources", "real"], "'real' cannot be measured"),
+        (["--ranks", "1"], "give at least 2"),
+        (["--densities", "2"], "density"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2, before a rank is started."""
+    assert zero_topo_command(["bench", "sparse", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_record_is_shown_and_drawn(tmp_path: Path) -> None:
+    """A line for each result, whole numbers, and the picture beside the record."""
+    results = [result(mode, ranks) for mode in ("dense", "oktopk", "topk_a") for ranks in (4, 8)]
+    console = Console(record=True, width=80, file=(tmp_path / "out").open("w"))
+    sparse_report.show({"results": results}, console)
+    shown = console.export_text()
+    assert shown.count("oktopk") == 2 and "12.35 KB" in shown and "3.50" in shown
+    (picture,) = sparse_report.draw({"results": results}, tmp_path)
+    assert picture.stat().st_size > 1000
+
+
+def result(mode: str, ranks: int) -> dict[str, Any]:
+    """As a run writes it."""
+    return {
+        "mode": mode,
+        "density": 1.0 if mode == "dense" else 0.01,
+        "source": "synthetic",
+        "ranks": ranks,
+        "numel": 1000,
+        "bytes_per_rank": 12346,
+        "words_per_k": 3.5,
+        "seconds": {"median": 0.5, "min": 0.4, "max": 0.6, "repeats": 3},
+        "exchange_s": 0.2,
+        "error": 0.1,
+    }

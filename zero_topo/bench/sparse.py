@@ -1,0 +1,118 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo bench sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
+
+Note [What is measured]
+    Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
+    network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over ranks and steps, and
+    ``words_per_k`` the same in 4-byte words per pick of one rank. ``error`` compares what a mode delivers with the sum
+    of what the ranks had to say (gradient plus residual), as a ratio of L2 norms: for dense it is rounding. Steps
+    before the measured ones let residuals grow and thresholds settle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.bench.ranks import Ranks, on_loopback
+from zero_topo.bench.records import record
+from zero_topo.config import SPARSE_MODES, ZeroTopoConfig
+from zero_topo.topology.presets import emulated
+
+PROGRAM = "zero_topo.bench.sparse_ranks:measure_all"
+SOURCES = ("synthetic", "model")
+DENSE = "dense"
+MODES = (DENSE, *(mode.MODE for mode in SPARSE_MODES))
+# Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
+INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {"oktopk": {"tau": 8, "tau_prime": 8}, "radius": {"interval": 8}}
+)
+Tick = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class SparseBench:
+    """What to measure.
+
+    Attributes:
+        modes: of sync, "dense" for comparison.
+        densities: of the sparse ones.
+        ranks: sizes of the group.
+        sources: of gradients: "synthetic" (heavy tails, half of it common to all ranks) or "model" (the example's GPT).
+        numel: elements of a synthetic gradient, and about as many of the model.
+        warmup, steps: not measured, measured.
+
+    Raises:
+        ValueError: for an unknown mode or source, or what the config refuses.
+    """
+
+    modes: tuple[str, ...] = MODES
+    densities: tuple[float, ...] = (0.1, 0.01, 0.001)
+    ranks: tuple[int, ...] = (4, 8, 16)
+    sources: tuple[str, ...] = SOURCES
+    numel: int = 1 << 20
+    warmup: int = 8
+    steps: int = 8
+
+    def __post_init__(self) -> None:
+        for given, known in ((self.modes, MODES), (self.sources, SOURCES)):
+            unknown = [word for word in given if word not in known]
+            if unknown:
+                raise ValueError(f"{unknown[0]!r} cannot be measured; choose of {', '.join(known)}")
+        if min(self.ranks, default=0) < 2 or self.numel < 1 or self.steps < 1:
+            raise ValueError(f"ranks {self.ranks}, {self.numel} elements, {self.steps} steps: give at least 2, 1 and 1")
+        for block in (job["block"] for job in self.jobs()):
+            ZeroTopoConfig.parse(block).resolve(emulated(min(self.ranks), 1, 1))
+
+    def jobs(self) -> Iterator[dict[str, Any]]:
+        """Each mode at each density, on each source of gradients."""
+        for source in self.sources:
+            for mode in self.modes:
+                for density in (1.0,) if mode == DENSE else self.densities:
+                    block = data_parallel(sync_of(mode, density))
+                    yield {"source": source, "mode": mode, "density": density, "block": block}
+
+
+def sync_of(mode: str, density: float) -> dict[str, Any]:
+    """The ``sync`` block of a mode at a density."""
+    if mode == DENSE:
+        return {"mode": mode}
+    share = {"theta": 1 - density} if mode == "tagc" else {"density": density}
+    return {"mode": mode, **share, **INTERVALS.get(mode, {})}
+
+
+def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
+    """The block of plain data parallelism: every rank holds everything, nothing is quantized."""
+    plain = {"weights": None, "secondary": None, "gradients": None}
+    everything = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
+    return {**everything, "quantize": plain, "sync": sync}
+
+
+def run(wanted: SparseBench, tick: Tick, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        wanted: what.
+        tick: called after each measurement, with a few words and the number done since.
+        keep: called with the record so far after each group of ranks.
+
+    Returns:
+        The record; ``results`` has an entry for each mode, density, source and number of ranks: numel,
+        bytes_per_rank, words_per_k, seconds (with spread), exchange_s (the part of it in collectives, median), error.
+
+    Raises:
+        RuntimeError: if a rank fails.
+    """
+    results: list[dict[str, Any]] = []
+    jobs = list(wanted.jobs())
+    for size in wanted.ranks:
+        settings = {"numel": wanted.numel, "warmup": wanted.warmup, "steps": wanted.steps, "jobs": jobs}
+        tick(f"{size} ranks: starting", 0)
+        with Ranks(PROGRAM, settings, on_loopback(size, 1)) as ranks:
+            for message in ranks.messages():
+                results.append(message)
+                tick(f"{size} ranks: {message['mode']}, density {message['density']}, {message['source']}", 1)
+        keep(record("sparse", asdict(wanted), {"results": results}))
+    return record("sparse", asdict(wanted), {"results": results})

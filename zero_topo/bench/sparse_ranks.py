@@ -1,0 +1,190 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What each rank of ``bench sparse`` runs: one mode of sync after another on the same gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_topo.bench.control import Control
+from zero_topo.bench.records import Spread
+from zero_topo.config import ZeroTopoConfig
+from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.examples.data import Corpus, batch
+from zero_topo.examples.gpt import GPT, GPTConfig
+from zero_topo.examples.process import behave, leave
+from zero_topo.quant.registry import select_quantizer
+from zero_topo.sync.picks import share
+from zero_topo.sync.sparse import Sparse
+from zero_topo.topology.presets import emulated
+
+WORD = 4
+RATE = 0.05
+Source = Callable[[int], list[Tensor]]
+
+
+def prepare() -> None:
+    """Load the kernels once for all ranks."""
+    select_quantizer(torch.device("cpu"))
+
+
+def measure_all(settings: dict[str, Any], control: Control | None) -> None:
+    """Measure every job of the settings; the program of ``bench sparse``."""
+    behave()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for job in settings["jobs"]:
+        result = measure(settings, job)
+        if control is not None:
+            control.send(result)
+    leave()
+
+
+class Synthetic:
+    """Gradients with heavy tails: cubes of normal numbers, half of them common to all ranks and lasting."""
+
+    def __init__(self, numel: int) -> None:
+        self.numels, self.dims = (numel,), (2,)
+        self._common = torch.randn(numel, generator=torch.Generator().manual_seed(1)) ** 3
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Of this rank."""
+        generator = torch.Generator().manual_seed(1000 * (step + 1) + dist.get_rank())
+        return [self._common + torch.randn(self._common.numel(), generator=generator) ** 3]
+
+    def update(self, synced: Sequence[Tensor]) -> None:
+        """They do not depend on the weights."""
+
+
+class Model:
+    """Gradients of the example's GPT, trained by plain SGD with what the mode delivers."""
+
+    def __init__(self, numel: int) -> None:
+        torch.manual_seed(1)
+        width = max(16, round((numel / (12 * 2)) ** 0.5 / 16) * 16)
+        self._model = GPT(GPTConfig(2, width, max(1, width // 32), 64))
+        self._parameters = list(self._model.parameters())
+        self._text = Corpus.load(None, 64).train
+        self.numels = tuple(p.numel() for p in self._parameters)
+        self.dims = tuple(p.dim() for p in self._parameters)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Of this rank, on its own text."""
+        self._model.zero_grad()
+        self._model(*batch(self._text, (4, 64), 0, step, dist.get_rank())).backward()
+        return [p.grad.reshape(-1) for p in self._parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def update(self, synced: Sequence[Tensor]) -> None:
+        """One step of SGD."""
+        for parameter, gradient in zip(self._parameters, synced, strict=True):
+            parameter.sub_(gradient.view_as(parameter), alpha=RATE)
+
+
+def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """One mode; the same numbers on every rank."""
+    source = (Synthetic if job["source"] == "synthetic" else Model)(settings["numel"])
+    engine = build(job["block"], source.numels, source.dims)
+    weights = torch.zeros_like(engine.gradients.optimizer_rows())  # for the modes that look at the optimizer's updates
+    clock = _Clock(engine)
+    times, exchanges, errors, sent = [], [], [], 0.0
+    for step in range(settings["warmup"] + settings["steps"]):
+        engine.gradients.scatter(range(len(source.numels)), source.gradients(step))
+        wanted = _wanted(engine)
+        dist.barrier()
+        clock.reset()
+        began = time.perf_counter()
+        engine.gradients.sync()
+        took = time.perf_counter() - began
+        rows = engine.gradients.optimizer_rows()
+        synced = [rows[:, begin:end].reshape(-1) for begin, end in engine.layout.spans(range(len(source.numels)))]
+        source.update([flat[:n] for flat, n in zip(synced, source.numels, strict=True)])
+        with engine.watched(weights.view(-1), 0, RATE):
+            weights.sub_(rows, alpha=RATE)
+        if step >= settings["warmup"]:
+            times.append(took)
+            exchanges.append(clock.seconds)
+            errors.append(float((rows.double() - wanted).norm() / wanted.norm()))
+        engine.end_step(skipped=False)
+        if step >= settings["warmup"]:
+            sent += sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
+    found = {
+        "mode": job["mode"],
+        "density": job["density"],
+        "source": job["source"],
+        "ranks": dist.get_world_size(),
+        "numel": sum(source.numels),
+        **_over_ranks(times, exchanges, errors, sent / settings["steps"]),
+    }
+    k = share(job["density"], found["numel"])
+    engine.mesh.destroy()
+    return {**found, "words_per_k": found["bytes_per_rank"] / WORD / k}
+
+
+def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...]) -> Stage3:
+    """An engine in FP32 without weights worth the name: only its gradients are used."""
+    config = ZeroTopoConfig.parse(block).resolve(emulated(dist.get_world_size(), 1, 1))
+    setup = Setup(
+        numels=numels,
+        names=tuple(str(index) for index in range(len(numels))),
+        dims=dims,
+        like=torch.empty(0),
+        scatter_dtype=torch.float32,
+        accumulation_dtype=torch.float32,
+        bucket_numel=1 << 30,
+        loss_scale=lambda: 1.0,
+    )
+    return Stage3(config, setup)
+
+
+def _wanted(engine: Stage3) -> Tensor:
+    """The sum over ranks of gradient plus residual, FP64 ``[N, F]``."""
+    total = engine.gradients.buffer.double()
+    mode = engine.gradients.mode
+    if isinstance(mode, Sparse):
+        total += mode.owed()
+    dist.all_reduce(total)
+    return total
+
+
+def _over_ranks(times: list[float], exchanges: list[float], errors: list[float], sent: float) -> dict[str, Any]:
+    """The slowest rank's times, everybody's mean bytes."""
+    table = torch.tensor([times, exchanges], dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    total = torch.tensor([sent], dtype=torch.float64)
+    dist.all_reduce(total)
+    return {
+        "bytes_per_rank": float(total) / dist.get_world_size(),
+        "seconds": Spread.of(table[0].tolist()).to_json(),
+        "exchange_s": Spread.of(table[1].tolist()).median,
+        "error": sum(errors) / len(errors),
+    }
+
+
+class _Clock:
+    """Seconds spent in a sparse mode's collectives."""
+
+    def __init__(self, engine: Stage3) -> None:
+        self.seconds = 0.0
+        mode = engine.gradients.mode
+        if isinstance(mode, Sparse):
+            for name in ("gather", "scatter_known", "scatter_sizes"):
+                setattr(mode.peers, name, self._timed(getattr(mode.peers, name)))
+
+    def reset(self) -> None:
+        """Start again."""
+        self.seconds = 0.0
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return timed

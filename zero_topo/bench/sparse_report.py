@@ -1,0 +1,81 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A record of ``bench sparse`` as a table and as pictures. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zero_topo.units import format_bytes, format_seconds
+
+WIDTH = 104
+PICTURE = "sparse.png"
+NOTE = (
+    "Words per k: 4-byte words that a rank sends for each of its picks. Error: of what arrives against the sum of all "
+    "that ranks have to say. Seconds are those of this machine's loopback interface."
+)
+
+
+def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a record."""
+    console = console or Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console.print(table(content["results"]))
+    console.print(NOTE)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each result, in sections of one source and number of ranks."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ("gradients", "ranks", "density", "mode", "bytes per rank", "words per k", "seconds", "exchange", "error")
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("gradients", "mode") else "right", no_wrap=True)
+    order = sorted(results, key=lambda row: (row["source"], row["ranks"], -row["density"]))
+    for place, row in enumerate(order):
+        after = order[place + 1] if place + 1 < len(order) else row
+        made.add_row(
+            row["source"],
+            str(row["ranks"]),
+            f"{row['density']:g}",
+            row["mode"],
+            format_bytes(row["bytes_per_rank"]),
+            f"{row['words_per_k']:.2f}",
+            format_seconds(row["seconds"]["median"]),
+            format_seconds(row["exchange_s"]),
+            f"{row['error']:.2e}",
+            end_section=(row["source"], row["ranks"]) != (after["source"], after["ranks"]),
+        )
+    return made
+
+
+def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Words per pick against ranks, and error against bytes; returns the picture written."""
+    from matplotlib.figure import Figure
+
+    sparse = [row for row in content["results"] if row["mode"] != "dense"]
+    sources = list(dict.fromkeys(row["source"] for row in content["results"]))
+    figure = Figure(figsize=(11, 4.2 * len(sources)), layout="constrained")
+    panels = figure.subplots(len(sources), 2, squeeze=False)
+    for (left, right), source in zip(panels, sources, strict=True):
+        for mode in dict.fromkeys(row["mode"] for row in sparse):
+            rows = [row for row in sparse if (row["source"], row["mode"]) == (source, mode)]
+            least = min((row["density"] for row in rows), default=0)
+            few = sorted((row for row in rows if row["density"] == least), key=lambda row: row["ranks"])
+            left.plot([row["ranks"] for row in few], [row["words_per_k"] for row in few], "o-", label=mode)
+            most = max((row["ranks"] for row in rows), default=0)
+            many = sorted((row for row in rows if row["ranks"] == most), key=lambda row: row["density"])
+            right.plot([row["bytes_per_rank"] for row in many], [row["error"] for row in many], "o-", label=mode)
+        left.set(title=f"{source} gradients, least density", xlabel="ranks", ylabel="words per k", yscale="log")
+        right.set(title="most ranks", xlabel="bytes per rank", ylabel="error", xscale="log")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        left.legend(frameon=False, fontsize=8)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / PICTURE, dpi=120)
+    return [folder / PICTURE]

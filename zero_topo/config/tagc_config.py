@@ -1,0 +1,115 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The settings of the sync mode ``tagc``, and what follows from them: shares, sketch sizes, and when a sketch is safe.
+
+Note [Which layers]
+    TAGC compresses the linear layers outside the attention core: feed-forward, embedding, head and output projection.
+    Everything is included, and what computes queries, keys and values is excluded by the names in common use: separate
+    layers (``q_proj``, ``query``, DeepSeek's ``kv_a_proj``, T5's ``SelfAttention.q``) and fused ones (``qkv``,
+    ``Wqkv``, ``query_key_value``, GPT-2's ``c_attn``, PyTorch's ``in_proj_weight``). Norms and biases are dense by
+    ``dense_vectors``. Patterns of one's own replace this list.
+
+Note [Safe loads]
+    The paper's shares of zeros (80%, 90%, 98.75% for 2x, 4x, 10x) describe the sum over the ranks, but are applied by
+    each rank. Peeling works while the union of all picks fills less than about 0.57 of the sketch, that is 0.57 / r of
+    the elements, and the picks of ``P`` ranks may all differ: a rank therefore picks at most 0.57 / (r P).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from zero_topo.config.sparse_config import SparseSync
+from zero_topo.config.sync_mode import Dtype
+
+RATIOS = (10, 4, 2)
+PAPER_ZEROS = ((2, 0.80), (4, 0.90), (10, 0.9875))
+SAFE_LOAD = 0.57
+BLOCK = 1024
+LEAST_BLOCKS = 64
+LEAST_ROWS = 3
+QUERY_KEY_VALUE = (
+    "*qkv*",
+    "*query_key_value*",
+    "*.query.*",
+    "*.key.*",
+    "*.value.*",
+    "*.[qkv].*",
+    "*q_proj*",
+    "*k_proj*",
+    "*v_proj*",
+    "*.q_a_proj*",
+    "*.q_b_proj*",
+    "*.kv_*",
+    "*c_attn*",
+    "*in_proj_weight",
+)
+
+
+class TagcSync(SparseSync):
+    """An exact index and a count sketch of the values, both reduced to the owner of each row; TAGC.
+
+    Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training"
+    (EuroMLSys 2025).
+    """
+
+    MODE: ClassVar[str] = "tagc"
+
+    mode: Literal["tagc"] = Field("tagc", description="One bit per element and a count sketch of the values (TAGC).")
+    density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")
+    ratio: Literal[2, 4, 10] = Field(4, description="How many times smaller than the values their sketch is.")
+    theta: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Share of the elements that a rank does not pick; null takes 0.8, 0.9 or 0.9875 by the ratio, or "
+        "more, so that the picks of all ranks fit into the sketch even if none coincide.",
+    )
+    value_dtype: Dtype = Field(
+        "fp32", description="Type of values that travel without a sketch; a sketch is always FP32."
+    )
+    exclude: tuple[str, ...] = Field(
+        QUERY_KEY_VALUE,
+        description="Parameters to reduce densely after all: shell patterns; by default what computes queries, keys "
+        "and values.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_density(cls, block: Any) -> Any:
+        if isinstance(block, Mapping) and "density" in block:
+            raise ValueError(
+                "density is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set theta, "
+                "or leave it to ratio"
+            )
+        return block
+
+    def zeros(self, peers: int) -> float:
+        """The share of elements that a rank does not pick when ``peers`` ranks reduce; Note [Safe loads]."""
+        if self.theta is not None:
+            return self.theta
+        return max(dict(PAPER_ZEROS)[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
+
+    def safe_ratio(self, union: float, width: int) -> int | None:
+        """How far the values of a row may be compressed: the largest known ratio, up to the asked one, that is safe.
+
+        Args:
+            union: share of the row's elements that at least one rank has picked, at worst.
+            width: elements of the row.
+
+        Returns:
+            The ratio, or None if values must travel without a sketch: because the union is too dense for any, or the
+            row has fewer than 64 blocks of 1024 elements, of which too many would share all their places.
+        """
+        if width < LEAST_BLOCKS * BLOCK:
+            return None
+        return next((r for r in RATIOS if r <= self.ratio and union * r <= SAFE_LOAD), None)
+
+    @staticmethod
+    def sketch_rows(width: int, ratio: int) -> int:
+        """Rows (of 1024 lanes) of the sketch of ``width`` elements."""
+        blocks = -(-width // BLOCK)
+        return max(LEAST_ROWS, -(-blocks // ratio))

@@ -1,0 +1,169 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Radius: a mask that all ranks share, held for an interval (Zheng & Zhang, "Radius", MLSys 2025).
+
+1. In the first ``start`` steps everything is reduced.
+2. A step that resamples, one in ``interval``, reduces everything too, what was held back since the last one included.
+   Of the update that the optimizer makes of it, each parameter's largest elements are the new mask.
+3. The steps between reduce what the mask holds, packed. No indices travel. The rest is added to the residual.
+
+Note [The update as the score]
+    The paper scores an element by its corrected gradient, the direction of AdamW's step at learning rate 1. That is
+    the difference of a master before and after the step, divided by the learning rate, and the order of magnitudes
+    does not depend on a factor. So the optimizer runs once, and need not be known. A rate of zero tells nothing (a
+    warm-up may begin with it): such a resampling keeps the mask, and if there is none yet, the next step resamples.
+
+Note [One chooser]
+    The owner of a row chooses in each parameter's slice of that row, ``max(1, int(density * width))`` elements, and its
+    peers get the choice as bits. Ranks that hold replicas of an optimizer shard see the same updates, but ties may
+    break differently on other devices, so none chooses for a row that is not its own. As slices of a parameter are
+    equally wide in all rows, all rows of the mask hold equally many elements, and no lengths travel either.
+
+Note [Rounding]
+    Where values travel in fewer bits, what rounding takes from a rank's values stays in its residual, and what it takes
+    from the sums in the owner's, at any step. In FP32 a step that resamples leaves a residual of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zero_topo.config import RadiusSync
+from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.picks import DTYPES
+from zero_topo.sync.sparse import Outcome, Sparse
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What Radius remembers, alike on all peers.
+
+    Attributes:
+        step: steps taken.
+        chosen: whether there is a mask.
+        bits: uint8 ``[P, ceil(C / 8)]``, the mask, each row packed by itself.
+    """
+
+    step: int
+    chosen: bool
+    bits: Tensor
+
+
+@dataclass
+class _Choice:
+    """What this rank chooses in its own row, parameter by parameter as they are updated.
+
+    Attributes:
+        mask: bool ``[C]``.
+        moved: whether any of the learning rates was not zero.
+    """
+
+    mask: Tensor
+    moved: bool
+
+
+class Radius(Sparse[Memory]):
+    """See the module."""
+
+    def __init__(self, config: RadiusSync, context: SyncContext) -> None:
+        self.config = config
+        super().__init__(config, context)
+        self.dtype = DTYPES[config.value_dtype]
+        self._choice: _Choice | None = None
+
+    def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
+        """See :meth:`Sparse.exchange`."""
+        table = total.view(self.peers.size, -1)
+        after = replace(state, step=state.step + 1)
+        if state.step < self.config.start or self._resamples(state):
+            reduced, left = self._reduce(table)
+            return Outcome(reduced, left.view(-1), after, self._numbers(self.numel, resampled=self._resamples(state)))
+        mask = self.mask(state)
+        reduced = torch.zeros_like(table)
+        sums, left = self._reduce(table[mask].view(self.peers.size, -1))
+        reduced[mask], table[mask] = sums.view(-1), left.view(-1)
+        return Outcome(reduced, total, after, self._numbers(left.numel(), resampled=False))
+
+    def _reduce(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the peers of ``[P, K]`` values, of the own row or of all, and what rounding left; collective."""
+        own, width = self.peers.index, packed.shape[1]
+        sent = packed.to(self.dtype)
+        left = packed - sent.float()
+        total = packed.new_zeros(width)
+        for message in self.peers.scatter_known(list(sent), [width] * self.peers.size):
+            total += message.float()
+        if self.everywhere:
+            told = total.to(self.dtype)
+            left[own] += total - told.float()
+            return self.peers.gather(told).float(), left
+        sums = torch.zeros_like(packed)
+        sums[own] = total
+        return sums, left
+
+    def _resamples(self, state: Memory) -> bool:
+        """Whether the step reduces everything and chooses a mask."""
+        since = state.step - self.config.start
+        return since >= 0 and (not state.chosen or since % self.config.interval == 0)
+
+    def _numbers(self, sent: int, resampled: bool) -> dict[str, float]:
+        """The report: which share of the elements was reduced, and whether the step resampled."""
+        return {"density_asked": self.config.density, "density": sent / self.numel, "resampled": float(resampled)}
+
+    def mask(self, state: Memory) -> Tensor:
+        """Bool ``[P, C]``."""
+        return torch.stack([self.context.sparse.unpack(row, self._columns) for row in state.bits])
+
+    # -- the choice ------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_updates(self) -> bool:
+        """Of a step that resamples."""
+        return self._pending is not None and self._pending.outcome is not None and self._resamples(self._state)
+
+    def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
+        """See :meth:`SyncMode.after_update`."""
+        if self._choice is None:
+            self._choice = _Choice(self.mask(self._state)[self.peers.index], False)
+        if rate == 0 and self._state.chosen:
+            return
+        self._choice.moved |= rate != 0
+        score = (new - old).abs().to(self.context.device)
+        for (first, past), (low, high) in zip(self._spans, self._places, strict=True):
+            if begin <= first < begin + score.numel():
+                slice_ = score[first - begin : past - begin]
+                kept = torch.topk(slice_, max(1, int(self.config.density * (past - first))), sorted=False).indices
+                self._choice.mask[low:high] = False
+                self._choice.mask[low + kept] = True
+
+    def commit(self, skipped: bool) -> None:
+        """See :meth:`SyncMode.commit`; after a step that resamples it is collective, and tells the peers the choice."""
+        choice, self._choice = self._choice, None
+        super().commit(skipped)
+        if skipped or choice is None or not choice.moved:
+            return
+        bits = self.peers.gather(self.context.sparse.pack(choice.mask))
+        self._state = replace(self._state, chosen=True, bits=bits)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def fresh(self) -> Memory:
+        """No step, no mask."""
+        bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
+        return Memory(0, False, bits)
+
+    def save(self, state: Memory) -> dict[str, Tensor]:
+        """See :meth:`Sparse.save`."""
+        return {"step": torch.tensor(state.step), "chosen": torch.tensor(state.chosen), "mask": state.bits}
+
+    def restored(self, saved: Mapping[str, Tensor]) -> Memory:
+        """See :meth:`Sparse.restored`."""
+        bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
+        return Memory(int(saved["step"]), bool(saved["chosen"]), bits)
+
+
+@build_mode.register
+def _(config: RadiusSync, context: SyncContext) -> Radius:
+    return Radius(config, context)

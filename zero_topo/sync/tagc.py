@@ -1,0 +1,223 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""TAGC: an exact index and a count sketch of the values, reduced to the owner of each row.
+
+Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training" (EuroMLSys
+2025), on the sketch of Note [Count sketch] in ``quant/sparse_reference.py``.
+
+1. A rank picks the largest elements of its gradient plus residual; the residual keeps the rest.
+2. One bit per element says what it picked. The bits of each row go to the row's owner, who ORs them.
+3. Owners tell all peers how much the picks of all ranks cover, and all take the same compression.
+4. A count sketch of each row's values goes to the row's owner. Sketches add up, and the owner peels the sum.
+5. Where ranks need more than their own row, owners send the union and its values to all.
+
+Note [Or, not plus]
+    The paper adds packed bits up as integers, since NCCL has no OR. Two ranks that picked the same element then carry
+    into the next one: it looks as if it was picked, and the one itself as if it was not. Here bits go to the owner as
+    they are; that costs the same bytes.
+
+Note [Nothing is estimated]
+    Whether peeling comes to an end depends on the union alone, and elements whose blocks share all three places never
+    come apart, however empty the sketch is. So before any sketch is made, the owner peels one that it made itself, of
+    whole numbers, which FP32 adds exactly: what comes back wrong was not reached. Such elements stay out of the sketch,
+    and their values are sent beside it. The kernel says how many there are. A wrong number may come back right by
+    chance, so this is repeated with others until all are found.
+
+Note [Without a sketch]
+    The owner has every peer's bits, so values can travel as they are, in order and without indices. That is what
+    happens if the union is too dense for any sketch, or rows too short for one; nothing needs to be padded or sent
+    densely. It is even fewer bytes: no rank picks more than the union, which is 0.57 n / r elements where a sketch is
+    safe, and a sketch has n / r values. Sketches pay off where messages are added up on their way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from zero_topo.config import TagcSync
+from zero_topo.quant.sparse_reference import LANES
+from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.picks import DTYPES, Picked, largest, share
+from zero_topo.sync.sparse import Outcome, Sparse
+
+logger = logging.getLogger(__name__)
+
+SEED = 0x7A6C
+PROBE = 1 << 16  # a place holds 30 blocks on average at most, so sums of whole numbers below this are exact in FP32
+
+
+@dataclass(frozen=True)
+class _Index:
+    """Who picked what.
+
+    Attributes:
+        came: the bits of each peer for this rank's row, uint8 ``[ceil(C / 8)]``.
+        bits: their OR.
+        union: the OR as booleans, ``[C]``.
+        counts: elements of the union of every row.
+    """
+
+    came: list[Tensor]
+    bits: Tensor
+    union: Tensor
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the owner knows of its row.
+
+    Attributes:
+        row: FP32 ``[C]``.
+        beside: elements sent beside the sketch.
+        estimated: elements that are not exact.
+    """
+
+    row: Tensor
+    beside: int = 0
+    estimated: int = 0
+
+
+class Tagc(Sparse[int]):
+    """See the module. The state counts the steps that took a smaller compression than asked for, or none.
+
+    Attributes:
+        theta: the share that a rank does not pick.
+        width: ``C``, elements of a row.
+    """
+
+    def __init__(self, config: TagcSync, context: SyncContext) -> None:
+        super().__init__(config, context)
+        self.config = config
+        self.theta = config.zeros(self.peers.size)
+        self.dtype = DTYPES[config.value_dtype]
+        self.width = self.numel // self.peers.size
+
+    def exchange(self, total: Tensor, state: int) -> Outcome[int]:
+        """See :meth:`Sparse.exchange`."""
+        picked = largest(total, share(1 - self.theta, self.numel))
+        index = self._index(picked)
+        densest = max(index.counts) / self.width
+        ratio = self.config.safe_ratio(densest, self.width)
+        fell_back = ratio != self.config.safe_ratio(0, self.width)
+        if fell_back and not state and self.peers.index == 0:
+            logger.info(
+                "sync tagc: the picks of all ranks cover %.4f of a row, too much for a sketch of %dx; this step %s",
+                densest,
+                self.config.ratio,
+                f"takes {ratio}x" if ratio else "sends values without a sketch",
+            )
+        sums = self._plain(picked, index, total) if ratio is None else self._sketched(picked, index, total, ratio)
+        report = {
+            "theta": self.theta,
+            "density": len(picked) / self.numel,
+            "union": sum(index.counts) / self.numel,
+            "ratio": float(ratio or 0),  # 0: no sketch
+            "beside": float(sums.beside),
+            "estimated": float(sums.estimated),
+            "fallbacks": float(state + fell_back),
+        }
+        return Outcome(self._table_of(sums.row, index), total, state + fell_back, report)
+
+    def _index(self, picked: Picked) -> _Index:
+        """The bits of every row at its owner; collective."""
+        size, ops = self.peers.size, self.context.sparse
+        mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
+        mask[picked.indices] = True
+        rows = [ops.pack(row) for row in mask.view(size, -1)]
+        came = self.peers.scatter_known(rows, [rows[0].numel()] * size)
+        bits = came[0].clone()
+        for other in came[1:]:
+            bits |= other
+        union = ops.unpack(bits, self.width)
+        counts = self.peers.gather(union.sum().view(1)).view(-1)
+        return _Index(came, bits, union, [int(n) for n in counts.tolist()])
+
+    def _cut(self, picked: Picked) -> list[Picked]:
+        """The picks of each row."""
+        return picked.cut([self.width * p for p in range(self.peers.size + 1)])
+
+    def _plain(self, picked: Picked, index: _Index, total: Tensor) -> _Sums:
+        """Values in the order of the bits; what rounding takes away stays here."""
+        rounded = picked.rounded(self.dtype)
+        masks = [self.context.sparse.unpack(bits, self.width) for bits in index.came]
+        values = [part.values.to(self.dtype) for part in self._cut(rounded)]
+        row = total.new_zeros(self.width)
+        for mask, came in zip(masks, self.peers.scatter_known(values, [int(m.sum()) for m in masks]), strict=True):
+            row[mask] += came.float()
+        total[picked.indices] -= rounded.values
+        return _Sums(row)
+
+    def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> _Sums:
+        """Sums of sketches, and of values beside them."""
+        ops, rows = self.context.sparse, self.config.sketch_rows(self.width, ratio)
+        stuck = self._stuck(index, rows)
+        asked = self.peers.gather_uneven(stuck.to(torch.int32))
+        messages = []
+        for part, places in zip(self._cut(picked), asked, strict=True):
+            row = total.new_zeros(self.width)
+            row[part.indices] = part.values
+            beside = row[places.long()]
+            row[places.long()] = 0
+            messages.append(torch.cat([ops.sketch(row, SEED, rows).view(-1), beside]))
+        total[picked.indices] = 0
+        came = self.peers.scatter_known(messages, [rows * LANES + stuck.numel()] * self.peers.size)
+        summed = came[0].clone()
+        for other in came[1:]:
+            summed += other
+        inside = index.union.clone()
+        inside[stuck] = False
+        sketch = summed[: rows * LANES].view(rows, LANES)
+        own, left = ops.peel(sketch, ops.pack(inside), SEED, self.width)
+        own[stuck] = summed[rows * LANES :]
+        return _Sums(own, stuck.numel(), int(left))
+
+    def _stuck(self, index: _Index, rows: int) -> Tensor:
+        """Places in this rank's row, int64, that peeling does not reach; Note [Nothing is estimated]."""
+        ops, device = self.context.sparse, index.bits.device
+        stuck = torch.zeros_like(index.union)
+        for attempt in count():
+            generator = torch.Generator(device).manual_seed(attempt)
+            numbers = torch.randint(1, PROBE, (self.width,), generator=generator, device=device)
+            probe = numbers.float() * index.union
+            found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
+            stuck |= found != probe
+            if int(stuck.sum()) >= int(left):
+                break
+        return stuck.nonzero()[:, 0]
+
+    def _table_of(self, row: Tensor, index: _Index) -> Tensor:
+        """FP32 ``[P * C]``: all rows, alike on all ranks, or the own one."""
+        size, ops = self.peers.size, self.context.sparse
+        table = row.new_zeros(size, self.width)
+        if not self.everywhere:
+            table[self.peers.index] = row
+            return table.view(-1)
+        message = torch.cat([index.bits, row[index.union].view(torch.uint8)])
+        head = index.bits.numel()
+        sizes = [head + row.itemsize * n for n in index.counts]
+        for place, came in zip(table, self.peers.scatter_known([message] * size, sizes), strict=True):
+            place[ops.unpack(came[:head].clone(), self.width)] = came[head:].clone().view(row.dtype)
+        return table.view(-1)
+
+    def fresh(self) -> int:
+        """No step has fallen back."""
+        return 0
+
+    def save(self, state: int) -> dict[str, Tensor]:
+        """See :meth:`Sparse.save`."""
+        return {"fallbacks": torch.tensor(state)}
+
+    def restored(self, saved: Mapping[str, Tensor]) -> int:
+        """See :meth:`Sparse.restored`."""
+        return int(saved["fallbacks"])
+
+
+@build_mode.register
+def _(config: TagcSync, context: SyncContext) -> Tagc:
+    return Tagc(config, context)
