@@ -153,6 +153,25 @@ def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
     assert table.splitlines()[2:] == cluster_rows(), "\n" + "\n".join(cluster_rows())
 
 
+def convergence_rows() -> list[str]:
+    """The README's table of losses, from the record committed."""
+    content = json.loads((ROOT / "zero_topo/bench/records/convergence.json").read_text())
+    rows = []
+    for result in content["results"]:
+        cells = [f"{result['evaluation']['loss']:.3f}"]
+        for measure in ("last", "evaluation"):
+            difference = result[measure]["difference"]
+            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
+        rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_table_of_losses_is_the_record() -> None:
+    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
+    (table,) = re.findall(r"<!-- convergence.*?-->\n(.*?)<!-- end -->", README, re.S)
+    assert table.splitlines()[2:] == convergence_rows(), "\n" + "\n".join(convergence_rows())
+
+
 def quantizer_rows() -> list[str]:
     """The README's table of the kernels' speed, from the record committed."""
     results = json.loads((ROOT / "zero_topo/bench/records/quantizers-cpu.json").read_text())["results"]
