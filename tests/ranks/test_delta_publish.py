@@ -74,16 +74,14 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
     assert max(error for _, error in results) < 3e-3
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-3)], ids=str)
-def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> None:
-    """Over many steps; in FP32 it falls with the learning rate. An owner that ignored the replica's rounding drifts."""
-    w = world(block("topo", "int4"))
+def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]]:
+    """By rank and step: how far the replicas are from masters that walk at random, ever more slowly, relatively."""
 
     def rank_main(rank: int) -> list[float]:
         engine, masters = started(w, dtype)
         generator = torch.Generator().manual_seed(rank)
         errors = []
-        for step in range(120):
+        for step in range(steps):
             rate = 1e-2 * (0.97**step)
             masters = masters + rate * torch.randn(masters.shape, generator=generator)
             engine.weights.publish(masters=masters)
@@ -92,10 +90,28 @@ def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> No
             errors.append(float((rows - masters).norm() / masters.norm()))
         return errors
 
-    for errors in run_threads(w.size, rank_main):
+    return run_threads(w.size, rank_main)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-3)], ids=str)
+def test_the_replica_error_does_not_grow(dtype: torch.dtype, limit: float) -> None:
+    """Over many steps; in FP32 it falls with the learning rate. An owner that ignored the replica's rounding drifts."""
+    for errors in replica_errors(world(block("topo", "int4")), dtype, 120):
         assert max(errors) <= limit
         late, early = sum(errors[-20:]), sum(errors[20:40])
         assert late <= 1.25 * early if dtype == torch.bfloat16 else late <= 0.3 * early
+
+
+def test_large_blocks_cost_little() -> None:
+    """INT4 differences in blocks of 256 instead of 64: a coarser scale, a replica error within the same bound."""
+    late = {}
+    for size in (64, 256):
+        publish = {"delta": "int4", "block_size": size}
+        config = world({"scheme": "topo", "quantize": PLAIN, "publish": publish}).config
+        errors = replica_errors(World(config, (8 * 1024, 8 * 512)), torch.float32, 60)
+        assert max(map(max, errors)) <= 2e-3
+        late[size] = sum(sum(some[-20:]) for some in errors)
+    assert 1.05 * late[64] < late[256] < 1.6 * late[64]
 
 
 def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
