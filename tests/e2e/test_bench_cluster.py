@@ -162,10 +162,19 @@ def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
 PROTOCOL = 20_000  # barriers, norms, acknowledgements: what hundreds of small messages cost in a step
 
 
+def heed_interrupts() -> None:
+    """What a shell starts in the background, these tests perhaps, ignores SIGINT, and so do all its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_an_interrupted_benchmark_takes_its_network_down(tmp_path: Path) -> None:
     """Ctrl-C in the middle ends the ranks, removes the namespaces, and gives the shell's status for it."""
     process = subprocess.Popen(
-        [*bench(tmp_path), "--schemes", "topo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*bench(tmp_path), "--schemes", "topo"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_interrupts,
     )
     deadline = time.monotonic() + 60
     while len(ours(process.pid)) < 5 and time.monotonic() < deadline:
