@@ -161,6 +161,15 @@ def test_density_one_is_dense(mode: str, setting: str) -> None:
         assert all(not debt.abs().max() > 1e-6 for _, debt in found[0].debts)
 
 
+def one_step(w: World, engine: Stage3, rank: int, step: int, skipped: bool = False) -> Tensor:
+    """Scatter, sync, and the end of the step; what the optimizer gets."""
+    engine.gradients.scatter(range(len(w.numels)), w.grads(rank, step), last=True)
+    engine.gradients.sync()
+    rows = engine.gradients.optimizer_rows().clone()
+    engine.end_step(skipped)
+    return rows
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_skipped_step_changes_nothing(mode: str) -> None:
     """An overflow leaves residual, thresholds and counters as they were: the next step is as if it had not been."""
@@ -170,13 +179,8 @@ def test_a_skipped_step_changes_nothing(mode: str) -> None:
         engine = w.engine()
         for step in range(4):
             if skips and step == 2:
-                engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, 77), last=True)
-                engine.gradients.sync()
-                engine.end_step(skipped=True)
-            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
-            engine.gradients.sync()
-            rows = engine.gradients.optimizer_rows().clone()
-            engine.end_step(skipped=False)
+                one_step(w, engine, rank, 77, skipped=True)
+            rows = one_step(w, engine, rank, step)
         return torch.cat([rows.view(-1), mode_of(engine).residual])
 
     plain = run_threads(w.size, lambda rank: rank_main(rank, False))
@@ -257,10 +261,7 @@ def test_resume_in_the_middle_of_an_interval_is_exact(mode: str) -> None:
                 saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
                 engine = w.engine()
                 mode_of(engine).load_state_dict(saved)
-            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
-            engine.gradients.sync()
-            rows = engine.gradients.optimizer_rows().clone()
-            engine.end_step(skipped=False)
+            rows = one_step(w, engine, rank, step)
         return torch.cat([rows.view(-1), mode_of(engine).residual])
 
     plain = run_threads(w.size, lambda rank: rank_main(rank, False))
