@@ -11,6 +11,7 @@ from rich.console import Console
 
 from zero_topo.bench import sparse_report
 from zero_topo.bench.sparse import MODES, SparseBench
+from zero_topo.bench.sparse_ranks import model_for
 from zero_topo.cli.app import run as zero_topo_command
 from zero_topo.config import SPARSE_MODES
 
@@ -36,6 +37,14 @@ def test_what_cannot_be_measured_is_refused(words: list[str], message: str, caps
     """One line and exit code 2, before a rank is started."""
     assert zero_topo_command(["bench", "sparse", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numel", [1, 10_000, 262_144, 1 << 20, 50_000_000])
+def test_there_is_a_model_of_every_size(numel: int) -> None:
+    """Its heads divide its width, and of its parameters there are about as many as asked for, if it can be so small."""
+    config = model_for(numel)
+    assert config.width % config.heads == 0
+    assert numel < 20_000 or 0.7 * numel < 12 * config.layers * config.width**2 < 1.4 * numel
 
 
 def test_a_record_is_shown_and_drawn(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from zero_topo.topology.presets import emulated
 
 WORD = 4
 RATE = 0.05
+LAYERS, HEAD, CONTEXT = 2, 16, 64
 Source = Callable[[int], list[Tensor]]
 
 
@@ -61,22 +62,27 @@ class Synthetic:
         """They do not depend on the weights."""
 
 
+def model_for(numel: int) -> GPTConfig:
+    """A GPT of two layers with about so many parameters, in heads of 16."""
+    heads = max(1, round((numel / (12 * LAYERS)) ** 0.5 / HEAD))
+    return GPTConfig(LAYERS, HEAD * heads, heads, CONTEXT)
+
+
 class Model:
     """Gradients of the example's GPT, trained by plain SGD with what the mode delivers."""
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(1)
-        width = max(16, round((numel / (12 * 2)) ** 0.5 / 16) * 16)
-        self._model = GPT(GPTConfig(2, width, max(1, width // 32), 64))
+        self._model = GPT(model_for(numel))
         self._parameters = list(self._model.parameters())
-        self._text = Corpus.load(None, 64).train
+        self._text = Corpus.load(None, CONTEXT).train
         self.numels = tuple(p.numel() for p in self._parameters)
         self.dims = tuple(p.dim() for p in self._parameters)
 
     def gradients(self, step: int) -> list[Tensor]:
         """Of this rank, on its own text."""
         self._model.zero_grad()
-        self._model(*batch(self._text, (4, 64), 0, step, dist.get_rank())).backward()
+        self._model(*batch(self._text, (4, CONTEXT), 0, step, dist.get_rank())).backward()
         return [p.grad.reshape(-1) for p in self._parameters if p.grad is not None]
 
     @torch.no_grad()
