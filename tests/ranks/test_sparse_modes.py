@@ -323,3 +323,19 @@ def test_error_feedback_is_what_makes_it_learn(mode: str) -> None:
     """Where ranks disagree loudly on a few coordinates, those alone are picked, unless what is owed adds up."""
     assert quadratic_error(mode, True, 0.05) < 0.25
     assert quadratic_error(mode, False, 0.05) > 0.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_report_tells_what_was_asked_and_what_is_owed(mode: str) -> None:
+    """Nothing before the first step; then densities, and the norm of the residual as it is now."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
+
+    def rank_main(rank: int) -> None:
+        engine = w.engine()
+        assert mode_of(engine).report() == {}
+        one_step(w, engine, rank, 0)
+        report = mode_of(engine).report()
+        assert report["density_asked"] == 0.05 and 0 < report["density"] <= 1
+        assert report["residual_norm"] == float(mode_of(engine).residual.norm()) > 0
+
+    run_threads(w.size, rank_main)

@@ -187,7 +187,7 @@ class Sparse(SyncMode, Generic[State]):
         if self._residual.numel():
             self._residual = outcome.residual.view(-1)
         self._state = outcome.state
-        self._report = {**outcome.report, "residual_norm": float(self._residual.norm())}
+        self._report = dict(outcome.report)
 
     @property
     def residual(self) -> Tensor:
@@ -204,7 +204,7 @@ class Sparse(SyncMode, Generic[State]):
 
     def report(self) -> dict[str, float]:
         """See :meth:`SyncMode.report`."""
-        return dict(self._report)
+        return {**self._report, "residual_norm": float(self._residual.norm())} if self._report else {}
 
     def state_bytes(self) -> int:
         """Bytes of the residual and of what the mode remembers."""

@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The meter's clock: each second belongs to one phase, the innermost, and to one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from zero_topo.collectives import meter as module
+from zero_topo.collectives.meter import Meter
+
+Wait = Callable[[float], None]
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Wait:
+    """Lets time pass, which otherwise stands still."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+
+    return later
+
+
+def test_a_second_belongs_to_the_innermost_phase(wait: Wait) -> None:
+    """A phase inside another stops the outer one's clock; what is outside of all belongs to none."""
+    meter = Meter()
+    wait(1)
+    with meter.timing("sync"):
+        wait(2)
+        with meter.timing("publish"):
+            wait(4)
+        wait(8)
+    wait(16)
+    with meter.timing("sync"):
+        wait(32)
+    meter.end_step()
+    assert meter.last_seconds() == {"sync": 42.0, "publish": 4.0}
+
+
+def test_seconds_belong_to_their_step(wait: Wait) -> None:
+    """The end of a step closes them; what evaluation took since is forgotten; an error stops the clock."""
+    meter = Meter()
+    with pytest.raises(ZeroDivisionError), meter.timing("scatter"):
+        wait(1)
+        raise ZeroDivisionError
+    meter.end_step()
+    with meter.timing("gather_forward"):
+        wait(2)
+    meter.reset_step()
+    assert meter.last_seconds() == {"scatter": 1.0}
+    meter.end_step()
+    assert meter.last_seconds() == {}
+
+
+def test_a_meter_that_is_off_keeps_no_time(wait: Wait) -> None:
+    """Nor anything else."""
+    meter = Meter(enabled=False)
+    with meter.timing("sync"):
+        wait(1)
+    meter.end_step()
+    assert meter.last_seconds() == {}
