@@ -15,6 +15,7 @@ from zero_topo import lazy_hook
 from zero_topo._version import __version__
 
 _LAZY = {
+    "AdamS": ("zero_topo.sync", "AdamS"),
     "Config": ("zero_topo.config", "ZeroTopoConfig"),
     "Init": ("zero_topo.engine.api", "init_context"),
     "Plan": ("zero_topo.plan", "Plan"),
@@ -24,7 +25,7 @@ _LAZY = {
     "stats": ("zero_topo.engine.api", "stats"),
 }
 
-__all__ = ["Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
+__all__ = ["AdamS", "Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
 
 
 def __getattr__(name: str) -> Any:

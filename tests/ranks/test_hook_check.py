@@ -116,7 +116,7 @@ import inspect, json, sys
 from deepspeed.runtime.engine import DeepSpeedEngine
 def layers(function):
     count = 0
-    while function.__code__.co_filename.endswith("zero_topo/engine/hook.py"):
+    while "/zero_topo/engine/" in function.__code__.co_filename:
         count, function = count + 1, function.__wrapped__
     return count
 places = DeepSpeedEngine._configure_zero_optimizer, deepspeed.initialize, deepspeed.zero.Init.__init__

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.sync import Moment
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -28,7 +29,11 @@ class World:
     numels: tuple[int, ...] = NUMELS
 
     def engine(
-        self, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20, loss_scale: Callable[[], float] = lambda: 1.0
+        self,
+        dtype: torch.dtype = torch.float32,
+        chunk: int = 1 << 20,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        moments: Callable[[], Sequence[Moment]] = tuple,
     ) -> Stage3:
         """This rank's engine, weights still zero."""
         return Stage3(
@@ -42,6 +47,7 @@ class World:
                 accumulation_dtype=dtype,
                 bucket_numel=chunk,
                 loss_scale=loss_scale,
+                moments=moments,
             ),
         )
 

@@ -19,12 +19,14 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
 from zero_topo.quant.registry import select_quantizer
+from zero_topo.sync import Moment
 from zero_topo.sync.picks import share
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
 WORD = 4
 RATE = 0.05
+BETA = 0.9
 LAYERS, HEAD, CONTEXT = 2, 16, 64
 Source = Callable[[int], list[Tensor]]
 
@@ -95,8 +97,7 @@ class Model:
 def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """One mode; the same numbers on every rank."""
     source = (Synthetic if job["source"] == "synthetic" else Model)(settings["numel"])
-    engine = build(job["block"], source.numels, source.dims)
-    weights = torch.zeros_like(engine.gradients.optimizer_rows())  # for the modes that look at the optimizer's updates
+    engine, optimizer = build(job["block"], source.numels, source.dims)
     clock = _Clock(engine)
     times, exchanges, errors, sent = [], [], [], 0.0
     for step in range(settings["warmup"] + settings["steps"]):
@@ -110,8 +111,7 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         rows = engine.gradients.optimizer_rows()
         synced = [rows[:, begin:end].reshape(-1) for begin, end in engine.layout.spans(range(len(source.numels)))]
         source.update([flat[:n] for flat, n in zip(synced, source.numels, strict=True)])
-        with engine.watched(weights.view(-1), 0, RATE):
-            weights.sub_(rows, alpha=RATE)
+        optimizer.step(engine, rows)
         if step >= settings["warmup"]:
             times.append(took)
             exchanges.append(clock.seconds)
@@ -132,8 +132,28 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     return {**found, "words_per_k": found["bytes_per_rank"] / WORD / k}
 
 
-def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...]) -> Stage3:
-    """An engine in FP32 without weights worth the name: only its gradients are used."""
+class Optimizer:
+    """SGD on weights that nobody reads, and a momentum: for the modes that look at an optimizer's updates and state."""
+
+    def __init__(self) -> None:
+        self._weights = self._mean = torch.empty(0)
+
+    def moments(self) -> list[Moment]:
+        """As an engine's setup asks for them."""
+        return [Moment(0, self._mean, BETA)] if self._mean.numel() else []
+
+    def step(self, engine: Stage3, rows: Tensor) -> None:
+        """One step, shown to the mode."""
+        if not self._mean.numel():
+            self._weights, self._mean = torch.zeros_like(rows), torch.zeros_like(rows)
+        with engine.watched(self._weights.view(-1), 0, RATE):
+            self._mean.mul_(BETA).add_(rows, alpha=1 - BETA)
+            self._weights.sub_(rows, alpha=RATE)
+
+
+def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Stage3, Optimizer]:
+    """An engine in FP32 without weights worth the name, of which only the gradients are used; and its optimizer."""
+    optimizer = Optimizer()
     config = ZeroTopoConfig.parse(block).resolve(emulated(dist.get_world_size(), 1, 1))
     setup = Setup(
         numels=numels,
@@ -144,8 +164,9 @@ def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...])
         accumulation_dtype=torch.float32,
         bucket_numel=1 << 30,
         loss_scale=lambda: 1.0,
+        moments=optimizer.moments,
     )
-    return Stage3(config, setup)
+    return Stage3(config, setup), optimizer
 
 
 def _wanted(engine: Stage3) -> Tensor:

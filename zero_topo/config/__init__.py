@@ -7,7 +7,8 @@ from zero_topo.config.deepspeed_json import check_deepspeed_config, deepspeed_pr
 from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.radius_config import RadiusSync
-from zero_topo.config.resolve import ROLES, ResolvedConfig
+from zero_topo.config.resolve import AUTO, ROLES, ResolvedConfig
+from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
     GaussianKSync,
@@ -22,6 +23,7 @@ from zero_topo.config.sync_mode import SyncMode
 from zero_topo.config.tagc_config import TagcSync
 
 __all__ = [
+    "AUTO",
     "ROLES",
     "SCHEMES",
     "SPARSE_MODES",
@@ -35,6 +37,7 @@ __all__ = [
     "QuantizedSync",
     "RadiusSync",
     "ResolvedConfig",
+    "ScapeSync",
     "Scheme",
     "SparseSync",
     "SyncMode",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.errors import ROOT, as_json
+from zero_topo.config.sync_config import SYNC_MODES
 
 ZERO = "zero_optimization"
 _ABSENT = object()
@@ -191,6 +192,15 @@ def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
     )
 
 
+def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
+    wanted = {cls.MODE: cls.OPTIMIZER for cls in SYNC_MODES}.get(_lookup(ds_config, f"{ROOT}.sync.mode"))
+    found = _lookup(ds_config, "optimizer.type")
+    if wanted is None or found is _ABSENT or str(found).lower() == wanted.lower():
+        return None
+    mode = as_json(_lookup(ds_config, f"{ROOT}.sync.mode"))
+    return f'optimizer.type = {as_json(found)}: sync.mode = {mode} works with {wanted} alone; set it to "{wanted}"'
+
+
 _STOCK = "this is stock ZeRO++, which zero_topo replaces"
 _OWN_GATHER = "it gathers or steps past zero_topo's shards"
 _WORLD = "zero_topo shards over all ranks of the launch, which this would divide"
@@ -239,6 +249,7 @@ CHECKS: tuple[Check, ...] = (
         "DeepSpeed no longer saves elastic checkpoints of ZeRO-3",
         "remove it and convert checkpoints with ds_to_universal",
     ),
+    _optimizer_of_the_mode,
     Refusal(
         "optimizer.type",
         _device("muon"),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zero_topo.topology.model import Topology
 
 SchemeName = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo"]
+SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
 
 
@@ -36,8 +37,11 @@ class ZeroTopoConfig(StrictModel):
         description='The machine: "auto" asks the launcher, else the name of a preset, a path to a .json file, or the '
         'description itself, such as {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}.',
     )
-    scheme: SchemeName | None = Field(
-        None, description='Named set of defaults that the keys below override; "topo" when no degree is given either.'
+    scheme: SchemeSetting | None = Field(
+        None,
+        description='Named set of defaults that the keys below override; "topo" when no degree is given either. "auto" '
+        "chooses, when training starts, what is predicted to be fastest of all that fits into memory; the keys below "
+        "are kept.",
     )
     weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
     secondary: SecondarySetting = Field(
@@ -129,7 +133,8 @@ class ZeroTopoConfig(StrictModel):
         """The plan and the wire formats on a machine, with a note for each choice made for the user.
 
         Raises:
-            ValueError: for an unaligned degree or a broken dependency rule, with the way out.
+            ValueError: for an unaligned degree or a broken dependency rule, with the way out, and for the scheme
+                "auto", which a planner that knows the model must replace first.
         """
         return resolve(self, topology)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound=StrictModel)
 ROLES = ("weights", "secondary", "gradients", "optimizer")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,20 @@ def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     """Plan, wire formats and notes of a config on a machine; see the module's four steps.
 
     Raises:
-        ValueError: for an unaligned degree or a broken dependency rule, with the way out.
+        ValueError: for an unaligned degree or a broken dependency rule, with the way out, or for the scheme "auto".
     """
+    if config.scheme == AUTO:
+        raise ValueError(
+            f'{ROOT}.scheme: "{AUTO}" is chosen for a model, whose size is not known here; a training run knows it, '
+            'and "zero-topo plan --params N --machine NAME --nodes N" tells what it would choose'
+        )
     choice = _merge(config)
     plan = Plan.build(topology, choice.places, config.two_hop)
     dropped = plan.weights == 1 and plan.secondary is not None
     if dropped:
         weights, _, gradients, optimizer = choice.places
         plan = Plan.build(topology, (weights, None, gradients, optimizer), config.two_hop)
-    if problem := choice.sync.problem(plan.optimizer == plan.world_size):
+    if problem := choice.sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
     return ResolvedConfig(
         plan=plan,

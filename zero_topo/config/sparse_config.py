@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from zero_topo.config.sync_mode import Dtype, SyncMode
+
+if TYPE_CHECKING:
+    from zero_topo.plan import Plan
 
 
 class SparseSync(SyncMode):
@@ -22,6 +25,11 @@ class SparseSync(SyncMode):
         strict=True,
         description="Keep what was not sent, in FP32 where it was not sent, and add it at the next step. Costs 4 bytes "
         "for each element of the gradient shard.",
+    )
+    offload_residual: bool = Field(
+        False,
+        strict=True,
+        description="Keep the residual in the host's memory and bring it to the device once a step.",
     )
     value_dtype: Dtype = Field("fp32", description="Type of the values on the wire; each comes with a 4-byte index.")
     include: tuple[str, ...] = Field(
@@ -90,11 +98,11 @@ class OkTopkSync(SparseSync):
         "torch", description='Who carries the messages: torch.distributed, or MPI by way of mpi4py ("mpi").'
     )
 
-    def problem(self, optimizer_sharded: bool) -> str | None:
+    def problem(self, plan: Plan) -> str | None:
         """See :meth:`SyncMode.problem`."""
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             return 'sync.transport = "mpi": mpi4py is not installed; pip install mpi4py, or set "transport": "torch"'
-        if not self.sharded or optimizer_sharded:
+        if not self.sharded or plan.optimizer == plan.world_size:
             return None
         return (
             "sync.sharded = true: sums would stay with one rank, but several hold the same optimizer shard; set "

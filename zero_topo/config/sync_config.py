@@ -14,6 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from zero_topo.config.radius_config import RadiusSync
+from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.config.sync_mode import Dtype, SyncMode
 from zero_topo.config.tagc_config import TagcSync
@@ -66,6 +67,7 @@ SPARSE_MODES: tuple[type[SparseSync], ...] = (
     GaussianKSync,
     OkTopkSync,
     RadiusSync,
+    ScapeSync,
     TagcSync,
 )
 SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)

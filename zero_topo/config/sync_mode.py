@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from zero_topo.config.errors import StrictModel
+
+if TYPE_CHECKING:
+    from zero_topo.plan import Plan
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -16,15 +19,17 @@ class SyncMode(StrictModel):
     Attributes:
         MODE: the value of ``mode``.
         WHOLE: whether one collective carries all parameters, rather than runs of them as they are ready.
+        OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
     """
 
     MODE: ClassVar[str]
     WHOLE: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[str | None] = None
 
-    def problem(self, optimizer_sharded: bool) -> str | None:
+    def problem(self, plan: Plan) -> str | None:
         """Why the mode cannot work with a plan, and the way out.
 
         Args:
-            optimizer_sharded: whether the optimizer is sharded over the whole world.
+            plan: the degrees.
         """
         return None

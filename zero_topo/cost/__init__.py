@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from zero_topo.cost import scape  # noqa: F401  (registers its formulas)
 from zero_topo.cost.memory import (
     ADAM_BYTES,
     ADAM_BYTES_FP32,

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Bytes one rank holds, by role: exactly, as the engine allocates them, and the paper's table.
 
-Only the shards are counted, not activations, gathered parameters or buckets in flight. Sizes are those of Note [Sizes]
-in ``volume.py``.
+Only the shards are counted; activations, gathered parameters and buckets in flight are in ``footprint.py``. Sizes are
+those of Note [Sizes] in ``volume.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zero_topo.quant.spec import BlockSpec
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 RESIDUAL_BYTES = 4  # FP32
+VARIANCE_BYTES = 4  # of ADAM_BYTES, per parameter: what AdamS does not keep
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
 
 
@@ -60,6 +61,18 @@ def _(mode: QuantizedSync, plan: Plan) -> int:
     """One row for each other member of the hop across nodes."""
     lo, hi = sync_hops(plan)[1]
     return hi // lo - 1 if mode.error_feedback else 0
+
+
+@singledispatch
+def mask_bytes(mode: object, plan: Plan, columns: int) -> int:
+    """Bytes that a mode of sync keeps on a rank beside its residual; dispatches on the mode's settings.
+
+    Args:
+        mode: the settings.
+        plan: the degrees.
+        columns: ``C``, elements of the rank's world shards.
+    """
+    return 0
 
 
 def padding_bytes(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zero_topo.config import RadiusSync
+from zero_topo.cost.memory import mask_bytes
 from zero_topo.cost.sparse import ITEMSIZES, peer_bytes
 from zero_topo.cost.volume import sync_hops
 from zero_topo.plan import Plan
@@ -22,6 +23,12 @@ def _(mode: RadiusSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
     """The mean over an interval."""
     between, resampling = between_bytes(mode, widths, plan), resampling_bytes(mode, sum(widths), plan)
     return ((mode.interval - 1) * between + resampling) / mode.interval
+
+
+@mask_bytes.register
+def _(mode: RadiusSync, plan: Plan, columns: int) -> int:
+    """A bit for each element that the peers reduce, each of the ``P`` rows packed by itself."""
+    return _peers(plan) * -(-columns // 8) if _peers(plan) > 1 else 0
 
 
 def between_bytes(mode: RadiusSync, widths: Iterable[int], plan: Plan) -> int:

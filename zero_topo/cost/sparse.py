@@ -24,6 +24,11 @@ ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @book_sync.register
 def _(mode: SparseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
+    """See :func:`book_sparse`."""
+    book_sparse(mode, books, widths)
+
+
+def book_sparse(mode: SparseSync, books: Books, widths: Sequence[int]) -> None:
     """Inside the node FP32 if that is not behind us, then the mode's messages, then FP32 rows inside the node."""
     plan, columns = books.plan, sum(widths)
     inner, outer = sync_hops(plan)
@@ -89,4 +94,4 @@ def _(mode: OkTopkSync, numel: int, plan: Plan, peers: int) -> float:
 def _(mode: SparseSync, plan: Plan) -> int:
     """All elements that the peers reduce."""
     lo, hi = sync_hops(plan)[1]
-    return hi // lo if mode.error_feedback and hi > lo else 0
+    return hi // lo if mode.error_feedback and not mode.offload_residual and hi > lo else 0

@@ -8,9 +8,10 @@ from typing import Any
 import deepspeed
 from torch import Tensor
 
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, VARIANCE_BYTES
 from zero_topo.engine import hook
 from zero_topo.engine.stage3 import Stats
+from zero_topo.sync import AdamS
 
 
 def enable() -> None:
@@ -64,11 +65,17 @@ def stats(engine: Any) -> Stats:
         memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer)},
         work=topo.workload(persistent, micro_batches),
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
-        optimizer_itemsize=ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES,
+        optimizer_itemsize=_optimizer_itemsize(optimizer),
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds()),
         sync_report=topo.gradients.mode.report(),
     )
+
+
+def _optimizer_itemsize(optimizer: hook.TopoStage3) -> int:
+    """Bytes per element that Adam's states and FP32 masters (unless these are the weights) are expected to take."""
+    adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
+    return adam - VARIANCE_BYTES if isinstance(optimizer.optimizer, AdamS) else adam
 
 
 def _optimizer_bytes(optimizer: hook.TopoStage3) -> int:

@@ -10,7 +10,6 @@ Note [The seam]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -26,15 +25,17 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.compat import Assigned, Required, differences, refuse, unassigned
-from zero_topo.engine.initialize import check_call, resolve_block, seed_everything
-from zero_topo.engine.masters import clean
+from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
+from zero_topo.engine.masters import clean, moments
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.sync import AdamS, Moment
 
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
@@ -93,26 +94,15 @@ def install() -> None:
     check_deepspeed()
     DeepSpeedEngine._zero_topo_hook = True
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
-    deepspeed.initialize = _checked_first(deepspeed.initialize)
-    Init.__init__ = _checked_first(Init.__init__)
-
-
-def _checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Validate the config a call carries before the call can create a process group."""
-    signature = inspect.signature(function)
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check_call(signature.bind(*args, **kwargs).arguments)
-        return function(*args, **kwargs)
-
-    return checked
+    ZERO_SUPPORTED_OPTIMIZERS.append(AdamS)
+    deepspeed.initialize = checked_first(deepspeed.initialize)
+    Init.__init__ = checked_first(Init.__init__)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size)
+        resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size, engine=engine)
         if resolved is None:
             return configure(engine, optimizer)
         for note in resolved.log_lines():
@@ -161,6 +151,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
             loss_scale=lambda: float(self.loss_scale),
+            moments=self._moments,
         )
         self.topo = Stage3(self._topo_config, setup)
         weights = self.topo.weights
@@ -176,6 +167,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         self._gathers.adopt(self.module.parameters())
 
     def _setup_for_real_optimizer(self) -> None:
+        self.topo.gradients.mode.check_optimizer(self.optimizer)
         super()._setup_for_real_optimizer()
         gradients = self.topo.gradients
         own = gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)]
@@ -197,6 +189,11 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             if stock.grad is not None:
                 master.grad = torch.zeros_like(master)
             self.fp32_partitioned_groups_flat[i] = master
+
+    def _moments(self) -> list[Moment]:
+        groups = [self.optimizer.param_groups[group] for _, group in sorted(self.sub_group_to_group_id.items())]
+        begins = [begin for begin, _ in self._sub_group_columns()]
+        return moments(self.topo.masters, self.optimizer.state, self.fp32_partitioned_groups_flat, begins, groups)
 
     def _sub_group_columns(self) -> list[tuple[int, int]]:
         return list(pairwise(accumulate(self.fp16_partitioned_groups_flat_numel, initial=0)))
@@ -386,7 +383,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
     def destroy(self) -> None:
         super().destroy()
         self._gathers.release()
-        self.topo.mesh.destroy()
+        self.topo.destroy()
         del self._gathers, self.topo  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
 
     # -- accounting ------------------------------------------------------------------------------------------------

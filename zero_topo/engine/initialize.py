@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config.errors import ROOT
+from zero_topo.engine.automatic import choose_plan
 from zero_topo.topology.discover import resolve as resolve_topology
 
 CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
@@ -32,6 +36,38 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         return load_deepspeed_config(config)
     except ValueError:
         return None
+
+
+def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, once the config that a call of it carries is known to be good: before it can create a group."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        check_call(call.arguments)
+        if "optimizer" in signature.parameters:
+            call.arguments |= own_optimizer(call.arguments)
+        return function(*call.args, **call.kwargs)
+
+    return checked
+
+
+def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that has ``deepspeed.initialize`` build AdamS, which it does not know, if the config names it.
+
+    Args:
+        arguments: the call's bound arguments.
+    """
+    config = deepspeed_config_of(arguments) or {}
+    named = config.get("optimizer")
+    if ROOT not in config or arguments.get("optimizer") is not None or not isinstance(named, Mapping):
+        return {}
+    if str(named.get("type")).lower() != "adams":
+        return {}
+    from zero_topo.sync import AdamS
+
+    return {"optimizer": lambda parameters: AdamS(parameters, **named.get("params", {}))}
 
 
 def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> None:
@@ -101,6 +137,7 @@ def resolve_block(
     world_size: int | None,
     data_parallel_size: int | None,
     env: Mapping[str, str] = os.environ,
+    engine: Any | None = None,
 ) -> ResolvedConfig | None:
     """The resolved ``zero_topo`` block of a DeepSpeed config, or None if there is none.
 
@@ -109,6 +146,7 @@ def resolve_block(
         world_size: ranks of the launch, if known.
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
+        engine: DeepSpeed's, whose model the scheme "auto" is chosen for; None before there is one.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
@@ -122,7 +160,8 @@ def resolve_block(
             f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "
             "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
         )
-    return block.resolve(resolve_topology(block.topology, env, world_size))
+    topology = resolve_topology(block.topology, env, world_size)
+    return choose_plan(block, topology, engine) if block.scheme == AUTO else block.resolve(topology)
 
 
 def seed_everything(seed: int | None, rank: int) -> None:

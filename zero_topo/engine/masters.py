@@ -19,6 +19,7 @@ from zero_topo.collectives.all_gather import Counted, all_gather_rows
 from zero_topo.collectives.meter import Meter
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
+from zero_topo.sync import Moment
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -128,6 +129,30 @@ class Masters:
         self.table(wide)[self._own].copy_(value)
         self.share(wide)
         return wide
+
+
+def moments(
+    masters: Masters | None, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
+) -> list[Moment]:
+    """What an Adam-like optimizer remembers of the gradients, for the mode of sync.
+
+    Args:
+        masters: None where a rank has one row.
+        state: by master.
+        flats: the masters, one for each sub-group.
+        begins: the first column of each.
+        groups: the optimizer's parameter group of each.
+
+    Returns:
+        One entry for each sub-group that has been updated before.
+    """
+    found = []
+    for flat, begin, group in zip(flats, begins, groups, strict=True):
+        mean = state.get(flat, {}).get("exp_avg")
+        if mean is not None:
+            table = mean.view(1, -1) if masters is None else masters.table(mean)
+            found.append(Moment(begin, table, float(group["betas"][0])))
+    return found
 
 
 def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:

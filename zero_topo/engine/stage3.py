@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.registry import select_quantizer, sparse_ops
-from zero_topo.sync import Parameter, SyncContext, build_mode
+from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class Setup:
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
         bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
         loss_scale: the present loss scale.
+        moments: what the optimizer remembers now; empty before its first step.
     """
 
     numels: tuple[int, ...]
@@ -57,6 +58,7 @@ class Setup:
     accumulation_dtype: torch.dtype
     bucket_numel: int
     loss_scale: Callable[[], float]
+    moments: Callable[[], Sequence[Moment]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Stats:
         memory: role -> bytes held on this rank.
         work: the model as the cost formulas see it.
         accumulation_itemsize: bytes per element of the gradient buffer.
-        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves.
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
+            4 less with AdamS.
         calls: phase -> collectives since the start.
         phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
         sync_report: what the mode of sync says of the last step: densities, norms, counts.
@@ -142,6 +145,7 @@ class Stage3:
             columns=self.layout.columns,
             device=setup.like.device,
             sparse=sparse_ops(self.quantizer, setup.like.device),
+            moments=setup.moments,
             parameters=tuple(
                 Parameter(name, dims, span)
                 for name, dims, span in zip(setup.names, setup.dims, self.layout.spans(slots), strict=True)
@@ -179,19 +183,20 @@ class Stage3:
 
     @contextmanager
     def watched(self, master: Tensor, begin: int, rate: float | Tensor) -> Iterator[None]:
-        """Around the optimizer's update of some masters: show it to the mode of sync, if that wants to see it.
+        """Around the optimizer's update of some masters: the mode of sync may prepare it, and see it if it wants to.
 
         Args:
             master: FP32, flat: this rank's optimizer shard of some whole parameters.
             begin: the first of their columns.
             rate: their learning rate; optimizers may keep it in a tensor.
         """
-        mode = self.gradients.mode
+        mode, flat = self.gradients.mode, master.detach()
+        rows = flat.view(1, -1) if self.masters is None else self.masters.table(flat)
+        mode.before_update(begin, rows.shape[1])
         if not mode.wants_updates:
             yield
             return
-        flat = master.detach()
-        row = flat if self.masters is None else self.masters.table(flat)[self.masters.own_row]
+        row = rows[0 if self.masters is None else self.masters.own_row]
         old = row.clone()
         yield
         mode.after_update(begin, old, row, float(rate))
@@ -207,6 +212,11 @@ class Stage3:
             self.weights.settle()
             check_replicas(self.config.plan, self.weights.copies())
         self.meter.end_step()
+
+    def destroy(self) -> None:
+        """Finish what is under way and destroy the groups. Collective."""
+        self.gradients.mode.settle()
+        self.mesh.destroy()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond DeepSpeed's own to go on bit for bit; this rank's part.

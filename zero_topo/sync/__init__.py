@@ -4,10 +4,13 @@
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """
 
-from zero_topo.sync import dense, oktopk, quantized, radius, tagc, topk
-from zero_topo.sync.base import Parameter, SyncContext, SyncMode, build_mode
+from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, topk
+from zero_topo.sync.adams import AdamS
+from zero_topo.sync.base import Moment, Parameter, SyncContext, SyncMode, build_mode
 
 __all__ = [
+    "AdamS",
+    "Moment",
     "Parameter",
     "SyncContext",
     "SyncMode",
@@ -16,6 +19,7 @@ __all__ = [
     "oktopk",
     "quantized",
     "radius",
+    "scape",
     "tagc",
     "topk",
 ]

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ class Parameter:
     span: Span
 
 
+class Moment(NamedTuple):
+    """What the optimizer remembers of the gradients of some whole parameters.
+
+    Attributes:
+        begin: the first of their columns.
+        mean: FP32 ``[N / O, width]``, the decaying mean of this rank's optimizer rows; a view, on any device.
+        beta: its decay rate.
+    """
+
+    begin: int
+    mean: Tensor
+    beta: float
+
+
 @dataclass(frozen=True)
 class SyncContext:
     """What a mode needs to know of the engine.
@@ -49,6 +64,7 @@ class SyncContext:
         device: of the gradient shard.
         sparse: element-wise operations, for modes that use them.
         parameters: all of them, in the order of their columns.
+        moments: what the optimizer remembers now; empty before its first step.
     """
 
     plan: Plan
@@ -60,6 +76,7 @@ class SyncContext:
     device: torch.device
     sparse: SparseOps
     parameters: tuple[Parameter, ...]
+    moments: Callable[[], Sequence[Moment]]
 
 
 class SyncMode(ABC):
@@ -100,6 +117,21 @@ class SyncMode(ABC):
         """Whether :meth:`after_update` shall be called in this step; alike on all ranks of a hop across domains."""
         return False
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (most modes do with any)
+        """Refuse an optimizer that the mode cannot work with.
+
+        Raises:
+            ValueError: if it cannot.
+        """
+
+    def before_update(self, begin: int, width: int) -> None:  # noqa: B027 (most modes leave the optimizer alone)
+        """The optimizer will update the masters of some whole parameters now; the step is not skipped.
+
+        Args:
+            begin: the first of their columns.
+            width: how many there are.
+        """
+
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:  # noqa: B027
         """The optimizer has updated the masters of some whole parameters; the step is not skipped.
 
@@ -112,6 +144,9 @@ class SyncMode(ABC):
 
     def commit(self, skipped: bool) -> None:  # noqa: B027 (most modes keep no state)
         """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
+
+    def settle(self) -> None:  # noqa: B027 (most modes leave nothing under way)
+        """Wait for what :meth:`commit` has begun; collective."""
 
     def report(self) -> dict[str, float]:
         """What a user may want to know of the last step: densities, norms, counts; this rank's own."""

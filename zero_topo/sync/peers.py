@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.exchange import to_all, to_each, to_each_uneven
+from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Meter
 from zero_topo.mesh import Hop
 
@@ -30,13 +31,21 @@ class Peers:
 
     def gather(self, x: Tensor) -> Tensor:
         """``x``, of one shape on all members, from each: ``[size, *x.shape]``."""
+        return self.gather_later(x).wait()
+
+    def gather_later(self, x: Tensor) -> Handle[Tensor]:
+        """As :meth:`gather`, under way when this returns; wait for it before any other call of this object.
+
+        Args:
+            x: must not change until then.
+        """
         if self.size == 1:
-            return x[None]
+            return Handle(None, (), lambda: x[None])
         message = as_bytes(x)
         self._count((self.size - 1) * message.numel())
         received, work = to_all(self._hop, message)
-        work.wait()
-        return received[list(self._hop.slots)].view(x.dtype).view(self.size, *x.shape)
+        slots = list(self._hop.slots)
+        return Handle(work, (message, received), lambda: received[slots].view(x.dtype).view(self.size, *x.shape))
 
     def gather_uneven(self, x: Tensor) -> list[Tensor]:
         """``x``, 1-D of any length, from each."""

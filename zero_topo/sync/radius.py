@@ -18,9 +18,7 @@ Note [One chooser]
     break differently on other devices, so none chooses for a row that is not its own. As slices of a parameter are
     equally wide in all rows, all rows of the mask hold equally many elements, and no lengths travel either.
 
-Note [Rounding]
-    Where values travel in fewer bits, what rounding takes from a rank's values stays in its residual, and what it takes
-    from the sums in the owner's, at any step. In FP32 a step that resamples leaves a residual of zero.
+In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``masked.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from torch import Tensor
 
 from zero_topo.config import RadiusSync
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import DTYPES
-from zero_topo.sync.sparse import Outcome, Sparse
+from zero_topo.sync.masked import Masked
+from zero_topo.sync.sparse import Outcome
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,12 @@ class _Choice:
     moved: bool
 
 
-class Radius(Sparse[Memory]):
+class Radius(Masked[Memory]):
     """See the module."""
 
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
         self.config = config
         super().__init__(config, context)
-        self.dtype = DTYPES[config.value_dtype]
         self._choice: _Choice | None = None
 
     def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
@@ -79,29 +76,11 @@ class Radius(Sparse[Memory]):
         table = total.view(self.peers.size, -1)
         after = replace(state, step=state.step + 1)
         if state.step < self.config.start or self._resamples(state):
-            reduced, left = self._reduce(table)
+            reduced, left = self.reduce_rows(table)
             return Outcome(reduced, left.view(-1), after, self._numbers(self.numel, resampled=self._resamples(state)))
         mask = self.mask(state)
-        reduced = torch.zeros_like(table)
-        sums, left = self._reduce(table[mask].view(self.peers.size, -1))
-        reduced[mask], table[mask] = sums.view(-1), left.view(-1)
-        return Outcome(reduced, total, after, self._numbers(left.numel(), resampled=False))
-
-    def _reduce(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the peers of ``[P, K]`` values, of the own row or of all, and what rounding left; collective."""
-        own, width = self.peers.index, packed.shape[1]
-        sent = packed.to(self.dtype)
-        left = packed - sent.float()
-        total = packed.new_zeros(width)
-        for message in self.peers.scatter_known(list(sent), [width] * self.peers.size):
-            total += message.float()
-        if self.everywhere:
-            told = total.to(self.dtype)
-            left[own] += total - told.float()
-            return self.peers.gather(told).float(), left
-        sums = torch.zeros_like(packed)
-        sums[own] = total
-        return sums, left
+        reduced, left = self.reduce_masked(table, mask)
+        return Outcome(reduced, left.view(-1), after, self._numbers(int(mask.sum()), resampled=False))
 
     def _resamples(self, state: Memory) -> bool:
         """Whether the step reduces everything and chooses a mask."""
@@ -114,7 +93,7 @@ class Radius(Sparse[Memory]):
 
     def mask(self, state: Memory) -> Tensor:
         """Bool ``[P, C]``."""
-        return torch.stack([self.context.sparse.unpack(row, self._columns) for row in state.bits])
+        return self.unpacked(state.bits)
 
     # -- the choice ------------------------------------------------------------------------------------------------
 
@@ -144,7 +123,7 @@ class Radius(Sparse[Memory]):
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
-        bits = self.peers.gather(self.context.sparse.pack(choice.mask))
+        bits = self.peers.gather(self.packed(choice.mask))
         self._state = replace(self._state, chosen=True, bits=bits)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -153,6 +132,10 @@ class Radius(Sparse[Memory]):
         """No step, no mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
         return Memory(0, False, bits)
+
+    def state_bytes(self) -> int:
+        """See :meth:`SyncMode.state_bytes`: the residual and the mask."""
+        return super().state_bytes() + self.peers.size * -(-self._columns // 8) if self.active else 0
 
     def save(self, state: Memory) -> dict[str, Tensor]:
         """See :meth:`Sparse.save`."""

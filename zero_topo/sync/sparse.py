@@ -76,6 +76,7 @@ class Sparse(SyncMode, Generic[State]):
         peers: the ranks that hold the same elements.
         everywhere: whether ranks need more than their own row.
         numel: ``n``, elements of the table.
+        active: whether there is anything to exchange.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -94,9 +95,13 @@ class Sparse(SyncMode, Generic[State]):
         self.numel = self.peers.size * self._columns
         self._dense = Dense(DenseSync(), context)
         self._wire = Wire(context.quantizer, None, torch.float32)
-        self._feedback = config.error_feedback
-        alone = self.peers.size == 1 or not self._columns
-        self._residual = torch.zeros(0 if alone or not self._feedback else self.numel, device=context.device)
+        self.active = self.peers.size > 1 and self._columns > 0
+        self._offloaded = config.offload_residual and context.device.type != "cpu"
+        self._residual = torch.zeros(
+            self.numel if self.active and config.error_feedback else 0,
+            device="cpu" if self._offloaded else context.device,
+            pin_memory=self._offloaded,
+        )
         self._state = self.fresh()
         self._pending: _Pending[State] | None = None
         self._paid = False  # the residual is in the gradients already
@@ -133,7 +138,7 @@ class Sparse(SyncMode, Generic[State]):
                 shard[:, begin:end] = torch.nan
             return None
         if self._residual.numel() and not self._paid:
-            total += self._residual
+            total += self._residual.to(total.device, non_blocking=True)
         outcome = self.exchange(total, self._state)
         self._deliver(shard, outcome.reduced.view(self.peers.size, -1) * scale)
         return outcome
@@ -183,9 +188,9 @@ class Sparse(SyncMode, Generic[State]):
         pending, self._pending, self._paid = self._pending, None, False
         if skipped or pending is None or pending.outcome is None:
             return
-        outcome = pending.outcome
+        outcome, left = pending.outcome, pending.outcome.residual.view(-1)
         if self._residual.numel():
-            self._residual = outcome.residual.view(-1)
+            self._residual = self._residual.copy_(left) if self._offloaded else left
         self._state = outcome.state
         self._report = dict(outcome.report)
 
@@ -207,12 +212,12 @@ class Sparse(SyncMode, Generic[State]):
         return {**self._report, "residual_norm": float(self._residual.norm())} if self._report else {}
 
     def state_bytes(self) -> int:
-        """Bytes of the residual and of what the mode remembers."""
-        return sum(value.nbytes for value in self.state_dict().values())
+        """Bytes on the device: the residual, and what a mode remembers beside it if that is of the gradient's size."""
+        return 0 if self._offloaded else self._residual.nbytes
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residual and what the mode remembers."""
-        if self.peers.size == 1 or not self._columns:
+        if not self.active:
             return {}
         return {"residual": self._residual, **self.save(self._state)}
 

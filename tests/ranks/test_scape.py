@@ -1,0 +1,402 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""SCAPE: step by step what the paper's formulas give, in its own units; at density 1, AdamS with the dense gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.test_sparse_modes import PLAIN
+from tests.ranks.worlds import NUMELS, World, world
+from zero_topo import AdamS
+from zero_topo.config import ScapeSync
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.engine.masters import moments
+from zero_topo.sync import Moment
+from zero_topo.sync.scape import Scape
+from zero_topo.topology.presets import emulated
+
+BETAS = (0.9, 0.95)
+RATE, DECAY, EPS = 0.02, 0.1, 1e-8
+CLIP = 0.7
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "hierarchy": ({"scheme": "topo", "optimizer": "node"}, (2, 2, 2)),
+    "three nodes": ({"scheme": "topo", "optimizer": "node"}, (3, 1, 2)),
+    "a hop in the node first": (
+        {"scheme": "mics", "weights": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+        (2, 2, 2),
+    ),
+    "data parallel": ({"weights": "rank", "gradients": "rank", "optimizer": "rank"}, (4, 1, 1)),
+    "data parallel over nodes": ({"weights": "rank", "gradients": "rank", "optimizer": "rank"}, (2, 2, 1)),
+}
+
+
+def scape_world(setting: str, numels: tuple[int, ...] = NUMELS, mode: str = "scape", **sync: Any) -> World:
+    """A world with the mode and nothing quantized."""
+    block, shape = SETTINGS[setting]
+    return replace(world({**block, "quantize": PLAIN, "sync": {"mode": mode, **sync}}, emulated(*shape)), numels=numels)
+
+
+class Seen(NamedTuple):
+    """After a step of one rank: optimizer rows ``[R, F]`` of what it got, its weights and momentum; the mask before."""
+
+    rows: Tensor
+    weights: Tensor
+    momentum: Tensor
+    mask: Tensor | None
+    sent: int
+
+
+class Trainer:
+    """One rank's engine with AdamS on masters in two sub-groups, clipped by the global norm as the hook does it."""
+
+    def __init__(self, w: World, rank: int, clip: float = 0.0) -> None:
+        self.w, self.rank, self.clip = w, rank, clip
+        self.engine = w.engine(moments=self.moments)
+        self.height, columns = self.engine.gradients.optimizer_rows().shape
+        cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
+        self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
+        self.masters = [torch.ones(self.height * (end - begin), requires_grad=True) for begin, end in self.columns]
+        self.optimizer = AdamS(self.masters, RATE, BETAS, eps=EPS, weight_decay=DECAY)
+
+    def moments(self) -> Sequence[Moment]:
+        """As the hook gives them."""
+        begins = [begin for begin, _ in self.columns]
+        groups = self.optimizer.param_groups * len(begins)
+        return moments(self.engine.masters, self.optimizer.state, self.masters, begins, groups)
+
+    def sync(self, step: int) -> Tensor:
+        """One micro-batch and sync; the optimizer's rows."""
+        self.engine.gradients.scatter(range(len(self.w.numels)), self.w.grads(self.rank, step), last=True)
+        self.engine.gradients.sync()
+        return self.engine.gradients.optimizer_rows().clone()
+
+    def step(self, step: int) -> Seen:
+        """A whole step."""
+        mode = self.engine.gradients.mode
+        mask = mode.mask(mode._state) if isinstance(mode, Scape) else None
+        rows = self.sync(step)
+        factor = self._clipping()
+        for master, (begin, end) in zip(self.masters, self.columns, strict=True):
+            master.grad = (rows[:, begin:end] * factor).reshape(-1)
+        for master, (begin, _) in zip(self.masters, self.columns, strict=True):
+            self.optimizer.param_groups[0]["params"] = [master]
+            with self.engine.watched(master, begin, RATE):
+                self.optimizer.step()
+        self.engine.end_step(skipped=False)
+        sent = sum(n for (phase, _), n in self.engine.meter.last_step().items() if phase == "sync")
+        return Seen(rows, self._table(self.masters), self._table([m.mean for m in self.moments()]), mask, sent)
+
+    def _clipping(self) -> float:
+        """The factor, of the norm over distinct rows, of which each rank counts its own."""
+        gradients = self.engine.gradients
+        own = gradients.buffer[self.engine.layout.row(self.w.config.plan.gradients)]
+        total = (own.double() ** 2).sum().view(1)
+        dist.all_reduce(total)
+        return min(1.0, self.clip / float(total.sqrt())) if self.clip else 1.0
+
+    def _table(self, flats: Sequence[Tensor]) -> Tensor:
+        parts = [flat.detach().reshape(self.height, -1) for flat in flats]
+        return torch.cat(parts, dim=1).clone()
+
+
+def train(w: World, steps: int, clip: float = 0.0) -> list[list[Seen]]:
+    """Steps of every rank."""
+
+    def rank_main(rank: int) -> list[Seen]:
+        trainer = Trainer(w, rank, clip)
+        return [trainer.step(step) for step in range(steps)]
+
+    return run_threads(w.size, rank_main)
+
+
+# -- the paper's algorithm, in one process -----------------------------------------------------------------------------
+
+
+def gradient_rows(w: World, step: int, ranks: Sequence[int]) -> Tensor:
+    """The mean over the world of some ranks' gradients, FP64 ``[N, F]``, row ``t`` that of tree position ``t``."""
+    total = torch.zeros(w.size, w.columns, dtype=torch.float64)
+    for rank in ranks:
+        grads = w.grads(rank, step)
+        total += torch.stack([w.own_columns(owner, grads) for owner in w.config.plan.rank_at])
+    return total / w.size
+
+
+class Reference:
+    """SCAPE as printed, on whole rows of the world in FP64: residuals in units of the momentum, clipping rebuilt."""
+
+    def __init__(self, w: World, mode: ScapeSync, clip: float) -> None:
+        plan = w.config.plan
+        self.w, self.mode, self.clip = w, mode, clip
+        inner = plan.route(plan.gradients, plan.world_size)
+        self.width = inner[-1][0]  # ranks of one peer
+        self.peers = plan.world_size // self.width
+        vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
+        shape = (w.size, w.columns)
+        self.takes = torch.ones(shape, dtype=torch.bool)
+        self.takes[:, :vectors] = False
+        self.mask = torch.ones(shape, dtype=torch.bool)
+        self.owed = torch.zeros(self.peers, *shape, dtype=torch.float64)
+        self.m, self.weights, self.count = torch.zeros(shape).double(), torch.ones(shape).double(), 0
+
+    def step(self, step: int) -> None:
+        """Steps 1 to 7 of the paper's algorithm."""
+        (b1, b2), self.count = BETAS, self.count + 1
+        plan = self.w.config.plan
+        parts = [[plan.rank_at[p * self.width + i] for i in range(self.width)] for p in range(self.peers)]
+        local = torch.stack([gradient_rows(self.w, step, ranks) * self.peers for ranks in parts])
+        mt = b1 * self.m + (1 - b1) * local + self.owed
+        b = mt.mean(dim=0)
+        g = torch.where(self.mask, (b - b1 * self.m) / (1 - b1), 0.0)
+        norm = float(g.norm())
+        g *= min(1.0, self.clip / norm) if self.clip else 1.0
+        after = torch.where(self.mask, b1 * self.m + (1 - b1) * g, 0.0)
+        v = torch.where(self.mask, b2 * self.m**2 + (1 - b2) * g**2, 0.0)
+        update = after / (1 - b1**self.count) / ((v / (1 - b2**self.count)).sqrt() + EPS)
+        self.weights -= RATE * (update + DECAY * self.weights)
+        self.owed = torch.where(self.mask, 0.0, mt)
+        self.m, self.mask = after, self._choose(mt)
+
+    def _choose(self, mt: Tensor) -> Tensor:
+        chosen = ~self.takes
+        for row in range(self.w.size):
+            columns = self.takes[row].nonzero()[:, 0]
+            score = mt[row // self.width, row, columns].abs()
+            count = max(1, -int(-self.mode.density_at(self.count) * len(columns) // 1))
+            chosen[row, columns[torch.topk(score, count).indices]] = True
+        return chosen
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_step_is_the_papers(setting: str, clip: float) -> None:
+    """Weights and momentum of an implementation in the paper's own units: delay, feedback, rebuild, clipping, decay."""
+    w = scape_world(setting, density=0.1, start_density=0.5, warmup=2)
+    assert isinstance(w.config.sync, ScapeSync)
+    reference, plan = Reference(w, w.config.sync, clip), w.config.plan
+    results = train(w, 6, clip)
+    for step in range(6):
+        reference.step(step)
+        for rank, found in enumerate(results):
+            rows = [plan.position(r) for r in plan.rows(rank, plan.optimizer)]
+            expected = reference.weights[rows].float()
+            real = [i for i, n in enumerate(expected.abs().sum(dim=1)) if n]
+            torch.testing.assert_close(
+                found[step].momentum[real], reference.m[rows].float()[real], atol=2e-6, rtol=1e-5
+            )
+            torch.testing.assert_close(found[step].weights[real], expected[real], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_density_one_is_dense(setting: str, clip: float) -> None:
+    """Everything in the mask: AdamS with the mean gradient, clipped alike."""
+    sparse = train(scape_world(setting, density=1.0), 4, clip)
+    dense = train(scape_world(setting, mode="dense"), 4, clip)
+    for found, expected in zip(sparse, dense, strict=True):
+        torch.testing.assert_close(found[-1].weights, expected[-1].weights, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found[-1].momentum, expected[-1].momentum, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_arrive_on_the_mask_alone(setting: str) -> None:
+    """The optimizer gets zero off the mask that was there before the step, and momentum lives on it alone."""
+    w = scape_world(setting, density=0.05)
+    vectors = sum(w.config.plan.shard_numel(n) for n in w.numels if n == 1)
+    for found in train(w, 4):
+        for seen in found:
+            assert seen.mask is not None
+            assert not seen.rows[:, vectors:][~seen.mask].any()
+            assert not seen.momentum[:, vectors:][~seen.mask].any()
+        masks = [seen.mask for seen in found if seen.mask is not None]
+        assert masks[0].all() and not masks[1].all()
+        assert {int(mask.sum(dim=1).min()) for mask in masks[1:]} == {int(masks[1][0].sum())}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_replicas_stay_alike(setting: str) -> None:
+    """Ranks that hold the same optimizer rows have the same bits of weights and momentum after every step."""
+    w = scape_world(setting, density=0.1)
+    plan, results = w.config.plan, train(w, 4, CLIP)
+    for rank, found in enumerate(results):
+        twin = results[plan.rank_at[plan.position(rank) % plan.optimizer]]
+        assert torch.equal(found[-1].weights, twin[-1].weights)
+        assert torch.equal(found[-1].momentum, twin[-1].momentum)
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("numel", "density"), [(2, 0.5), (1000, 0.01), (30_000, 0.001), (30_000, 0.3)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: str) -> None:
+    """``m' + sum of e' = b m + (1 - b) mean of g + sum of e`` in every element, rounding of values included."""
+    w = scape_world(setting, (numel,), density=density, value_dtype=value_dtype)
+    plan, b1 = w.config.plan, BETAS[0]
+
+    def rank_main(rank: int) -> list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]:
+        trainer, found = Trainer(w, rank), []
+        mode = trainer.engine.gradients.mode
+        assert isinstance(mode, Scape)
+        for step in range(4):
+            seen = trainer.step(step)
+            lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
+            own = seen.momentum[trainer.engine.layout.row(plan.gradients)]
+            found.append((own, seen.rows, list(zip(plan.group(rank, lo, hi), mode.owed(), strict=True))))
+        return found
+
+    results = run_threads(w.size, rank_main)
+    before = [torch.zeros(w.columns) for _ in range(w.size)]
+    for step in range(4):
+        owed = [torch.zeros(w.columns) for _ in range(w.size)]
+        for found in results:
+            for member, debt in found[step][2]:
+                owed[member] += (1 - b1) * debt
+        for rank in range(w.size):
+            mean = sum((w.own_columns(rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
+            now = results[rank][step][0] + owed[rank]
+            torch.testing.assert_close(now, b1 * before[rank] + (1 - b1) * mean, atol=1e-5, rtol=1e-5)
+            # The momentum decays at the next step, what is owed does not.
+            before[rank] = results[rank][step][0] + owed[rank] / b1
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_skipped_step_changes_nothing(setting: str) -> None:
+    """Mask, residual, density schedule and momentum are as if the step had not been."""
+    w = scape_world(setting, density=0.05, warmup=3)
+
+    def rank_main(rank: int, skips: bool) -> Tensor:
+        trainer = Trainer(w, rank)
+        for step in range(4):
+            if skips and step == 2:
+                trainer.sync(77)
+                trainer.engine.end_step(skipped=True)
+            seen = trainer.step(step)
+        return torch.cat([seen.weights, seen.momentum])
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_resume_is_exact(setting: str) -> None:
+    """Saved while the next mask is on its way, in the middle of the warm-up, and loaded into a new engine."""
+    w = scape_world(setting, density=0.05, warmup=5)
+
+    def rank_main(rank: int, stops: bool) -> Tensor:
+        trainer = Trainer(w, rank)
+        for step in range(6):
+            if stops and step == 3:
+                saved = {key: value.clone() for key, value in trainer.engine.gradients.mode.state_dict().items()}
+                trainer.engine = w.engine(moments=trainer.moments)
+                trainer.engine.gradients.mode.load_state_dict(saved)
+            seen = trainer.step(step)
+        return torch.cat([seen.weights, seen.momentum])
+
+    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
+    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_not_a_number_reaches_the_optimizer() -> None:
+    """On every rank, and the state stays finite."""
+    w = scape_world("hierarchy", density=0.05)
+
+    def rank_main(rank: int) -> tuple[bool, bool]:
+        trainer = Trainer(w, rank)
+        trainer.step(0)
+        grads = w.grads(rank, 1)
+        if rank == 3:
+            grads[-1][5] = float("nan")
+        gradients = trainer.engine.gradients
+        gradients.scatter(range(len(w.numels)), grads, last=True)
+        gradients.sync()
+        seen = bool(torch.isnan(gradients.optimizer_rows()).any())
+        trainer.engine.end_step(skipped=True)
+        clean = all(bool(torch.isfinite(v).all()) for v in gradients.mode.state_dict().values())
+        return seen, clean
+
+    results = run_threads(w.size, rank_main)
+    assert any(seen for seen, _ in results) and all(clean for _, clean in results)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.01])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_meter_counts_what_the_formula_says(setting: str, density: float) -> None:
+    """Masked values there and back, and bits; and the one byte to each peer that says whether all is finite."""
+    w = scape_world(setting, (40_000,), density=density)
+    lo, hi = w.config.plan.route(w.config.plan.gradients, w.size)[-1]
+    work = Workload.uniform(w.numels, itemsize=4)
+    expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync") + hi // lo - 1
+    for found in train(w, 3):
+        assert [seen.sent for seen in found[1:]] == [expected] * 2
+
+
+@pytest.mark.parametrize(("density", "share"), [(0.1, 5), (0.01, 20)])
+def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, share: int) -> None:
+    """Of what crosses nodes when sync is dense in FP32 and weights are published in 16 bits: 6 bytes an element."""
+    w = scape_world("hierarchy", (40_000,), density=density)
+    dense = 6 * 40_000 / w.config.plan.gradients / 2
+    assert all(found[-1].sent <= dense / share for found in train(w, 2))
+
+
+def quadratic_error(feedback: bool) -> float:
+    """As in ``test_sparse_modes``, with 8 ranks and AdamS: the error on the coordinates on which all ranks agree."""
+    numel, peers, steps = 512, 8, 800
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randn(numel, generator=generator)
+    pulls = torch.zeros(peers, numel)
+    pulls[:, ::8] = 20 * torch.randn(peers, 64, generator=generator)  # in every owner's slice, of which it picks 7
+    pulls[:, ::8] -= pulls[:, ::8].mean(dim=0)
+    quiet = torch.arange(numel) % 8 > 0
+    block = SETTINGS["data parallel"][0]
+    sync = {"mode": "scape", "density": 0.1, "error_feedback": feedback}
+    w = replace(world({**block, "quantize": PLAIN, "sync": sync}, emulated(peers, 1, 1)), numels=(numel,))
+
+    def rank_main(rank: int) -> float:
+        weights = torch.zeros(numel, requires_grad=True)
+        optimizer = AdamS([weights], betas=BETAS)
+        engine = w.engine(
+            moments=lambda: moments(engine.masters, optimizer.state, [weights], [0], optimizer.param_groups)
+        )
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 0.05 + (1e-4 - 0.05) * step / steps
+            engine.gradients.scatter([0], [weights.detach() - target + pulls[rank]], last=True)
+            engine.gradients.sync()
+            weights.grad = engine.gradients.optimizer_rows().reshape(-1)[:numel].clone()
+            with engine.watched(weights, 0, 0.0):
+                optimizer.step()
+            engine.end_step(skipped=False)
+        return float((weights.detach() - target)[quiet].norm() / target[quiet].norm())
+
+    return max(run_threads(peers, rank_main))
+
+
+def test_error_feedback_is_what_makes_it_learn() -> None:
+    """Ranks disagree loudly on an eighth of the coordinates, which fill every mask unless what is owed adds up."""
+    assert quadratic_error(True) < 0.1
+    assert quadratic_error(False) > 0.5
+
+
+def test_the_momentum_of_the_whole_shard_is_needed() -> None:
+    """An optimizer shard of another degree is refused with the way out."""
+    with pytest.raises(ValueError, match=r'sync\.mode = "scape": .*"optimizer": "node"'):
+        world({"scheme": "topo", "sync": {"mode": "scape"}}, emulated(2, 2, 2))
+
+
+def test_another_optimizer_is_refused() -> None:
+    """By the mode, whoever built the optimizer."""
+    w = scape_world("data parallel")
+
+    def rank_main(rank: int) -> None:
+        mode = w.engine().gradients.mode
+        with pytest.raises(ValueError, match=r'AdamW: .*"optimizer": \{"type": "AdamS"\}'):
+            mode.check_optimizer(torch.optim.AdamW([torch.zeros(1, requires_grad=True)]))
+
+    run_threads(w.size, rank_main)

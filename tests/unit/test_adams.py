@@ -1,0 +1,115 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""AdamS by itself: its formula, its state, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_topo import AdamS
+
+
+def stepped(count: int, **settings: Any) -> tuple[list[Tensor], AdamS]:
+    """Parameters of several sizes after some steps on the same random gradients."""
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.ones(n, requires_grad=True) for n in (1, 5, 300)]
+    optimizer = AdamS(params, **settings)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_it_is_its_formula() -> None:
+    """Four steps in FP64 arithmetic, written down once more."""
+    rate, b1, b2, eps, decay = 0.01, 0.8, 0.9, 1e-6, 0.1
+    params, _ = stepped(4, lr=rate, betas=(b1, b2), eps=eps, weight_decay=decay)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.ones(p.shape, dtype=torch.float64) for p in params]
+    means = [torch.zeros_like(w) for w in weights]
+    for t in range(1, 5):
+        for w, m in zip(weights, means, strict=True):
+            g = torch.randn(w.shape, generator=generator).double()
+            v = b2 * m**2 + (1 - b2) * g**2
+            m.mul_(b1).add_((1 - b1) * g)
+            w -= rate * (m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps) + decay * w)
+    for p, w in zip(params, weights, strict=True):
+        torch.testing.assert_close(p.detach(), w.float(), atol=1e-6, rtol=1e-6)
+
+
+def test_lists_and_single_tensors_give_the_same_bits() -> None:
+    """``foreach`` changes the calls, not the result."""
+    together, _ = stepped(3, weight_decay=0.1, foreach=True)
+    alone, _ = stepped(3, weight_decay=0.1, foreach=False)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_it_keeps_one_tensor_of_state() -> None:
+    """Half of Adam's."""
+    params, optimizer = stepped(1)
+    for p in params:
+        assert [key for key, value in optimizer.state[p].items() if isinstance(value, Tensor)] == ["exp_avg"]
+
+
+def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+    """Through ``state_dict``, step counts included."""
+    params, optimizer = stepped(2)
+    twins = [p.detach().clone().requires_grad_(True) for p in params]
+    resumed = AdamS(twins)
+    resumed.load_state_dict(optimizer.state_dict())
+    for p, twin in zip(params, twins, strict=True):
+        p.grad, twin.grad = torch.ones_like(p), torch.ones_like(p)
+    optimizer.step()
+    resumed.step()
+    assert all(torch.equal(p, twin) for p, twin in zip(params, twins, strict=True))
+
+
+def test_where_nothing_moves_weights_only_decay() -> None:
+    """Neither momentum nor gradient: ``w *= 1 - lr * weight_decay``, exactly."""
+    w = torch.full((7,), 3.0, requires_grad=True)
+    optimizer = AdamS([w], lr=0.1, weight_decay=0.5)
+    w.grad = torch.zeros(7)
+    optimizer.step()
+    assert torch.equal(w.detach(), torch.full((7,), 3.0) * (1 - 0.1 * 0.5))
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    """And does not count the step."""
+    w, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = AdamS([w, other], weight_decay=0.1)
+    w.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(other.detach(), torch.ones(2)) and other not in optimizer.state
+
+
+def test_a_closure_is_called_with_gradients_on() -> None:
+    """Its value comes back."""
+    w = torch.ones(2, requires_grad=True)
+
+    def closure() -> float:
+        loss = (w**2).sum()
+        loss.backward()
+        return float(loss)
+
+    assert AdamS([w]).step(closure) == 2.0
+    assert not torch.equal(w.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"eps": -1e-8}, "eps is -1e-08"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, "betas are"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], words: str) -> None:
+    """With the value."""
+    with pytest.raises(ValueError, match=words):
+        AdamS([torch.ones(1, requires_grad=True)], **setting)

@@ -1,0 +1,177 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""SCAPE: sparse momentum by masks that are chosen a step ahead (Zheng et al., "SCAPE", arXiv 2607.01678).
+
+With ``m`` the momentum that AdamS keeps, ``b`` its decay rate, ``g`` this peer's part of the mean gradient, ``e`` its
+residual and ``P`` peers, at each step:
+
+1. ``a = g + e``. The peers sum ``a`` on the mask that was chosen at the last step; the first mask holds everything.
+2. AdamS gets that sum as its gradient on the mask, and zero off it: the gradients' norm, by which DeepSpeed clips them,
+   is the masked one, and AdamS builds the momentum from what clipping left.
+3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero; and before AdamS steps, its momentum is zero off the mask.
+   There it moves nothing, and weights only decay.
+4. The owner of a row chooses the ``k = d * C`` elements of that row with the largest ``|e'|`` as it would be without
+   a mask. The bits travel while the next forward and backward passes compute, and make the next mask.
+
+Note [Units of the gradient]
+    The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends ``mt = b m + (1 - b) g + e``. But
+    ``m`` is common to all peers, so it need not travel: on the mask its sum minus ``b m``, over ``1 - b``, is the sum
+    of ``a``. So nothing cancels, and at density 1 AdamS gets the bits of the dense gradient.
+
+Note [Where the momentum lives]
+    In the optimizer, and nowhere else: the mode reads it before each sync and zeroes it off the mask when the step is
+    known not to be skipped. That needs the momentum of the whole gradient shard, so the optimizer shard must be the
+    same (``"optimizer": "node"``); then weights stay in step without crossing nodes, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.pack import Span
+from zero_topo.config import ScapeSync
+from zero_topo.sync.adams import AdamS
+from zero_topo.sync.base import Moment, SyncContext, build_mode
+from zero_topo.sync.masked import Masked
+from zero_topo.sync.peers import Peers
+from zero_topo.sync.picks import share
+from zero_topo.sync.sparse import Outcome
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What SCAPE remembers.
+
+    Attributes:
+        step: steps taken.
+        bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
+        chosen: this rank's own row of the mask after it, to be told to the others; None when it is on its way.
+    """
+
+    step: int
+    bits: Handle[Tensor]
+    chosen: Tensor | None
+
+
+class Scape(Masked[Memory]):
+    """See the module."""
+
+    def __init__(self, config: ScapeSync, context: SyncContext) -> None:
+        self.config = config
+        hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
+        self._inside = Peers(hops[0], context.meter, context.device) if len(hops) > 1 else None
+        super().__init__(config, context)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`SyncMode.check_optimizer`."""
+        if not isinstance(optimizer, AdamS):
+            raise ValueError(
+                f'sync.mode = "scape" with optimizer {type(optimizer).__name__}: it rebuilds the momentum of AdamS; '
+                'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
+            )
+
+    def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
+        """See :meth:`Sparse.exchange`."""
+        table = total.view(self.peers.size, -1)
+        mask = self._of_table(self.mask(state))
+        kept = self._momentum(self.context.moments())
+        own = self.peers.index
+        score = table[own] + kept[own]
+        reduced, left = self.reduce_masked(table, mask)
+        left[~mask] += kept[~mask]
+        chosen = torch.zeros_like(mask[own])
+        count = share(self.config.density_at(state.step + 1), self._columns)
+        chosen[torch.topk(score.abs(), count, sorted=False).indices] = True
+        report = {"density_asked": self.config.density_at(state.step), "density": int(mask.sum()) / self.numel}
+        return Outcome(reduced, left.view(-1), Memory(state.step + 1, state.bits, self.packed(chosen)), report)
+
+    def _momentum(self, moments: Sequence[Moment]) -> Tensor:
+        """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
+        kept = torch.zeros(self.peers.size, self._columns, device=self.context.device)
+        for moment in moments:
+            rows = self._rows(moment.mean)
+            factor = moment.beta / (1 - moment.beta) / self.peers.size
+            for columns, places in self._within(moment.begin, moment.mean.shape[1]):
+                kept[:, places] = rows[:, columns].to(kept) * factor
+        return kept
+
+    def _within(self, begin: int, width: int) -> Iterator[tuple[slice, slice]]:
+        """Of the parameters that take part in some columns: their columns among these, and in the table."""
+        for (first, past), (low, high) in zip(self._spans, self._places, strict=True):
+            if begin <= first < begin + width:
+                yield slice(first - begin, past - begin), slice(low, high)
+
+    def _of_table(self, rows: Tensor) -> Tensor:
+        """Those rows of a gradient shard that the table has."""
+        return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
+
+    def mask(self, state: Memory) -> Tensor:
+        """The mask of the next step, bool ``[N / G, C]``; waits for it, and inside a node is collective then."""
+        return self.unpacked(state.bits.wait())
+
+    def before_update(self, begin: int, width: int) -> None:
+        """See :meth:`SyncMode.before_update`: off the mask the momentum has gone into the residuals."""
+        if self._pending is None or self._pending.outcome is None:
+            return
+        mask = self.mask(self._state)
+        for moment in self.context.moments():
+            if moment.begin == begin:
+                for columns, places in self._within(begin, width):
+                    moment.mean[:, columns] *= mask[:, places].to(moment.mean)
+
+    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+        """See :meth:`SyncMode.start`."""
+        self.settle()
+        return super().start(shard, spans, scale)
+
+    def settle(self) -> None:
+        """See :meth:`SyncMode.settle`."""
+        self._state.bits.wait()
+
+    def commit(self, skipped: bool) -> None:
+        """See :meth:`SyncMode.commit`; after a step that counts, the choice of the next mask sets out."""
+        super().commit(skipped)
+        chosen = self._state.chosen
+        if chosen is None:
+            return
+        across = self.peers.gather_later(chosen)
+        bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
+        self._state = Memory(self._state.step, bits, None)
+
+    def _whole(self, bits: Tensor) -> Tensor:
+        """Of the rows of all tables inside the node the rows of the gradient shard; collective there."""
+        if self._inside is None:
+            return bits
+        return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def fresh(self) -> Memory:
+        """No step; everything is in the mask."""
+        rows = self.peers.size * (1 if self._inside is None else self._inside.size)
+        ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
+        bits = self.packed(ones).expand(rows, -1).contiguous()
+        return Memory(0, Handle(None, (), lambda: bits), None)
+
+    def state_bytes(self) -> int:
+        """See :meth:`SyncMode.state_bytes`: the residual, the mask in force and the next one."""
+        masks = 2 * len(self.context.plan.rows(0, self.context.plan.gradients)) * -(-self._columns // 8)
+        return super().state_bytes() + masks if self.active else 0
+
+    def save(self, state: Memory) -> dict[str, Tensor]:
+        """See :meth:`Sparse.save`."""
+        return {"step": torch.tensor(state.step), "mask": state.bits.wait()}
+
+    def restored(self, saved: Mapping[str, Tensor]) -> Memory:
+        """See :meth:`Sparse.restored`."""
+        bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
+        return Memory(int(saved["step"]), Handle(None, (), lambda: bits), None)
+
+
+@build_mode.register
+def _(config: ScapeSync, context: SyncContext) -> Scape:
+    return Scape(config, context)
