@@ -346,6 +346,15 @@ def test_a_tenth_and_a_hundredth_send_a_fifth_and_a_twentieth(density: float, sh
     assert all(found[-1].sent <= dense / share for found in train(w, 2))
 
 
+def test_the_density_goes_down_geometrically() -> None:
+    """From the first step's to the last one's, equal factors apart."""
+    sync = ScapeSync(density=0.01, start_density=1.0, warmup=4)
+    assert [sync.density_at(step) for step in range(6)] == pytest.approx([1.0, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.01])
+    w = scape_world("data parallel", (4096,), density=0.01, warmup=4)
+    held = [int(seen.mask.sum()) / seen.mask.numel() for seen in train(w, 6)[0] if seen.mask is not None]
+    assert held == pytest.approx([1.0, 10**-0.5, 0.1, 10**-1.5, 0.01, 0.01], abs=1 / 1024)
+
+
 def quadratic_error(feedback: bool) -> float:
     """As in ``test_sparse_modes``, with 8 ranks and AdamS: the error on the coordinates on which all ranks agree."""
     numel, peers, steps = 512, 8, 800

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_topo.bench import convergence_report
-from zero_topo.bench.convergence import CHANGE, SHAPE, Convergence, compare
+from zero_topo.bench.convergence import CHANGE, Convergence, compare
 from zero_topo.bench.convergence_training import change, warm_up_and_cosine
 from zero_topo.bench.schemes import choose
 from zero_topo.bench.training import build_model
@@ -33,8 +33,7 @@ def test_stock_and_the_chaos_floor_are_always_trained() -> None:
             (seed, *run) for seed in (0, 1) for run in (("stock", 0.0), ("chaos", CHANGE), ("topo", 0.0))
         ]
         assert jobs[0]["block"] is None and jobs[1]["block"] is None
-        nodes, gpus_per_node, gcds_per_gpu = SHAPE
-        shape = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gcds_per_gpu": gcds_per_gpu}
+        shape = {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}
         assert jobs[2]["block"] == {"topology": {"emulated": shape}, "scheme": "topo"}
     assert wanted("topo").ticks() == 20 * 2 * 3
 
@@ -42,10 +41,13 @@ def test_stock_and_the_chaos_floor_are_always_trained() -> None:
 def test_differences_are_paired_by_seed() -> None:
     """Seeds far apart do not hide a scheme that is one percent worse with each of them."""
     curves: dict[str, Any] = {
-        "stock": {seed: {"losses": [level] * 20, "evaluation": level} for seed, level in ((0, 1.0), (1, 3.0))},
+        "stock": {
+            seed: {"losses": [level] * 20, "evaluation": level, "crossing_bytes": None}
+            for seed, level in ((0, 1.0), (1, 3.0))
+        },
         "topo": {
-            0: {"losses": [1.0] * 18 + [1.01] * 2, "evaluation": 0.99},
-            1: {"losses": [3.0] * 18 + [3.03] * 2, "evaluation": 3.06},
+            0: {"losses": [1.0] * 18 + [1.01] * 2, "evaluation": 0.99, "crossing_bytes": None},
+            1: {"losses": [3.0] * 18 + [3.03] * 2, "evaluation": 3.06, "crossing_bytes": None},
         },
     }
     stock, topo = compare(curves)
@@ -59,8 +61,11 @@ def test_differences_are_paired_by_seed() -> None:
 def test_the_worst_difference_keeps_its_sign() -> None:
     """A scheme that is far better in one run is as suspicious as one that is far worse."""
     curves = {
-        "stock": {seed: {"losses": [1.0] * 10, "evaluation": 1.0} for seed in (0, 1)},
-        "topo": {seed: {"losses": [loss] * 10, "evaluation": 1.0} for seed, loss in ((0, 0.9), (1, 1.05))},
+        "stock": {seed: {"losses": [1.0] * 10, "evaluation": 1.0, "crossing_bytes": None} for seed in (0, 1)},
+        "topo": {
+            seed: {"losses": [loss] * 10, "evaluation": 1.0, "crossing_bytes": None}
+            for seed, loss in ((0, 0.9), (1, 1.05))
+        },
     }
     assert compare(curves)[1]["last"]["difference"]["worst"] == pytest.approx(-0.1)
 
@@ -86,7 +91,8 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
     """One line for each scheme, in percent; stock is compared with nothing."""
     runs = {"stock": 1.0, "chaos": 1.001, "topo": 1.02}
     curves: Any = {
-        name: {seed: {"losses": [level] * 40, "evaluation": level} for seed in (0, 1)} for name, level in runs.items()
+        name: {seed: {"losses": [level] * 40, "evaluation": level, "crossing_bytes": None} for seed in (0, 1)}
+        for name, level in runs.items()
     }
     content = {
         "results": compare(curves),

@@ -63,7 +63,7 @@ class ClusterBench:
         for scheme in self.schemes:
             scheme.resolve(self.spec.topology())
             block = scheme.block_on(self.spec.topology_block())
-            problems = deepspeed_problems(self.setup.deepspeed(block, 1))
+            problems = deepspeed_problems(self.setup.deepspeed(block, 1, scheme.optimizer))
             if problems:
                 raise ValueError(f"scheme {scheme.name!r}: {problems[0]}")
 
@@ -83,7 +83,8 @@ class ClusterBench:
 
     def _job(self, scheme: BenchScheme, micro_batches: int) -> dict[str, Any]:
         block = scheme.block_on(self.spec.topology_block())
-        return {"scheme": scheme.name, "block": block, "ring": scheme.ring, "micro_batches": micro_batches}
+        how = {"ring": scheme.ring, "optimizer": scheme.optimizer, "micro_batches": micro_batches}
+        return {"scheme": scheme.name, "block": block, **how}
 
 
 def run(bench: ClusterBench, tick: Tick, keep: Keep) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from zero_topo.bench.training_setup import TrainingSetup
 from zero_topo.topology.presets import emulated
 
 PROGRAM = "zero_topo.bench.convergence_training:train_all"
-SHAPE = (2, 2, 2)  # nodes, GPUs of a node, dies of a GPU
 STOCK = "stock"
 CHAOS = "chaos"
 CHANGE = 1e-6
@@ -40,6 +39,7 @@ class Convergence:
         seeds: of weights and data, one run each.
         warmup: steps until the full learning rate.
         micro_batches: per optimizer step.
+        shape: nodes, GPUs of a node, dies of a GPU.
 
     Raises:
         ValueError: for a scheme that the config refuses, or too few steps or seeds.
@@ -51,12 +51,13 @@ class Convergence:
     seeds: tuple[int, ...]
     warmup: int = 10
     micro_batches: int = 1
+    shape: tuple[int, int, int] = (2, 2, 2)
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
             raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
         for scheme in self.schemes:
-            scheme.resolve(emulated(*SHAPE))
+            scheme.resolve(emulated(*self.shape))
 
     def runs(self) -> list[tuple[BenchScheme, float]]:
         """Each scheme with the change of its initial weights."""
@@ -66,10 +67,16 @@ class Convergence:
 
     def settings(self) -> dict[str, Any]:
         """In JSON types, for the ranks and the record."""
-        nodes, gpus, dies = SHAPE
+        nodes, gpus, dies = self.shape
         topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
         jobs = [
-            {"scheme": scheme.name, "block": scheme.block_on(topology), "seed": seed, "change": change}
+            {
+                "scheme": scheme.name,
+                "block": scheme.block_on(topology),
+                "optimizer": scheme.optimizer,
+                "seed": seed,
+                "change": change,
+            }
             for seed in self.seeds
             for scheme, change in self.runs()
         ]
@@ -98,7 +105,7 @@ def run(wanted: Convergence, tick: Tick, keep: Keep) -> dict[str, Any]:
     """
     settings = wanted.settings()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
-    nodes, gpus, dies = SHAPE
+    nodes, gpus, dies = wanted.shape
     with Ranks(PROGRAM, settings, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
         jobs = iter(settings["jobs"])
         job = next(jobs)
@@ -129,7 +136,8 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
     Returns:
         One object for each scheme, stock first: for the last tenth of the run (``last``), all of it (``overall``) and
         the evaluation at its end (``evaluation``) the mean ``loss`` over seeds, and the ``difference``: ``mean`` over
-        seeds, ``worst`` (of the largest magnitude), and ``by_seed``, as shares of stock's loss.
+        seeds, ``worst`` (of the largest magnitude), and ``by_seed``, as shares of stock's loss; and ``crossing_bytes``,
+        what a rank sent out of its node in a step for sync and publish, the mean over ranks, steps and seeds, or None.
     """
     measures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "last": lambda run: _mean(run["losses"][-max(1, len(run["losses"]) // LAST_PART) :]),
@@ -147,6 +155,8 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
             }
             row[name] = {"loss": _mean([measure(run) for run in seeds.values()]), "difference": difference}
             difference["by_seed"] = by_seed
+        crossing = [run["crossing_bytes"] for run in seeds.values()]
+        row["crossing_bytes"] = None if None in crossing else _mean(crossing)
         results.append(row)
     return results
 

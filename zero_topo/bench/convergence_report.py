@@ -15,10 +15,12 @@ from zero_topo.bench.cluster_report import COLOURS
 
 STOCK = "stock"
 CHAOS = "chaos"
-WIDTH = 104
+WIDTH = 116
+MB = 1e6
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
-    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing."
+    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: what a rank sends out of its "
+    "node in a step for sync and publish."
 )
 
 
@@ -40,12 +42,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("last tenth", "whole run", "evaluation"):
         for column in (name, "mean", "worst"):
             made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("MB crossing", justify="right", no_wrap=True)
     for row in results:
         cells = [row["scheme"]]
         for measure in (row["last"], row["overall"], row["evaluation"]):
             shares = [f"{100 * measure['difference'][key]:+.2f}%" for key in ("mean", "worst")]
             cells += [f"{measure['loss']:.4f}", *(["-", "-"] if row["scheme"] == STOCK else shares)]
-        made.add_row(*cells)
+        made.add_row(*cells, "-" if row["crossing_bytes"] is None else f"{row['crossing_bytes'] / MB:.3f}")
     return made
 
 

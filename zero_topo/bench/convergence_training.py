@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+import zero_topo
 from zero_topo.bench.control import Control
 from zero_topo.bench.training import build_model, engine_of, prepare
 from zero_topo.bench.training_setup import TrainingSetup
@@ -55,7 +56,7 @@ def train(settings: dict[str, Any], job: dict[str, Any], corpus: Corpus, control
     schedule = warm_up_and_cosine(steps, settings["warmup"])
     shape, rank = (setup.batch, setup.context), dist.get_rank()
     losses = torch.zeros(steps, dtype=torch.float64)
-    with engine_of(model, setup.deepspeed(job["block"], count), schedule) as engine:
+    with engine_of(model, setup.deepspeed(job["block"], count, job["optimizer"]), schedule) as engine:
         for step in range(steps):
             for micro in range(step * count, (step + 1) * count):
                 loss = engine(*batch(corpus.train, shape, job["seed"], micro, rank))
@@ -65,10 +66,17 @@ def train(settings: dict[str, Any], job: dict[str, Any], corpus: Corpus, control
             if control is not None:
                 control.send({"event": "step"})
         evaluation = evaluate(engine, corpus, shape)
-    every = torch.cat([losses, torch.tensor([evaluation], dtype=torch.float64)])
+        sent = None if job["block"] is None else crossing(engine)
+    every = torch.cat([losses, torch.tensor([evaluation, sent or 0], dtype=torch.float64)])
     dist.all_reduce(every)
-    *curve, last = (every / dist.get_world_size()).tolist()
-    return {"losses": curve, "evaluation": last}
+    *curve, last, mean_sent = (every / dist.get_world_size()).tolist()
+    return {"losses": curve, "evaluation": last, "crossing_bytes": None if sent is None else mean_sent}
+
+
+def crossing(engine: Any) -> float:
+    """Bytes a step that this rank sent out of its node for sync and publish."""
+    stats = zero_topo.stats(engine)
+    return sum(stats.total_bytes.get((phase, "world"), 0) for phase in ("sync", "publish")) / stats.steps
 
 
 @torch.no_grad()

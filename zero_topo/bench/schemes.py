@@ -23,11 +23,13 @@ class BenchScheme:
         name: on the command line and in tables.
         block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
         ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock only.
+        optimizer: ``optimizer.type`` of the DeepSpeed config.
     """
 
     name: str
     block: Mapping[str, Any] | None
     ring: bool = False
+    optimizer: str = "AdamW"
 
     def block_on(self, topology: Mapping[str, Any]) -> dict[str, Any] | None:
         """The block for a machine given as its ``topology`` key."""
@@ -47,6 +49,15 @@ def _quantized(bits: int) -> dict[str, Any]:
     return {"scheme": "topo", "sync": sync, "publish": {"delta": f"int{bits}"}}
 
 
+def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW") -> BenchScheme:
+    """Topo with nothing quantized: what a mode of sync costs in loss, by itself.
+
+    The optimizer is replicated between nodes where the mode asks for it, and for its baseline.
+    """
+    place = {"optimizer": "node"} if optimizer == "AdamS" else {}
+    return BenchScheme(name, {"scheme": "topo", **place, "quantize": _PLAIN, "sync": sync}, optimizer=optimizer)
+
+
 _PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
@@ -61,6 +72,14 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": _PLAIN}),
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**_PLAIN, "gradients": "int4"}}),
+            # The sparse modes at densities at which a small model tells them apart; top-k without feedback is naive.
+            _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
+            *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),
+            _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
+            _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
+            _synced("tagc", {"mode": "tagc"}),
+            _synced("adams", {"mode": "dense"}, "AdamS"),
+            _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS"),
         )
     }
 )

@@ -163,7 +163,7 @@ def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
     barrier, as in real training, and a step ends when the last rank has ended it (clocks of processes on one host
     agree). What one step leaves under way (publish) is paid for by the next, so the first one is not timed.
     """
-    config = bench.setup.deepspeed(job["block"], job["micro_batches"])
+    config = bench.setup.deepspeed(job["block"], job["micro_batches"], job["optimizer"])
     bench.stand_still("build")
     with engine_of(build_model(bench.setup, 0), config) as engine, ring_under_deepspeed(job["ring"]):
         bench.stand_still("built")

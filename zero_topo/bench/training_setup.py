@@ -55,8 +55,10 @@ class TrainingSetup:
         """The model in 16 bits: the unit ``M`` of communication volumes."""
         return 2 * self.parameters
 
-    def deepspeed(self, block: Mapping[str, Any] | None, micro_batches: int) -> dict[str, Any]:
-        """The DeepSpeed config: BF16 with Adam, no parameter resident, none kept for reuse."""
+    def deepspeed(
+        self, block: Mapping[str, Any] | None, micro_batches: int, optimizer: str = "AdamW"
+    ) -> dict[str, Any]:
+        """The DeepSpeed config: BF16 with an Adam-like optimizer, no parameter resident, none kept for reuse."""
         zero = {
             "stage": 3,
             "overlap_comm": False,
@@ -65,14 +67,15 @@ class TrainingSetup:
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": 0,
         }
-        adam = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True}
+        adam = {"lr": self.lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+        stock = {"torch_adam": True} if optimizer == "AdamW" else {}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.batch,
             "gradient_accumulation_steps": micro_batches,
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
             "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": adam},
+            "optimizer": {"type": optimizer, "params": {**adam, **stock}},
             "zero_optimization": zero,
         }
         return config if block is None else {**config, "zero_topo": dict(block)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from zero_topo.cli.inputs import read_count
+from zero_topo.cli.inputs import read_count, read_shape
 from zero_topo.cli.options import taking
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class ConvergenceOptions:
     layers: Layers = 2
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample.")] = 64
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 2e-3
+    lr: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 2e-3
+    shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
     blocks: Blocks = None
     as_json: Json = False
     record: Record = None
@@ -126,7 +127,9 @@ def convergence(options: ConvergenceOptions) -> None:
     setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
     schemes = tuple(choose(_words(options.schemes), load_blocks(options.blocks)))
     seeds = tuple(range(options.seeds))
-    wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches)
+    nodes, gpus, dies = read_shape(options.shape)
+    more = {"micro_batches": options.micro_batches, "shape": (nodes, gpus, dies)}
+    wanted = Convergence(schemes, setup, options.steps, seeds, **more)
     keep = _Keeper(_file(options, "convergence"))
     with _told(keep), _progress(wanted.ticks()) as tick:
         content = run(wanted, tick, keep)
