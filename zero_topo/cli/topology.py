@@ -8,16 +8,33 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.inputs import machine
+from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.topology.render_devices import render_devices
+
+FROM_HELP = (
+    "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
+    "--shownodesbw, nvidia-smi topo -m or lstopo --of xml; may be repeated, the most trusted counts."
+)
 
 
 def topology(
-    source: Annotated[
-        str, typer.Option("--from", metavar="FILE|PRESET", help="A .json file, a preset or a JSON object.")
-    ] = "auto",
+    source: Annotated[list[str] | None, typer.Option("--from", metavar="FILE|PRESET", help=FROM_HELP)] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON that --from reads back.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Ranks of a job talk to find out; all run this.")] = False,
 ) -> None:
-    """Show what the machine is: by default what the launcher of this job says."""
-    found = machine(source, world_size)
-    print(json.dumps(found.to_json(), indent=2) if as_json else found.render())
+    """Show what the machine is: by default what this job's launcher and this node's device tools say."""
+    if measure:
+        from zero_topo.cli.measure import measure_command
+
+        return measure_command(source, as_json)
+    found = described(source, world_size) if source else this_machine(world_size)
+    print(json.dumps(found.topology.to_json(), indent=2) if as_json else "\n".join(sections(found)))
+
+
+def sections(found: Described) -> list[str]:
+    """The parts of the picture: the tree, one node's devices, doubts."""
+    parts = [found.topology.render()]
+    if found.devices is not None:
+        parts += ["", render_devices(found.devices)]
+    return [*parts, *(f"warning: {warning}" for warning in found.warnings)]

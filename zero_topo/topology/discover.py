@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From the configuration's ``topology`` key and the launcher's environment to a :class:`Topology`.
+"""From the configuration's ``topology`` key, the device tools and the launcher's environment to a :class:`Topology`.
 
-What the user states is trusted most, then a preset, then the launcher; each field's origin is kept in ``sources``. The
-result does not depend on the rank that asks.
+What the user states is trusted most, then a preset, then for packages and links a device tool and for ranks and hosts
+the launcher; each field's origin is kept in ``sources``. Tools run only where all else leaves packages open. The result
+does not depend on the rank that asks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.checks import check_int, nearest
 from zero_topo.topology.hosts import check_hosts
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
+from zero_topo.topology.placement import with_devices
 from zero_topo.topology.presets import Machine, emulated_from_json, load_preset, machine_of_cluster, preset_names
 from zero_topo.topology.probes import LauncherView, slurm
 
@@ -25,14 +28,16 @@ __all__ = ["check_hosts", "discover", "resolve"]
 INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
 
 
-def discover(env: Mapping[str, str]) -> Topology:
-    """The topology that the launcher's environment describes.
+def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
+    """The topology that the launcher's environment and the node's device tools describe.
 
     GPU packages and links come from the preset whose Slurm cluster the job runs on, if its nodes have as many ranks;
-    otherwise every rank is taken for a GPU of its own. Without any launcher there is one rank.
+    otherwise from a device tool of the node, if there is one and it sees as many devices; otherwise every rank is taken
+    for a GPU of its own. Without any launcher there is one rank.
 
     Args:
         env: environment variables, usually ``os.environ``.
+        ask: asks the device tools; called once at most.
 
     Raises:
         ValueError: if the variables contradict each other or describe an irregular tree.
@@ -41,10 +46,13 @@ def discover(env: Mapping[str, str]) -> Topology:
     if view is None:
         return Topology("none", 1, 1, 1, sources={"nodes": "none", "gpus_per_node": "none", "ranks_per_gpu": "none"})
     cluster = slurm.cluster(env)
-    return _from_view(view, cluster, machine_of_cluster(cluster) if cluster else None)
+    found = _from_view(view, cluster, machine_of_cluster(cluster) if cluster else None)
+    return found if found.links or found.world_size == 1 else with_devices(found, ask(), env)
 
 
-def resolve(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None) -> Topology:
+def resolve(
+    setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None, ask: Ask = ask_tools
+) -> Topology:
     """The topology that the configuration asks for, checked against the number of ranks.
 
     Args:
@@ -53,6 +61,7 @@ def resolve(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size
             "gcds_per_gpu"}}``.
         env: environment variables, usually ``os.environ``.
         world_size: ranks of the job if the caller knows; otherwise what the launcher says counts.
+        ask: asks the device tools of this node; called at most once, and only for "auto".
 
     Returns:
         A topology of exactly as many ranks, equal on every rank. Where the setting does not say how ranks are placed,
@@ -64,7 +73,7 @@ def resolve(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size
     if world_size is not None:
         check_int("world size", world_size)
     if setting == "auto":
-        return _discover_world(env, world_size)
+        return _discover_world(env, world_size, ask)
     if isinstance(setting, Mapping):
         return _fit(_from_object(setting), "the inline topology", env, world_size)
     if not isinstance(setting, str):
@@ -86,13 +95,13 @@ def _launched_world(env: Mapping[str, str]) -> int | None:
     return None if view is None else view.world_size
 
 
-def _discover_world(env: Mapping[str, str], world_size: int | None) -> Topology:
+def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) -> Topology:
     """Discover, and check or supply the world size."""
     view = launcher_view(env)
     if view is None and world_size is not None and world_size > 1:
         caller = LauncherView("caller", world_size, origins={"world_size": "the process group"})
-        return _from_view(caller, None, None)
-    topology = discover(env)
+        return with_devices(_from_view(caller, None, None), ask(), env)
+    topology = discover(env, ask)
     if world_size is not None and world_size != topology.world_size:
         said = "no launcher" if view is None else view.origin("world_size")
         raise ValueError(

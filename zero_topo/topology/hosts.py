@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The check at start-up that the ranks really sit where the topology says (pure: the caller gathers the host names)."""
+"""The check at start-up that the ranks really sit where the topology says (pure: the caller gathers the names)."""
 
 from __future__ import annotations
 

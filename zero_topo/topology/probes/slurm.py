@@ -124,6 +124,48 @@ def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
     )
 
 
+def bound_devices(
+    env: Mapping[str, str], per_node: int, numa: Sequence[int | None]
+) -> tuple[tuple[int, ...] | None, str]:
+    """The device of each local rank according to ``srun --gpu-bind``, and where it was read.
+
+    ``map`` lists devices by local rank, and starts again when the list ends. ``closest`` gives a task the device next
+    to its cores: with one task per device, and tasks that fill NUMA nodes in order, as ``-c`` with the default binding
+    does, devices are taken by NUMA node. On Frontier that is the order 4,5,2,3,6,7,0,1 (OLCF Frontier User Guide).
+
+    Args:
+        env: environment variables.
+        per_node: tasks on each node.
+        numa: NUMA node of each device, None where unknown.
+
+    Returns:
+        Devices by local rank and their origin; None where the binding says nothing of them.
+
+    Raises:
+        ValueError: if a ``map`` is broken.
+    """
+    text = env.get("SLURM_GPU_BIND", "").strip()
+    origin = f"SLURM_GPU_BIND={text}"
+    kind, _, listed = text.removeprefix("verbose,").removeprefix("v,").partition(":")
+    if kind in ("map", "map_gpu"):
+        devices = _mapped(listed, origin)
+        return tuple(devices[local % len(devices)] for local in range(per_node)), origin
+    if kind != "closest" or len(numa) != per_node or any(node is None for node in numa):
+        return None, origin
+    return tuple(sorted(range(per_node), key=lambda device: (numa[device], device))), f"{origin}, by NUMA node"
+
+
+def _mapped(listed: str, origin: str) -> list[int]:
+    """Devices of ``map_gpu:4,5*2`` in order; ``*2`` repeats one."""
+    devices: list[int] = []
+    for word in listed.split(","):
+        device, _, times = word.partition("*")
+        if not device.isdecimal() or not (times or "1").isdecimal():
+            raise ValueError(f"{origin} is no list of devices; write it as srun --gpu-bind=map_gpu:4,5,2,3")
+        devices += [int(device)] * int(times or 1)
+    return devices
+
+
 def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
     name = next((name for name in NODELIST if env.get(name)), "")
     return (expand_hosts(env[name], name), name) if name else ([], "")

@@ -1,0 +1,154 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo topology``: captured output, several sources, and this machine's devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_topo.cli import main
+from zero_topo.cli.described import this_machine
+from zero_topo.topology import Topology, load_preset
+from zero_topo.topology.captures import Asked, read_captures
+from zero_topo.topology.render_devices import recommended_order, render_devices
+
+SAMPLES = Path(__file__).parents[1] / "data" / "devices"
+LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs ``zero-topo topology`` outside of any job; each word is a source unless it is an option or its number."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        parts = [("--from", word) if not word.startswith("-") and not word.isdecimal() else (word,) for word in words]
+        status = main(["topology", *(part for pair in parts for part in pair)])
+        seen = capsys.readouterr()
+        return status, seen.out, seen.err
+
+    return call
+
+
+def path(name: str) -> str:
+    return str(SAMPLES / name)
+
+
+def test_captured_output_is_drawn_with_links_numa_nodes_adapters_and_order(run: Run) -> None:
+    status, out, _ = run(path("frontier_rocm_smi.txt"), path("frontier_hwloc.xml"))
+    assert status == 0
+    for line in (
+        "   `- 4 x gpu      2 ranks  200.00 GB/s per rank, 3.4 us",
+        "   `- device 1  0000:c6:00.0  NUMA 3  near hsn0",
+        "  0     X     XGMI4 XGMI1 -     -     -     XGMI2 -",
+        "  XGMI4: 4 pairs, 200.00 GB/s each way",
+        "  -: 16 pairs, no direct link",
+        "recommended order of ranks: devices 4,5,2,3,6,7,0,1",
+        "  srun --gpu-bind=map_gpu:4,5,2,3,6,7,0,1",
+        "  nics <- hwloc",
+    ):
+        assert line in out.splitlines()
+    assert "ROCR_VISIBLE_DEVICES=4,5,2,3,6,7,0,1" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_an_unknown_bandwidth_and_a_doubt_are_said(run: Run) -> None:
+    assert "PIX: 1 pair, bandwidth unknown" in run(path("pcie_box_nvidia_smi.txt"))[1]
+    assert "warning: rocm-smi shows XGMI links but no bandwidths" in run(path("frontier_rocm_smi.json"))[1]
+
+
+def test_the_order_of_sources_does_not_matter_but_their_trust_does(run: Run) -> None:
+    names = [path("frontier_hwloc.xml"), path("frontier_amd_smi.json"), path("frontier_rocm_smi.txt")]
+    outs = {run(*names)[1], run(*names[::-1])[1]}
+    assert len(outs) == 1 and "packages <- amd-smi" in outs.pop()
+
+
+def test_captures_fill_as_many_nodes_as_there_are_ranks(run: Run) -> None:
+    _, out, _ = run(path("frontier_matrix.txt"), "--world-size", "24", "--json")
+    topology = Topology.from_json(json.loads(out))
+    assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == (3, 4, 2)
+    assert set(json.loads(out)["links"]) == {"gpu", "node"}
+    status, _, err = run(path("frontier_matrix.txt"), "--world-size", "12")
+    assert status == 2 and "12 ranks do not fill nodes of 8 devices" in err
+
+
+def test_what_is_stated_wins_and_captures_fill_in(run: Run, tmp_path: Path) -> None:
+    stated = tmp_path / "machine.json"
+    stated.write_text(json.dumps({"name": "mine", "nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}))
+    data = json.loads(run(str(stated), path("frontier_rocm_smi.txt"), "--json")[1])
+    assert (data["name"], data["links"]["gpu"]["bandwidth"]) == ("mine", 200e9)
+    assert data["sources"]["links.gpu"] == "rocm-smi"
+    out = run("frontier", path("dgx_a100_nvidia_smi.txt"))[1]
+    assert "frontier: 8 ranks" in out
+    assert "warning: frontier has 2 ranks per GPU but nvidia-smi shows 1; the stated number is used" in out
+
+
+def test_a_launcher_and_a_capture_make_a_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    data = json.loads(run("auto", path("frontier_amd_smi.json"), "--json")[1])
+    assert (data["nodes"], data["gpus_per_node"], data["ranks_per_gpu"]) == (2, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([__file__], "is not recognised: it is neither a topology's JSON nor output of amd-smi"),
+        ([path("malformed_nvidia_smi.txt")], "row GPU1, column GPU2 is 'PIXNODE'"),
+        (["frontier", "dgx-a100"], "--from states two machines, 'frontier' and 'dgx-a100'"),
+        ([path("dgx_a100_nvidia_smi.txt"), path("frontier_matrix.txt"), path("old_nvidia_smi.txt")], "sees 8 devices"),
+        (["frontir"], "did you mean 'frontier'?"),
+        (["no/such/capture.txt"], "no/such/capture.txt"),
+    ],
+)
+def test_wrong_sources_are_one_line_and_status_2(run: Run, words: list[str], message: str) -> None:
+    status, out, err = run(*words)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and message in err
+
+
+def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
+    tree = read_captures([("f", (SAMPLES / "frontier_rocm_smi.txt").read_text())])
+    calls: list[int] = []
+
+    def ask() -> Asked:
+        calls.append(1)
+        return Asked(tree, ("amd-smi skipped: broken",))
+
+    found = this_machine(None, ask)
+    assert found.topology.ranks_per_gpu == 2 and found.devices is tree
+    assert found.warnings == ("amd-smi skipped: broken",) and len(calls) == 1
+    assert this_machine(8, ask).topology.ranks_per_gpu == 2 and len(calls) == 2
+
+
+def test_a_machine_without_tools_is_drawn_as_before(run: Run) -> None:
+    assert run("frontier")[1] == load_preset("frontier", 8).render() + "\n"
+    assert run()[1].startswith("none: 1 rank\n") and "node:" not in run()[1]
+
+
+def test_the_order_without_numa_nodes_keeps_packages_together() -> None:
+    matrix = read_captures([("f", (SAMPLES / "frontier_matrix.txt").read_text())])
+    assert recommended_order(matrix.choose([0, 2, 4, 6, 1, 3, 5, 7])) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert "NUMA" not in render_devices(matrix)
+
+
+def test_it_starts_fast_and_without_heavy_imports() -> None:
+    code = (
+        "import sys; from zero_topo.cli import main\n"
+        f"main(['topology', '--from', {path('frontier_rocm_smi.txt')!r}])\n"
+        "main(['topology'])\n"
+        "sys.exit(','.join({'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.perf_counter() - start < 5.0  # half a second on an idle machine; loaded ones must not fail it

@@ -1,0 +1,395 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What device tools print becomes packages, links, NUMA nodes and adapters.
+
+The samples in tests/data/devices: Frontier's matrix is the one of ROCm's release notes, of which the other Frontier
+files are the same node in each tool's format; tables of nvidia-smi follow captures in NVIDIA/nccl issues 78 and 1505
+(DGX A100) and sgl-project/sglang issue 19687 (H100), with NUMA columns, escapes and a cell changed as named.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from itertools import pairwise, permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_topo.topology import load_preset
+from zero_topo.topology.captures import read_captures, recognise
+from zero_topo.topology.devices import DeviceLink, DeviceTree, merge, normal_bus_id
+from zero_topo.topology.probes import hwloc, nvml, xgmi
+from zero_topo.topology.ring import ring_bandwidth
+from zero_topo.units import GB
+
+SAMPLES = Path(__file__).parents[1] / "data" / "devices"
+FRONTIER = ("frontier_matrix.txt", "frontier_rocm_smi.txt", "frontier_amd_smi.json", "frontier_amd_smi_old.json")
+FOUR = {(0, 1), (2, 3), (4, 5), (6, 7)}
+TWO = {(0, 6), (2, 4)}
+ONE = {(0, 2), (1, 3), (1, 5), (3, 7), (4, 6), (5, 7)}
+
+
+def text(name: str) -> str:
+    return (SAMPLES / name).read_text(encoding="utf-8")
+
+
+def sample(*names: str) -> DeviceTree:
+    return read_captures([(name, text(name)) for name in names])
+
+
+@pytest.mark.parametrize("name", FRONTIER)
+def test_frontier_has_the_user_guides_packages_and_links(name: str) -> None:
+    tree = sample(name)
+    assert tree.groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    counts = {pair: link.count for pair, link in tree.links.items()}
+    assert {pair for pair, count in counts.items() if count == 4} == FOUR
+    assert {pair for pair, count in counts.items() if count == 2} == TWO
+    assert {pair for pair, count in counts.items() if count == 1} == ONE
+    assert sum(link.kind == "NONE" for link in tree.links.values()) == 16
+    assert {link.bandwidth for link in tree.links.values()} == {200 * GB, 100 * GB, 50 * GB, None}
+
+
+@pytest.mark.parametrize("name", FRONTIER)
+def test_frontiers_topology_has_the_degrees_and_bandwidths_of_the_preset(name: str) -> None:
+    topology, preset = sample(name).topology(nodes=2), load_preset("frontier", 16)
+    assert [topology.degree(domain) for domain in ("gpu", "node", "world")] == [2, 8, 16]
+    for domain in ("gpu", "node"):
+        assert topology.links[domain].bandwidth == preset.links[domain].bandwidth
+    assert topology.sources["ranks_per_gpu"].endswith("pairs with 4 XGMI links")
+
+
+def test_hops_and_weights_do_not_group() -> None:
+    """rocm-smi's JSON has types, hops and weights, alike for every pair of GCDs, and no bandwidths."""
+    tree = sample("frontier_rocm_smi.json")
+    assert tree.packages is None and tree.shape() == (8, 1)
+    assert "dies of one GPU cannot be told" in tree.warnings()[0]
+    assert sample("frontier_rocm_smi.json", "frontier_matrix.txt").shape() == (4, 2)
+
+
+def test_weights_that_differ_by_package_change_nothing() -> None:
+    data = json.loads(text("frontier_amd_smi.json"))
+    for entry in data:
+        for link in entry["links"]:
+            link["weight"], link["num_hops"] = (1, 1) if (link["gpu"] + entry["gpu"]) % 8 == 7 else (99, 3)
+    tree = read_captures([("changed", json.dumps(data))])
+    assert tree.groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_rocm_smi_tells_numa_nodes_and_bus_ids() -> None:
+    for name in ("frontier_rocm_smi.txt", "frontier_rocm_smi.json"):
+        tree = sample(name)
+        assert tree.numa == (3, 3, 1, 1, 0, 0, 2, 2)
+        assert tree.bus_ids is not None and tree.bus_ids[0] == "0000:c1:00.0"
+
+
+def test_dies_of_an_mi300x_are_one_device_each() -> None:
+    tree = sample("mi300x_amd_smi.json")
+    assert tree.shape() == (8, 1) and len(tree.links) == 28
+    assert set(tree.links.values()) == {DeviceLink("XGMI", 1, 50.0 * GB)}
+
+
+def test_zeros_everywhere_mean_that_bandwidths_are_unknown() -> None:
+    """Drivers without bandwidths print 0-0 for every pair; that is no proof of lone dies."""
+    pairs = {(a, b): "0-0" for a in range(4) for b in range(a + 1, 4)}
+    fabric = xgmi.read_fabric(4, pairs, dict.fromkeys(pairs, "XGMI"))
+    assert fabric.packages is None and set(fabric.links.values()) == {DeviceLink("XGMI")}
+
+
+def test_four_links_to_several_peers_are_no_package() -> None:
+    pairs = {(a, b): "50000-200000" for a in range(4) for b in range(a + 1, 4)}
+    assert xgmi.read_fabric(4, pairs, {}).packages == (0, 1, 2, 3)
+
+
+def test_the_old_form_of_amd_smi_knows_pcie() -> None:
+    tree = sample("pcie_amd_smi_old.json")
+    assert tree.links == {(0, 1): DeviceLink("PCIE")} and tree.shape() == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "rate", "numa", "nics"),
+    [
+        ("dgx_a100_nvidia_smi.txt", 12, 300, (3, 3, 1, 1, 7, 7, 5, 5), 12),
+        ("dgx_h100_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1), 8),
+        ("ansi_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1), 8),
+    ],
+)
+def test_a_dgx_is_eight_gpus_behind_switches(
+    name: str, count: int, rate: int, numa: tuple[int, ...], nics: int
+) -> None:
+    tree = sample(name)
+    assert set(tree.links.values()) == {DeviceLink("NVLINK", count, float(rate * GB))} and len(tree.links) == 28
+    assert tree.shape() == (8, 1) and tree.numa == numa
+    assert tree.nics is not None and len(tree.nics) == nics
+    assert tree.node_links()["node"].bandwidth == rate * GB
+
+
+def test_adapters_are_named_by_the_legend_and_near_the_closest_gpus() -> None:
+    tree = sample("dgx_h100_nvidia_smi.txt")
+    assert tree.nics is not None
+    assert [(nic.name, nic.closest) for nic in tree.nics][:3] == [("mlx5_0", (0,)), ("mlx5_3", (1,)), ("mlx5_4", (2,))]
+    a100 = {nic.name: nic.closest for nic in sample("dgx_a100_nvidia_smi.txt").nics or ()}
+    assert a100["mlx5_0"] == (0, 1) and a100["mlx5_4"] == ()
+
+
+def test_a_pcie_box_keeps_its_ways_and_has_no_bandwidths() -> None:
+    tree = sample("pcie_box_nvidia_smi.txt")
+    assert tree.link(0, 1) == DeviceLink("PIX") and tree.link(3, 2) == DeviceLink("PHB")
+    assert tree.link(0, 3) == DeviceLink("SYS") and tree.node_links() == {}
+    assert tree.nics is not None and tree.nics[0].closest == (0, 1)
+
+
+def test_an_old_table_without_numa_columns_or_legend_is_read() -> None:
+    tree = sample("old_nvidia_smi.txt")
+    assert tree.numa is None and tree.link(0, 2) == DeviceLink("NVLINK", 2, 50.0 * GB)
+    assert tree.nics is not None and (tree.nics[0].name, tree.nics[0].closest) == ("mlx5_0", (0, 1))
+
+
+def test_a_malformed_gpu_cell_is_named_with_row_and_column() -> None:
+    with pytest.raises(ValueError, match=r"malformed_nvidia_smi.txt: .*row GPU1, column GPU2 is 'PIXNODE'"):
+        sample("malformed_nvidia_smi.txt")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("GPU1\tPIX", "GPU1\tPHB", "row GPU1, column GPU0 is 'PHB' but row GPU0, column GPU1 is 'PIX'"),
+        ("GPU3\tSYS\tSYS\tPHB", "GPU3\tSYS\tSYS\tNV0", "row GPU3, column GPU2 is 'NV0'"),
+        ("\nGPU2\t", "\nGPU9\t", "row GPU2, column GPU0 is ''"),
+    ],
+)
+def test_gpu_cells_are_read_strictly(old: str, new: str, complaint: str) -> None:
+    changed = text("pcie_box_nvidia_smi.txt").replace(old, new, 1)
+    with pytest.raises(ValueError) as error:
+        read_captures([("box", changed)])
+    assert complaint in str(error.value)
+
+
+def test_a_malformed_pair_of_gpu_cells_is_named_too() -> None:
+    broken = text("old_nvidia_smi.txt").replace("NV2", "NV")
+    with pytest.raises(ValueError, match="row GPU0, column GPU2 is 'NV'; it must be NV followed by a number"):
+        read_captures([("box", broken)])
+
+
+def test_cells_of_adapters_and_affinities_are_read_leniently() -> None:
+    changed = text("pcie_box_nvidia_smi.txt").replace("NODE\t0-15\t0", "PIXNODE\t0-15\t0,1")
+    tree = read_captures([("box", changed)])
+    assert tree.shape() == (4, 1) and tree.numa == (None, None, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "name", [path.name for path in sorted(SAMPLES.glob("*nvidia*")) if "malformed" not in path.name]
+)
+def test_tabs_turned_into_blanks_by_a_terminal_change_nothing(name: str) -> None:
+    assert read_captures([(name, text(name).expandtabs(8))]) == sample(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "complaint"),
+    [
+        (
+            "frontier_matrix.txt",
+            "GPU3   0-0          ",
+            "GPU3   ",
+            "row GPU3 of 'its matrix' has 7 cells for 8 devices",
+        ),
+        ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for the 8 columns"),
+        ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
+        ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
+        ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: broken JSON"),
+        ("frontier_hwloc.xml", "</topology>", "", "hwloc: broken XML"),
+        ("frontier_hwloc.xml", "1002", "1003", "hwloc: no GPU"),
+    ],
+)
+def test_broken_captures_are_one_clear_line(name: str, old: str, new: str, complaint: str) -> None:
+    broken = text(name).replace(old, new)
+    with pytest.raises(ValueError) as error:
+        read_captures([(name, broken)])
+    assert complaint in str(error.value) and str(error.value).startswith(f"{name}: ")
+
+
+@given(st.text(max_size=200))
+def test_no_text_makes_a_parser_fail_otherwise_than_by_value_error(noise: str) -> None:
+    for start in (
+        "",
+        '{"(Topology)": ',
+        '[{"gpu": 0, "links": ',
+        "\tGPU0\tGPU1\tCPU Affinity\n",
+        "<?xml <topology ",
+        "GPU0 GPU1\n",
+    ):
+        with suppress(ValueError):
+            read_captures([("noise", start + noise)])
+
+
+def test_each_sample_is_recognised_by_its_content() -> None:
+    tools = {path.name: getattr(recognise(text(path.name)), "name", None) for path in SAMPLES.iterdir()}
+    assert {name: tool for name, tool in tools.items() if tool and tool.replace("-", "_") not in name} == {
+        "frontier_matrix.txt": "rocm-smi"
+    }
+    assert recognise(json.dumps(load_preset("frontier", 8).to_json())) is None
+    assert recognise("hello") is None
+
+
+def test_hwloc_completes_numa_nodes_and_adapters() -> None:
+    alone, both = sample("frontier_hwloc.xml"), sample("frontier_hwloc.xml", "frontier_amd_smi.json")
+    assert alone.packages is None and alone.numa == (3, 3, 1, 1, 0, 0, 2, 2)
+    near = {"hsn0": (1,), "hsn1": (3,), "hsn2": (5,), "hsn3": (7,)}
+    assert both.tool == "amd-smi" and {nic.name: nic.closest for nic in both.nics or ()} == near
+    assert both.sources["numa"] == "hwloc" and both.sources["links"] == "amd-smi"
+
+
+def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
+    """The kernel lists PCI devices as links into its tree of bridges."""
+
+    def add(way: str, kind: str, vendor: str, numa: int, net: str = "") -> None:
+        place = tmp_path / "devices" / way
+        place.mkdir(parents=True)
+        for name, value in (("class", kind), ("vendor", vendor), ("numa_node", str(numa))):
+            (place / name).write_text(f"{value}\n")
+        if net:
+            (place / "net" / net).mkdir(parents=True)
+        listed = tmp_path / "bus" / "pci" / "devices"
+        listed.mkdir(parents=True, exist_ok=True)
+        (listed / place.name).symlink_to(place)
+
+    add("pci0000:00/0000:00:01.0/0000:01:00.0", "0x030200", "0x10de", 0)
+    add("pci0000:00/0000:00:01.0/0000:02:00.0", "0x020700", "0x15b3", 0, net="ib0")
+    add("pci0000:80/0000:80:01.0/0000:81:00.0", "0x030200", "0x10de", -1)
+    add("pci0000:80/0000:80:02.0/0000:82:00.0", "0x030000", "0x1a03", 1)
+    tree = hwloc.read_sys(tmp_path)
+    assert tree is not None
+    assert tree.bus_ids == ("0000:01:00.0", "0000:81:00.0") and tree.numa == (0, None)
+    assert [(nic.name, nic.closest) for nic in tree.nics or ()] == [("ib0", (0,))]
+    assert hwloc.read_sys(tmp_path / "nothing") is None
+
+
+class FakeNvml(SimpleNamespace):
+    """As much of pynvml as a node of four GPUs answers: 0-1 joined by two links, 2-3 behind a switch by 18."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+
+    class NVMLError(Exception):
+        """NVML's only kind of error."""
+
+    def __init__(self, version: int = 4) -> None:
+        super().__init__(open=0, version=version)
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 4
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetPciInfo(self, device: int) -> Any:
+        return SimpleNamespace(busId=f"0000000{device % 2}:{device}A:00.0".encode())
+
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:
+        return int(link < 2 or device >= 2)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, device: int, link: int) -> Any:
+        return self.nvmlDeviceGetPciInfo(1 - device) if device < 2 else SimpleNamespace(busId="00000000:F0:00.0")
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, device: int, link: int) -> int:
+        if device < 2:
+            raise self.NVMLError("Not Supported")
+        return 2
+
+    def nvmlDeviceGetNvLinkVersion(self, device: int, link: int) -> int:
+        return int(self.version)
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
+        return 50
+
+
+@pytest.mark.parametrize(("version", "rate"), [(1, 20), (4, 25), (5, 50)])
+def test_nvml_tells_direct_links_from_switched_ones_and_their_generation(version: int, rate: int) -> None:
+    fake = FakeNvml(version)
+    tree = nvml.read(fake)
+    assert tree is not None and tree.bus_ids == ("0000:0a:00.0", "0001:1a:00.0", "0000:2a:00.0", "0001:3a:00.0")
+    assert tree.link(0, 1) == DeviceLink("NVLINK", 2, float(2 * rate * GB))
+    assert tree.link(2, 3) == DeviceLink("NVLINK", 18, float(18 * rate * GB))
+    assert tree.link(1, 2) == DeviceLink("SYS")
+    assert fake.open == 0
+
+
+def test_a_failing_nvml_is_a_value_error_and_is_closed() -> None:
+    fake = FakeNvml()
+
+    def broken(device: int) -> Any:
+        raise fake.NVMLError("GPU is lost")
+
+    fake.nvmlDeviceGetPciInfo = broken  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"NVML failed \(GPU is lost"):
+        nvml.read(fake)
+    assert fake.open == 0
+
+
+def test_a_package_that_lacks_a_die_is_an_error_that_names_the_device() -> None:
+    whole = sample("frontier_rocm_smi.txt")
+    with pytest.raises(ValueError, match=r"device 6 \(0000:d9:00.0\) is in a package of 1 where others have 2"):
+        whole.choose(range(7)).shape()
+
+
+@given(st.permutations(range(8)))
+def test_places_put_dies_of_a_package_next_to_each_other(devices: list[int]) -> None:
+    chosen = sample("frontier_amd_smi.json").choose(devices)
+    places = chosen.places()
+    assert sorted(places) == list(range(8))
+    for a in range(8):
+        for b in range(8):
+            assert (places[a] // 2 == places[b] // 2) == (devices[a] // 2 == devices[b] // 2)
+
+
+@pytest.mark.parametrize("written", ["00000000:C1:00.0", "0000:c1:00.0", "C1:00.0", " 0000:C1:00.0\n"])
+def test_bus_ids_are_written_one_way(written: str) -> None:
+    assert normal_bus_id(written) == "0000:c1:00.0"
+
+
+@pytest.mark.parametrize("written", ["", "c1", "GPU-5f2", "0000:c1:00", "a:b:c:d.e"])
+def test_what_is_no_bus_id_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match="no PCI address"):
+        normal_bus_id(written)
+
+
+def test_trees_of_different_nodes_are_not_merged() -> None:
+    with pytest.raises(ValueError, match="nvidia-smi sees 8 devices but nvidia-smi 4"):
+        merge([sample("dgx_a100_nvidia_smi.txt"), sample("old_nvidia_smi.txt")])
+    with pytest.raises(ValueError, match="does not list device 0000:c1"):
+        merge([sample("frontier_amd_smi.json"), sample("mi300x_amd_smi.json")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"count": 0}, "number of devices is 0"),
+        ({"count": 2, "numa": (0,)}, "1 numa for 2 devices"),
+        ({"count": 2, "links": {(0, 2): DeviceLink("PIX")}}, r"link of devices \(0, 2\)"),
+        ({"count": 2, "links": {(1, 0): DeviceLink("PIX")}}, r"link of devices \(1, 0\)"),
+    ],
+)
+def test_trees_that_do_not_add_up_are_refused(fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        DeviceTree("test", **fields)
+    with pytest.raises(ValueError, match="link kind 'NVL'"):
+        DeviceLink("NVL")
+
+
+@given(st.integers(2, 6), st.data())
+def test_the_best_ring_is_the_best_of_all_rings(n: int, data: st.DataObject) -> None:
+    rates = [[0.0] * n for _ in range(n)]
+    for a in range(n):
+        for b in range(a):
+            rates[a][b] = rates[b][a] = float(data.draw(st.integers(0, 3)))
+    rings = ((0, *rest, 0) for rest in permutations(range(1, n)))
+    best = max(min(rates[a][b] for a, b in pairwise(ring)) for ring in rings)
+    assert ring_bandwidth(rates) == best

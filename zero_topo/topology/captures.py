@@ -1,0 +1,82 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""All sources of device trees, in order of trust: asked on this node, or read from captured output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zero_topo.topology.devices import DeviceTree, merge
+from zero_topo.topology.probes import amd_smi, hwloc, nvidia_smi, nvml, rocm_smi
+from zero_topo.topology.probes.tools import Runner, Tool, run_tool
+
+TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
+"""Asked in this order, until one knows the packages."""
+
+COMPLETING: tuple[Tool, ...] = (hwloc.SYSFS,)
+"""Asked for what is still unknown; they know no packages, so never without a tool."""
+
+FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL, hwloc.TOOL)
+"""Whose output can be captured, the most trusted first."""
+
+CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m, lstopo --of xml"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the tools of this node said: the devices or None, and which tools failed and why."""
+
+    tree: DeviceTree | None = None
+    notes: tuple[str, ...] = ()
+
+
+Ask = Callable[[], Asked]
+
+
+def ask_nobody() -> Asked:
+    """For descriptions of another machine: no tool of this one is run."""
+    return Asked()
+
+
+def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing: Sequence[Tool] = COMPLETING) -> Asked:
+    """Ask the device tools of this node, each once and for at most 10 s; a missing or failing one is passed over."""
+    trees: list[DeviceTree] = []
+    notes: list[str] = []
+    for tool in (*tools, *completing):
+        done = trees[0].packages is not None if trees and tool not in completing else not trees and tool in completing
+        if done:
+            continue
+        try:
+            tree = tool.ask(run)
+            merged = merge([*trees, tree]) if tree is not None else None
+        except ValueError as error:
+            notes.append(f"{tool.name} skipped: {error}")
+            continue
+        trees = [merged] if merged is not None else trees
+    return Asked(trees[0] if trees else None, tuple(notes))
+
+
+def recognise(text: str) -> Tool | None:
+    """The tool whose output a captured text is, or None."""
+    return next((tool for tool in FORMATS if tool.matches and tool.matches(text)), None)
+
+
+def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
+    """The devices in captured outputs, the most trusted tool first and completed by the others.
+
+    Args:
+        texts: ``(name, text)``; the name is for errors.
+
+    Raises:
+        ValueError: if a text is no known output, is broken, or they describe different devices.
+    """
+    found: list[tuple[int, DeviceTree]] = []
+    for name, text in texts:
+        tool = recognise(text)
+        if tool is None or tool.parse is None:
+            raise ValueError(f"{name} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
+        try:
+            found.append((FORMATS.index(tool), tool.parse(text)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return merge([tree for _, tree in sorted(found, key=lambda item: item[0])])

@@ -1,0 +1,250 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""One node's devices as a device tool sees them, and the part of a topology that follows from them.
+
+Note [Packages]
+    A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an AMD MI250X, are the
+    ranks of one gpu domain. Tools do not say so. On an MI250X every pair of GCDs reports the type XGMI, one hop and
+    often the same weight, so neither groups them; the number of links does (see ``probes/xgmi.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.topology.checks import check_int
+from zero_topo.topology.model import Link, Topology
+from zero_topo.topology.ring import ring_bandwidth
+
+PCI_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""Ways through PCIe, from the closest to the farthest: one switch, several, a host bridge, a NUMA node, the system."""
+
+KINDS = ("NVLINK", "XGMI", *PCI_KINDS, "PCIE", "NONE")
+"""Kinds of a link: "PCIE" is some way through PCIe, "NONE" no direct link though the devices share a fabric."""
+
+ASSUMED_LATENCY = 3.4e-6
+"""Seconds; NCCL's tuning table for rings of the Simple protocol in a node, as in the presets. No tool reports it."""
+
+FIELDS = ("packages", "links", "numa", "bus_ids", "nics")
+"""The fields of a :class:`DeviceTree` that a tool may leave unknown and another one complete."""
+
+
+@dataclass(frozen=True)
+class DeviceLink:
+    """What joins two devices.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        count: physical links, 0 where it is not known or there is none.
+        bandwidth: bytes/s in each direction over all of them, or None if unknown.
+    """
+
+    kind: str
+    count: int = 0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"link kind {self.kind!r} is unknown; it must be one of {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network adapter and the devices it is closest to (none if it is equally far from all)."""
+
+    name: str
+    closest: tuple[int, ...] = ()
+
+    def renumbered(self, new: Mapping[int, int]) -> Nic:
+        """The adapter with new device numbers, and without the devices that have none."""
+        return Nic(self.name, tuple(sorted(new[device] for device in self.closest if device in new)))
+
+
+@dataclass(frozen=True)
+class DeviceTree:
+    """The devices of one node, numbered from 0 as the tool does.
+
+    Attributes:
+        tool: who says so, for example "rocm-smi".
+        count: number of devices.
+        packages: package number of each device, or None if the tool cannot tell.
+        links: ``(i, j)`` with ``i < j`` -> link; absent pairs are unknown.
+        numa: NUMA node of each device, None where unknown.
+        bus_ids: PCI address of each device as :func:`normal_bus_id` writes it, or None.
+        nics: network adapters, or None if the tool does not list them.
+        sources: field -> where it came from.
+
+    Raises:
+        ValueError: if a field does not fit the number of devices.
+    """
+
+    tool: str
+    count: int
+    packages: tuple[int, ...] | None = None
+    links: Mapping[tuple[int, int], DeviceLink] = field(default_factory=dict, hash=False)
+    numa: tuple[int | None, ...] | None = None
+    bus_ids: tuple[str, ...] | None = None
+    nics: tuple[Nic, ...] | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_int(f"{self.tool}: number of devices", self.count)
+        for key in ("packages", "numa", "bus_ids"):
+            values = getattr(self, key)
+            if values is not None and len(values) != self.count:
+                raise ValueError(f"{self.tool}: {len(values)} {key} for {self.count} devices; capture its output again")
+        wrong = [pair for pair in self.links if not 0 <= pair[0] < pair[1] < self.count]
+        if wrong:
+            raise ValueError(f"{self.tool}: link of devices {wrong[0]}, but there are {self.count}; capture it again")
+        said = {key: self.tool for key in FIELDS if getattr(self, key)}
+        object.__setattr__(self, "sources", MappingProxyType({"count": self.tool, **said, **self.sources}))
+
+    def link(self, a: int, b: int) -> DeviceLink | None:
+        """The link of two devices, in whichever order; None if unknown."""
+        return self.links.get((min(a, b), max(a, b)))
+
+    def groups(self) -> list[list[int]]:
+        """The devices of each package, packages in order of their first device; singles where packages are unknown."""
+        packages = self.packages or tuple(range(self.count))
+        members: dict[int, list[int]] = {}
+        for device, package in enumerate(packages):
+            members.setdefault(package, []).append(device)
+        return list(members.values())
+
+    def shape(self) -> tuple[int, int]:
+        """``(gpus_per_node, ranks_per_gpu)``.
+
+        Raises:
+            ValueError: if packages have unequally many devices, naming the odd device.
+        """
+        groups = self.groups()
+        usual = max(map(len, groups))
+        odd = next((group for group in groups if len(group) != usual), None)
+        if odd is not None:
+            address = f" ({self.bus_ids[odd[0]]})" if self.bus_ids else ""
+            raise ValueError(
+                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a die "
+                "is missing or hidden, so the node has no regular tree; make every die visible, or state the machine: "
+                '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
+            )
+        return len(groups), usual
+
+    def places(self) -> tuple[int, ...]:
+        """Tree place inside the node of each device, ``[count]``: package by package, by their first device."""
+        ordered = [device for group in self.groups() for device in group]
+        return tuple(sorted(range(self.count), key=ordered.__getitem__))
+
+    def node_links(self) -> dict[str, Link]:
+        """Links of the domains "gpu" and "node", as far as bandwidths are known; latencies are assumed.
+
+        Of a package it is its slowest link; of the node, what the best ring through all devices sustains.
+        """
+        groups = self.groups()
+        inside = [self._bandwidth(a, b) for group in groups for a in group for b in group if a < b]
+        found = {"gpu": min(inside, default=0.0)}
+        if len(groups) > 1:
+            rates = [[self._bandwidth(a, b) for b in range(self.count)] for a in range(self.count)]
+            found["node"] = ring_bandwidth(rates)
+        return {domain: Link(rate, ASSUMED_LATENCY) for domain, rate in found.items() if rate > 0}
+
+    def _bandwidth(self, a: int, b: int) -> float:
+        link = None if a == b else self.link(a, b)
+        return (link.bandwidth if link else None) or 0.0
+
+    def choose(self, devices: Sequence[int]) -> DeviceTree:
+        """The tree of some of the devices, numbered anew in the given order.
+
+        Raises:
+            ValueError: if one is named twice or does not exist.
+        """
+        new = {device: number for number, device in enumerate(devices)}
+        if len(new) != len(devices) or not all(0 <= device < self.count for device in new):
+            raise ValueError(f"{self.tool} has the devices 0 to {self.count - 1}, not {list(devices)} once each")
+        pairs = {(new[a], new[b]): link for (a, b), link in self.links.items() if a in new and b in new}
+        return replace(
+            self,
+            count=len(new),
+            packages=self.packages and tuple(self.packages[device] for device in devices),
+            links={(min(pair), max(pair)): link for pair, link in pairs.items()},
+            numa=self.numa and tuple(self.numa[device] for device in devices),
+            bus_ids=self.bus_ids and tuple(self.bus_ids[device] for device in devices),
+            nics=self.nics and tuple(nic.renumbered(new) for nic in self.nics),
+        )
+
+    def topology(self, nodes: int = 1) -> Topology:
+        """A topology of ``nodes`` such nodes with a rank on every device, in tree order.
+
+        Raises:
+            ValueError: as :meth:`shape`.
+        """
+        gpus, dies = self.shape()
+        links = self.node_links()
+        return Topology(self.tool, nodes, gpus, dies, links=links, sources=self.origins(links))
+
+    def origins(self, links: Mapping[str, Any]) -> dict[str, str]:
+        """Sources of the topology's fields that follow from the devices."""
+        packages = self.sources.get("packages", f"{self.tool} does not say: every device is taken for a GPU")
+        told = {"gpus_per_node": packages, "ranks_per_gpu": packages}
+        if links:
+            told["links"] = f"{self.sources['links']}; latency assumed"
+        return told
+
+    def warnings(self) -> list[str]:
+        """What a person should know before trusting the tree."""
+        if self.packages is None and any(link.kind == "XGMI" for link in self.links.values()):
+            return [
+                f"{self.tool} shows XGMI links but no bandwidths, so dies of one GPU cannot be told: every device is "
+                "taken for a GPU. Add the output of `rocm-smi --shownodesbw` or of a newer `amd-smi topology --json`"
+            ]
+        return []
+
+
+def normal_bus_id(text: str) -> str:
+    """A PCI address as ``"0000:c1:00.0"``: four digits of domain, lower case (NVML writes eight, rocm-smi upper case).
+
+    Raises:
+        ValueError: if it is none.
+    """
+    head, _, function = text.strip().lower().rpartition(".")
+    parts = head.split(":")
+    try:
+        domain, bus, device = ("0", *parts)[-3:] if len(parts) == 2 else parts
+        return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{int(function, 16):x}"
+    except ValueError:
+        raise ValueError(f"{text!r} is no PCI address; it should look like '0000:c1:00.0'") from None
+
+
+def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
+    """Complete the first tree with what only later ones know; the first that knows a field is trusted.
+
+    Devices are matched by bus id where both trees have them, else by number.
+
+    Raises:
+        ValueError: if there is none, or the trees have different devices.
+    """
+    if not trees:
+        raise ValueError("no tool described any device; name at least one")
+    found = trees[0]
+    for other in trees[1:]:
+        other = _aligned(other, found)
+        news = {key: getattr(other, key) for key in FIELDS if not getattr(found, key) and getattr(other, key)}
+        sources = {**found.sources, **{key: other.sources[key] for key in news}}
+        found = replace(found, **news, sources=sources)
+    return found
+
+
+def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
+    """``tree`` with its devices in the order of ``like``, without those that ``like`` does not have."""
+    if tree.bus_ids and like.bus_ids:
+        missing = [bus for bus in like.bus_ids if bus not in tree.bus_ids]
+        if not missing:
+            return tree.choose([tree.bus_ids.index(bus) for bus in like.bus_ids])
+        raise ValueError(f"{tree.tool} does not list device {missing[0]} of {like.tool}; capture both on one node")
+    if tree.count != like.count:
+        raise ValueError(
+            f"{like.tool} sees {like.count} devices but {tree.tool} {tree.count}; capture both on one node, with "
+            "the same devices visible"
+        )
+    return tree

@@ -1,0 +1,76 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a device tool is: how its output is recognised and parsed, and how it is run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_topo.topology.devices import DeviceTree
+
+TIMEOUT = 10.0
+"""Seconds that a tool may take; a driver in trouble can make it hang for good."""
+
+Runner = Callable[[tuple[str, ...]], str | None]
+"""Runs a command: its output; None if it is not installed. Raises ValueError if it fails or does not answer."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A source of device trees.
+
+    Attributes:
+        name: what it is called in sources.
+        ask: asks it on this node: the tree, or None if it is not installed or sees no device. ValueError if it fails.
+        matches: whether a captured text is its output; None if its output cannot be captured.
+        parse: the tree of a captured text. ValueError if the text is broken.
+    """
+
+    name: str
+    ask: Callable[[Runner], DeviceTree | None]
+    matches: Callable[[str], bool] | None = None
+    parse: Callable[[str], DeviceTree] | None = None
+
+
+def run_tool(command: tuple[str, ...]) -> str | None:
+    """Run a tool if it is installed.
+
+    Returns:
+        What it printed, or None if there is no such program.
+
+    Raises:
+        ValueError: if it fails or takes more than 10 s.
+    """
+    path = shutil.which(command[0])
+    if path is None:
+        return None
+    line = " ".join(command)
+    try:
+        done = subprocess.run([path, *command[1:]], capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"`{line}` did not answer within {TIMEOUT:.0f} s") from None
+    except OSError as error:
+        raise ValueError(f"`{line}` cannot be run ({error.strerror})") from None
+    if done.returncode:
+        raise ValueError(f"`{line}` failed with exit status {done.returncode}")
+    return done.stdout
+
+
+def asking(command: tuple[str, ...], parse: Callable[[str], DeviceTree]) -> Callable[[Runner], DeviceTree | None]:
+    """The ``ask`` of a tool that is a program."""
+
+    def ask(run: Runner) -> DeviceTree | None:
+        text = run(command)
+        return parse(text) if text and text.strip() else None
+
+    return ask
+
+
+def plain(text: str) -> str:
+    """The text without the escapes that colour or underline it."""
+    return _ANSI.sub("", text)

@@ -1,0 +1,71 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What AMD's tools tell of links, and the packages that follow.
+
+The driver gives each pair of devices that is joined directly ``min-max`` MB/s: of one link, and of all of them
+(``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The dies of an MI250X share 4 links, and no devices of
+different packages do (OLCF Frontier User Guide). Hops are 1 over XGMI whether direct or not, and weights count hops,
+not links, so neither is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_topo.topology.devices import DeviceLink
+from zero_topo.units import MB
+
+LINKS_INSIDE_A_PACKAGE = 4
+_RANGE = re.compile(r"(\d+)-(\d+)")
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links by pair, and the package of each device or None where that cannot be told."""
+
+    links: dict[Pair, DeviceLink]
+    packages: tuple[int, ...] | None
+
+
+def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair, str]) -> Fabric:
+    """Make links and packages of the cells of both tables.
+
+    Args:
+        count: number of devices.
+        bandwidths: ``(i, j)`` with ``i < j`` -> ``"min-max"`` in MB/s, or anything else where it is not known.
+        types: ``(i, j)`` -> "XGMI", "PCIE" or anything else where it is not known.
+    """
+    ranges = {pair: (int(match[1]), int(match[2])) for pair, cell in bandwidths.items() if (match := _match(cell))}
+    # All zeros is what drivers without bandwidths report, not a node without links.
+    measured = any(most for _, most in ranges.values())
+    links = {}
+    for pair in sorted({*ranges, *types}):
+        least, most = ranges.get(pair, (0, 0)) if measured else (0, 0)
+        kind = types.get(pair, "XGMI" if most else "").upper()
+        if most and kind == "XGMI":
+            links[pair] = DeviceLink("XGMI", most // least if least else 0, float(most * MB))
+        elif kind == "XGMI":
+            links[pair] = DeviceLink("NONE" if measured and pair in ranges else "XGMI")
+        elif kind in ("PCIE", "PCI"):
+            links[pair] = DeviceLink("PCIE", 0, float(most * MB) or None)
+        elif measured and pair in ranges:
+            links[pair] = DeviceLink("NONE")
+    on_pcie = bool(types) and all(cell.upper() in ("PCIE", "PCI") for cell in types.values())
+    known = measured or on_pcie or count == 1
+    return Fabric(links, _packages(count, links) if known else None)
+
+
+def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
+    """Package of each device: pairs with 4 links, if no device has two such partners; else each its own."""
+    pairs = [pair for pair, link in links.items() if link.kind == "XGMI" and link.count == LINKS_INSIDE_A_PACKAGE]
+    joined = [device for pair in pairs for device in pair]
+    first = {b: a for a, b in pairs} if len(joined) == len(set(joined)) else {}
+    roots = [first.get(device, device) for device in range(count)]
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
+    return tuple(numbers[root] for root in roots)
+
+
+def _match(cell: str) -> re.Match[str] | None:
+    return _RANGE.fullmatch(cell.strip())

@@ -1,0 +1,45 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The bandwidth of the best ring through a set of devices: what ring collectives of all of them sustain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LARGEST = 16
+"""Devices for which every ring is considered; the work grows as 2^n."""
+
+
+def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
+    """The largest bandwidth that every hop of some ring through all devices has.
+
+    1. If all pairs are alike, that is it (switched NVLink).
+    2. Otherwise try each rate from the fastest: is there a ring of links at least as fast? (Held and Karp's sets: which
+       devices can end a path that starts at device 0 and visits a given set.)
+
+    Args:
+        rates: bytes/s from device to device, ``[n, n]``, symmetric; 0 for none or unknown. The diagonal is ignored.
+
+    Returns:
+        Bytes/s in one direction; 0 if there is no ring, fewer than two devices, or more than 16 unlike ones.
+    """
+    n = len(rates)
+    known = sorted({rates[a][b] for a in range(n) for b in range(a)}, reverse=True)
+    if len(known) <= 1:
+        return known[0] if known else 0.0
+    if n > LARGEST:
+        return 0.0
+    return next((rate for rate in known if rate > 0 and _has_ring(rates, rate)), 0.0)
+
+
+def _has_ring(rates: Sequence[Sequence[float]], least: float) -> bool:
+    """Whether links of at least ``least`` bytes/s join all devices (two or more) in a ring."""
+    n = len(rates)
+    near = [sum(1 << b for b in range(n) if a != b and rates[a][b] >= least) for a in range(n)]
+    ends = [0] * (1 << n)
+    ends[1] = 1
+    for visited in range(1, 1 << n, 2):
+        open_ends = ends[visited]
+        for device in range(1, n):
+            if not visited >> device & 1 and open_ends & near[device]:
+                ends[visited | 1 << device] |= 1 << device
+    return bool(ends[-1] & near[0])
