@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.ranks.scape_reference import Reference, Settings
 from tests.ranks.test_sparse_modes import PLAIN
 from tests.ranks.worlds import NUMELS, World, world
 from zero_topo import AdamS
@@ -117,70 +118,13 @@ def train(w: World, steps: int, clip: float = 0.0) -> list[list[Seen]]:
     return run_threads(w.size, rank_main)
 
 
-# -- the paper's algorithm, in one process -----------------------------------------------------------------------------
-
-
-def gradient_rows(w: World, step: int, ranks: Sequence[int]) -> Tensor:
-    """The mean over the world of some ranks' gradients, FP64 ``[N, F]``, row ``t`` that of tree position ``t``."""
-    total = torch.zeros(w.size, w.columns, dtype=torch.float64)
-    for rank in ranks:
-        grads = w.grads(rank, step)
-        total += torch.stack([w.own_columns(owner, grads) for owner in w.config.plan.rank_at])
-    return total / w.size
-
-
-class Reference:
-    """SCAPE as printed, on whole rows of the world in FP64: residuals in units of the momentum, clipping rebuilt."""
-
-    def __init__(self, w: World, mode: ScapeSync, clip: float) -> None:
-        plan = w.config.plan
-        self.w, self.mode, self.clip = w, mode, clip
-        inner = plan.route(plan.gradients, plan.world_size)
-        self.width = inner[-1][0]  # ranks of one peer
-        self.peers = plan.world_size // self.width
-        vectors = sum(plan.shard_numel(n) for n in w.numels if n == 1)
-        shape = (w.size, w.columns)
-        self.takes = torch.ones(shape, dtype=torch.bool)
-        self.takes[:, :vectors] = False
-        self.mask = torch.ones(shape, dtype=torch.bool)
-        self.owed = torch.zeros(self.peers, *shape, dtype=torch.float64)
-        self.m, self.weights, self.count = torch.zeros(shape).double(), torch.ones(shape).double(), 0
-
-    def step(self, step: int) -> None:
-        """Steps 1 to 7 of the paper's algorithm."""
-        (b1, b2), self.count = BETAS, self.count + 1
-        plan = self.w.config.plan
-        parts = [[plan.rank_at[p * self.width + i] for i in range(self.width)] for p in range(self.peers)]
-        local = torch.stack([gradient_rows(self.w, step, ranks) * self.peers for ranks in parts])
-        mt = b1 * self.m + (1 - b1) * local + self.owed
-        b = mt.mean(dim=0)
-        g = torch.where(self.mask, (b - b1 * self.m) / (1 - b1), 0.0)
-        norm = float(g.norm())
-        g *= min(1.0, self.clip / norm) if self.clip else 1.0
-        after = torch.where(self.mask, b1 * self.m + (1 - b1) * g, 0.0)
-        v = torch.where(self.mask, b2 * self.m**2 + (1 - b2) * g**2, 0.0)
-        update = after / (1 - b1**self.count) / ((v / (1 - b2**self.count)).sqrt() + EPS)
-        self.weights -= RATE * (update + DECAY * self.weights)
-        self.owed = torch.where(self.mask, 0.0, mt)
-        self.m, self.mask = after, self._choose(mt)
-
-    def _choose(self, mt: Tensor) -> Tensor:
-        chosen = ~self.takes
-        for row in range(self.w.size):
-            columns = self.takes[row].nonzero()[:, 0]
-            score = mt[row // self.width, row, columns].abs()
-            count = max(1, -int(-self.mode.density_at(self.count) * len(columns) // 1))
-            chosen[row, columns[torch.topk(score, count).indices]] = True
-        return chosen
-
-
 @pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_step_is_the_papers(setting: str, clip: float) -> None:
     """Weights and momentum of an implementation in the paper's own units: delay, feedback, rebuild, clipping, decay."""
     w = scape_world(setting, density=0.1, start_density=0.5, warmup=2)
     assert isinstance(w.config.sync, ScapeSync)
-    reference, plan = Reference(w, w.config.sync, clip), w.config.plan
+    reference, plan = Reference(w, w.config.sync, Settings(RATE, BETAS, EPS, DECAY, clip)), w.config.plan
     results = train(w, 6, clip)
     for step in range(6):
         reference.step(step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,25 +17,44 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.plan import Plan
-from zero_topo.topology.hosts import check_hosts
+from zero_topo.topology.captures import ask_tools
+from zero_topo.topology.model import Topology
+from zero_topo.topology.seats import Seat, check_seats, take_seat
 
 
-def check_agreement(config: ResolvedConfig) -> None:
-    """All ranks resolved the same plan, and ranks that the topology puts on one node are on one host.
+def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
+    """All ranks resolved the same plan, and ranks that the topology puts on one node or GPU are there.
+
+    Args:
+        config: this rank's.
+        device: the accelerator it uses.
 
     Raises:
         ValueError: on every rank, naming the odd rank or host.
     """
-    own = json.dumps([config.to_json(), config.topology.to_json()], sort_keys=True, default=str)
-    seen: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(seen, (own, socket.gethostname()))
+    topology = config.topology.to_json()
+    topology.pop("sources", None)  # a tool that was too slow on one node leaves a note there
+    own = json.dumps([config.to_json(), topology], sort_keys=True, default=str)
+    seen: list[tuple[str, dict[str, Any]]] = [("", {})] * dist.get_world_size()
+    dist.all_gather_object(seen, (own, own_seat(config.topology, device).to_json()))
+    seats = [Seat.from_json(seat) for _, seat in seen]
     different = [rank for rank, (text, _) in enumerate(seen) if text != seen[0][0]]
     if different:
         raise ValueError(
-            f"ranks {different[:8]} resolved another zero_topo plan than rank 0: {seen[different[0]][1]} and "
-            f"{seen[0][1]} see different configs or launcher environments; give every rank the same JSON"
+            f"ranks {different[:8]} resolved another zero_topo plan than rank 0: {seats[different[0]].host} and "
+            f"{seats[0].host} see different configs or launcher environments; give every rank the same JSON"
         )
-    check_hosts(config.topology, [host for _, host in seen])
+    check_seats(config.topology, seats)
+
+
+def own_seat(topology: Topology, device: torch.device) -> Seat:
+    """Where this rank runs; tools are asked for GPU packages only where the topology says that ranks share one."""
+    if device.type != "cuda" or topology.emulated:
+        return take_seat(socket.gethostname(), None, None, None)
+    found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
+    bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    tree = ask_tools().tree if topology.ranks_per_gpu > 1 else None
+    return take_seat(socket.gethostname(), None, bus_id, tree)
 
 
 def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:

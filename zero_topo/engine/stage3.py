@@ -106,7 +106,7 @@ class Stage3:
     """
 
     def __init__(self, config: ResolvedConfig, setup: Setup) -> None:
-        check_agreement(config)
+        check_agreement(config, setup.like.device)
         self.config = config
         self.setup = setup
         self.meter = Meter(config.meter)
