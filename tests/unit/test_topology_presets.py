@@ -14,7 +14,7 @@ from zero_topo.units import GB
 
 
 def test_the_presets_are_these() -> None:
-    assert preset_names() == ["dgx-a100", "dgx-h100", "frontier", "lumi-g", "single-node"]
+    assert preset_names() == ["dgx-a100", "dgx-h100", "emulated-t8", "frontier", "lumi-g", "single-node"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import singledispatch
+from typing import NamedTuple
 
 from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
 from zero_topo.plan import Plan, packed_runs
@@ -99,12 +100,12 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     shards = [plan.shard_numel(m) for m in work.numels]
     gathered = [n for n, kept in zip(shards, work.persistent, strict=True) if not kept]
     kept_whole = [n for n, kept in zip(shards, work.persistent, strict=True) if kept]
-    backward_degree, backward_spec = _backward_source(config)
+    backward_degree, backward_spec = backward_source(config)
 
     books = Books(plan)
 
     def gather(phase: str, degree: int, sizes: Iterable[int], spec: BlockSpec | None, times: int = 1) -> None:
-        nbytes = sum(_message(plan.world_size // degree * n, spec, work.itemsize) for n in sizes)
+        nbytes = sum(message_bytes(plan.world_size // degree * n, spec, work.itemsize) for n in sizes)
         books.gather(phase, (1, degree), times * nbytes)
 
     gather("gather_forward", plan.weights, gathered, config.weights_spec, work.micro_batches)
@@ -113,7 +114,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     rows = plan.world_size // plan.gradients
     for bucket in work.parameter_buckets():
         numel = rows * sum(shards[i] for i in bucket)
-        scattered = _message(numel, config.gradients_spec, work.scatter_itemsize)
+        scattered = message_bytes(numel, config.gradients_spec, work.scatter_itemsize)
         books.reduce("scatter", (1, plan.gradients), work.micro_batches * scattered)
     sizes = [plan.world_size * n for n in shards]
     for run in packed_runs(sizes, None if config.sync.WHOLE else work.run_numel):
@@ -129,6 +130,19 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
+class Hop(NamedTuple):
+    """What a rank sends in one hop: ``sent`` bytes (or any other unit) over the hop ``(lo, hi)``.
+
+    ``gathers`` tells a message for all members from one for each.
+    """
+
+    phase: str
+    lo: int
+    hi: int
+    sent: Fraction | int
+    gathers: bool
+
+
 class Books:
     """Notes what a rank sends, hop by hop, in bytes or in any other unit.
 
@@ -140,17 +154,26 @@ class Books:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.moves: list[tuple[str, int, Fraction | int]] = []
+        self._details: dict[int, tuple[int, bool]] = {}
 
     def gather(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
         """A message from each member to all others: outermost hop first, then all that came, inside."""
         for lo, hi in reversed(self.plan.route(*pair)):
+            self._details[len(self.moves)] = (lo, True)
             self.moves.append((phase, hi, (hi // lo - 1) * message))
             message *= hi // lo
 
     def reduce(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
         """A message from each member to each: by every hop, those for the destinations beyond it."""
         for lo, hi in self.plan.route(*pair):
+            self._details[len(self.moves)] = (lo, False)
             self.moves.append((phase, hi, (hi // lo - 1) * (pair[1] // hi) * message))
+
+    def hops(self) -> list[Hop]:
+        """The moves with their groups; a move that a mode of sync noted itself is one across gradient domains."""
+        across = (sync_hops(self.plan)[1][0], False)
+        details = (self._details.get(index, across) for index in range(len(self.moves)))
+        return [Hop(p, lo, hi, sent, gathers) for (p, hi, sent), (lo, gathers) in zip(self.moves, details, strict=True)]
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
@@ -208,7 +231,7 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
     return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
-def _backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
+def backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
     """Degree and wire format of the gather before a backward: the secondary copy's if there is one."""
     plan = config.plan
     if plan.secondary is None or plan.weights == 1:
@@ -216,7 +239,7 @@ def _backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
     return plan.secondary, config.secondary_spec
 
 
-def _message(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
+def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
     return numel * itemsize if spec is None else spec.nbytes(numel)
 
 
@@ -251,7 +274,7 @@ def table_units(config: ResolvedConfig) -> tuple[Term, ...]:
     def book(phase: str, move: Callable[..., None], pair: tuple[int, int], spec: BlockSpec | None) -> None:
         move(phase, pair, Fraction(1, pair[1]) * _share_of_16_bits(spec))
 
-    backward_degree, backward_spec = _backward_source(config)
+    backward_degree, backward_spec = backward_source(config)
     book("gather_forward", books.gather, (1, plan.weights), config.weights_spec)
     book("gather_backward", books.gather, (1, backward_degree), backward_spec)
     book("scatter", books.reduce, (1, plan.gradients), config.gradients_spec)

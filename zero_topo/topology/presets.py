@@ -11,6 +11,7 @@ from typing import Any
 
 from zero_topo.topology.checks import check_int, check_keys, nearest
 from zero_topo.topology.model import Link, Topology
+from zero_topo.topology.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Machine:
         memory_per_rank: bytes, or None if unknown.
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.
+        rates: how fast a rank computes and what its links reach, or None if unknown.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Machine:
     memory_per_rank: int | None
     links: Mapping[str, Link]
     sources: Mapping[str, str]
+    rates: Rates | None = None
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -72,11 +75,12 @@ def load_machine(name: str) -> Machine:
         )
     data = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
     keys = [item.name for item in fields(Machine)]
-    check_keys(f"preset {name!r}", data, keys, required=keys)
+    check_keys(f"preset {name!r}", data, keys, required=[key for key in keys if key != "rates"])
     links = {
         domain: Link.from_json(f"preset {name!r}: link {domain!r}", link) for domain, link in data["links"].items()
     }
-    return Machine(**{**data, "clusters": tuple(data["clusters"]), "links": links})
+    rates = Rates.from_json(f"preset {name!r}: rates", data["rates"]) if "rates" in data else None
+    return Machine(**{**data, "clusters": tuple(data["clusters"]), "links": links, "rates": rates})
 
 
 def machine_of_cluster(cluster: str) -> Machine | None:

@@ -1,0 +1,150 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo simulate``: its table, its JSON, its files, its fit to a record, and its one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from zero_topo.cli import main
+from zero_topo.cost.simulator import PHASES
+
+RECORD = str(resources.files("zero_topo.bench").joinpath("records/cluster-t8.json"))
+SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line and returns (status, stdout, stderr)."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        seen = capsys.readouterr()
+        return status, seen.out, seen.err
+
+    return call
+
+
+def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> None:
+    status, out, _ = run(*SMALL, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert [(r["scheme"], r["ranks"], r["micro_batches"]) for r in found["results"]] == [
+        (scheme, ranks, count) for scheme in ("zero3", "topo") for ranks in (16, 64) for count in (1, 2)
+    ]
+    for row in found["results"]:
+        assert set(row["breakdown"]) == set(PHASES)
+        assert sum(row["breakdown"].values()) == pytest.approx(row["step_s"])
+        assert row["tflops_per_gpu"] > 0
+    assert [(r["scheme"], r["ranks"], r["over"]) for r in found["scaling_efficiency"]] == [
+        ("zero3", 64, 16),
+        ("zero3", 64, 16),
+        ("topo", 64, 16),
+        ("topo", 64, 16),
+    ]
+    assert {r["ranks"] for r in found["break_even"]} == {16, 64}
+
+
+def test_the_table_fits_80_columns(run: Run) -> None:
+    status, out, _ = run("simulate", "--gcds", "75264")
+    assert status == 0 and "75,264" in out and "paper beats zero++ from" in out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+
+
+def test_plot_and_trace_are_written(run: Run, tmp_path: Path) -> None:
+    plot, trace = tmp_path / "scaling.png", tmp_path / "step.json"
+    status, out, _ = run(*SMALL, "--plot", str(plot), "--trace", str(trace))
+    assert status == 0 and "Written:" in out
+    assert plot.read_bytes().startswith(b"\x89PNG") and (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"zero3", "topo"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"compute", "gather_forward", "scatter", "sync", "publish"} <= {event["cat"] for event in spans}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+
+
+def test_calibrate_fits_some_schemes_and_predicts_the_others(run: Run) -> None:
+    words = ("simulate", "--calibrate", RECORD, "--on", "zero3,topo", "--predict", "paper,zero++")
+    status, out, _ = run(*words, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["rates"]["peak_flops"] > 0
+    assert {(row["scheme"], row["fitted"]) for row in found["results"]} == {
+        ("zero3", True),
+        ("topo", True),
+        ("paper", False),
+        ("zero++", False),
+    }
+    assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
+    status, out, _ = run(*words)
+    assert status == 0 and "measured" in out and "predicted" in out
+
+
+def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path: Path) -> None:
+    words = ("simulate", "--gcds", "64", "--schemes", "zero3", "--micro-batches", "1", "--json")
+    preset, slow = (
+        json.loads(run(*words, *more)[1]) for more in ((), ("--rates", '{"link_efficiency": {"world": 0.1}}'))
+    )
+    assert slow["results"][0]["step_s"] > preset["results"][0]["step_s"]
+    assert slow["rates"] == {**preset["rates"], "link_efficiency": {**preset["rates"]["link_efficiency"], "world": 0.1}}
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(slow["rates"]))
+    assert json.loads(run(*words, "--rates", str(file))[1]) == slow
+
+
+WRONG = [
+    (["--machine", "fronter"], "did you mean 'frontier'"),
+    (["--machine", "single-node"], "'single-node' computes is not known"),
+    (["--gcds", "12"], "does not fill whole nodes"),
+    (["--gcds", "many"], "--gcds 'many'"),
+    (["--gcds", ","], "names no number"),
+    (["--schemes", "tpo"], "did you mean 'topo'"),
+    (["--schemes", "stock"], "stock DeepSpeed"),
+    (["--micro-batches", "0"], "--micro-batches '0'"),
+    (["--micro-batch", "0"], "--micro-batch"),
+    (["--model", "gpt-neox-20"], "gpt-neox-20"),
+    (["--rates", '{"peak": 1}'], "did you mean 'peak_flops'"),
+    (["--rates", "{"], "not valid JSON"),
+    (["--rates", "no/such.json"], "no/such.json"),
+    (["--calibrate", "no/such.json"], "no/such.json"),
+    (["--calibrate", "{broken}"], "not valid JSON"),
+    (["--calibrate", "{other}"], "not a record"),
+    (["--calibrate", RECORD, "--on", "zero4"], "'zero4' is not in the record"),
+    (["--calibrate", RECORD, "--on", ","], "names no scheme"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words[-2:])[-40:] for words, _ in WRONG])
+def test_wrong_input_is_one_line_on_stderr_and_status_2(
+    run: Run, tmp_path: Path, words: list[str], message: str
+) -> None:
+    files = {"{broken}": "{", "{other}": "{}"}
+    for name, text in files.items():
+        (tmp_path / name.strip("{}")).write_text(text)
+    given = [str(tmp_path / word.strip("{}")) if word in files else word for word in words]
+    status, out, err = run("simulate", *given)
+    assert (status, out) == (2, "")
+    assert err.startswith("zero-topo: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_it_starts_quickly_and_without_torch() -> None:
+    code = (
+        "import sys; from zero_topo.cli import main\n"
+        "main(['simulate', '--gcds', '64', '--micro-batches', '1', '--schemes', 'topo'])\n"
+        "sys.exit(','.join({'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    after = os.times()
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    assert seconds < 2, "0.4 s on an idle machine"

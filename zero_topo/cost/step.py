@@ -1,0 +1,293 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""One optimizer step as a program of tasks, module by module, for a rank that stands for all.
+
+Note [A step]
+    1. *publish* of the weights updated last, module by module under the first forward pass; without overlap, before it.
+    2. For every micro-batch, forward through the modules and backward again. A module's *gather* may run once the
+       module ``prefetch + 1`` before it is done, which bounds what is held. After a module's backward, its *scatter*.
+       The next micro-batch begins when all is scattered, as DeepSpeed waits at the end of a backward pass.
+    3. *sync* of a module after its last scatter; without overlap, and in modes that work on all gradients at once,
+       after all of them.
+    4. The optimizer.
+    Every collective is packed (quantized) before it is sent and unpacked after, over memory.
+    Gathers, scatters, and sync with publish have a stream each; links are what they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost.events import COMPUTE, Task
+from zero_topo.cost.time import HopTime, Network
+from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.volume import Books, backward_source, book_sync, message_bytes, rows_message
+
+ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
+
+
+_STREAMS: Mapping[str, str] = MappingProxyType(
+    {
+        "gather_forward": "gathers",
+        "gather_backward": "gathers",
+        "scatter": "scatters",
+        "sync": "steps",
+        "publish": "steps",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: its shape.
+        micro_batch: sequences per rank and micro-batch.
+        micro_batches: micro-batches per optimizer step (``K``).
+        checkpointing: whether layers run forward again before their backward.
+        itemsize: bytes per weight and gradient.
+        prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
+        overlap_scatter: whether the backward pass goes on beside scatters (DeepSpeed's ``overlap_comm``).
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    model: Transformer
+    micro_batch: int
+    micro_batches: int
+    checkpointing: bool = True
+    itemsize: int = 2
+    prefetch: int = 1
+    overlap_scatter: bool = True
+
+    def __post_init__(self) -> None:
+        for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"job: {key} is {getattr(self, key)}; it must be at least {least}")
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one rank in a step: forward and backward, what is computed twice counted once."""
+        tokens = self.micro_batch * self.model.sequence
+        return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
+
+
+@dataclass(frozen=True)
+class Packet:
+    """One collective of one module.
+
+    Attributes:
+        phase: as the meter's.
+        before, after: seconds to pack and unpack.
+        hops: in the order they run.
+    """
+
+    phase: str
+    before: float
+    after: float
+    hops: tuple[HopTime, ...]
+
+
+@dataclass(frozen=True)
+class Packets:
+    """Builds the collectives of modules; equal modules are built once."""
+
+    config: ResolvedConfig
+    job: Job
+    network: Network
+    _known: dict[tuple[str, tuple[int, ...]], Packet] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def of(self, phase: str, numels: tuple[int, ...]) -> Packet:
+        """The collective of a phase for a module of these parameters."""
+        if (phase, numels) not in self._known:
+            self._known[phase, numels] = getattr(self, f"_{phase}")(numels)
+        return self._known[phase, numels]
+
+    def _columns(self, numels: Sequence[int]) -> list[int]:
+        return [self.config.plan.shard_numel(numel) for numel in numels]
+
+    def _gather_forward(self, numels: tuple[int, ...]) -> Packet:
+        spec = self.config.weights_spec
+        return self._gather("gather_forward", numels, (self.config.plan.weights, spec), packs=spec is not None)
+
+    def _gather_backward(self, numels: tuple[int, ...]) -> Packet:
+        degree, spec = backward_source(self.config)
+        stored = self.config.plan.secondary is not None
+        return self._gather("gather_backward", numels, (degree, spec), packs=spec is not None and not stored)
+
+    def _gather(self, phase: str, numels: Sequence[int], source: tuple[int, Any], packs: bool) -> Packet:
+        degree, spec = source
+        rows, itemsize = self.config.plan.world_size // degree, self.job.itemsize
+        widths = self._columns(numels)
+        message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
+        whole = rows * sum(widths) * itemsize
+        books = Books(self.config.plan)
+        books.gather(phase, (1, degree), message)
+        return self._packet(phase, books, (whole + message) * packs, degree * (message + whole))
+
+    def _scatter(self, numels: tuple[int, ...]) -> Packet:
+        plan, itemsize = self.config.plan, self.job.itemsize
+        columns = sum(self._columns(numels))
+        message = message_bytes(plan.world_size // plan.gradients * columns, self.config.gradients_spec, itemsize)
+        books = Books(plan)
+        books.reduce("scatter", (1, plan.gradients), message)
+        touched = plan.world_size * columns * itemsize + sum(hop.sent for hop in books.hops())
+        return self._packet("scatter", books, touched, touched)
+
+    def _sync(self, numels: tuple[int, ...]) -> Packet:
+        config, plan = self.config, self.config.plan
+        itemsize = ITEMSIZES.get(getattr(config.sync, "dtype", None) or config.accumulation_dtype or "")
+        books = Books(plan)
+        book_sync(config.sync, books, self._columns(numels), itemsize or self.job.itemsize)
+        touched = 2 * sum(hop.sent for hop in books.hops())
+        return self._packet("sync", books, touched, touched)
+
+    def _publish(self, numels: tuple[int, ...]) -> Packet:
+        config, plan = self.config, self.config.plan
+        itemsize = ITEMSIZES.get(config.publish.dtype or "", self.job.itemsize)
+        rows = plan.world_size // plan.optimizer
+        message = rows_message(rows, self._columns(numels), config.publish.spec, itemsize)
+        books = Books(plan)
+        books.gather("publish", (plan.weights, plan.optimizer), message)
+        touched = sum(hop.sent for hop in books.hops())
+        return self._packet("publish", books, message, touched)
+
+    def _packet(self, phase: str, books: Books, before: Fraction | float, after: Fraction | float) -> Packet:
+        found = [hop for hop in books.hops() if hop.sent]
+        if not found:
+            return Packet(phase, 0.0, 0.0, ())
+        pattern = self.network.rates.gather
+        hops = (self.network.hop(h.lo, h.hi, float(h.sent), pattern if h.gathers else "direct") for h in found)
+        speed = self.network.rates.memory
+        return Packet(phase, float(before) / speed, float(after) / speed, tuple(hops))
+
+
+class Program:
+    """The tasks of a step, in the order of Note [A step].
+
+    Attributes:
+        tasks: of the step.
+    """
+
+    def __init__(self, config: ResolvedConfig, job: Job, network: Network) -> None:
+        self._config, self._job, self._network = config, job, network
+        self._packets = Packets(config, job, network)
+        self._modules = job.model.modules()
+        self._flops = job.model.module_flops(job.micro_batch * job.model.sequence)
+        self._computed: list[int] = []
+        self._scattered: list[int] = []
+        self._synced: list[int] = []
+        self.tasks: list[Task] = []
+        self._build()
+
+    def _build(self) -> None:
+        published = self._publish_all() if not self._config.overlap else ()
+        for micro_batch in range(self._job.micro_batches):
+            self._micro_batch(micro_batch, published)
+        self._sync_rest()
+        columns = sum(self._config.plan.shard_numel(numel) for numel in self._job.model.numels())
+        rows = self._config.plan.world_size // self._config.plan.optimizer
+        seconds = rows * columns * OPTIMIZER_BYTES / self._network.rates.memory
+        after = (*self._computed[-1:], *self._scattered[-1:], *self._synced[-1:])
+        self._compute("optimizer", "optimizer", seconds, after)
+
+    def _publish_all(self) -> tuple[int, ...]:
+        ends = [self._send("publish", index, ()) for index in range(len(self._modules))]
+        return tuple(end for end in ends[-1:] if end is not None)
+
+    def _micro_batch(self, micro_batch: int, published: tuple[int, ...]) -> None:
+        """Forward and backward; ``visits`` are (phase of the gather, module)."""
+        count, ahead = len(self._modules), self._job.prefetch
+        visits = [("gather_forward", index) for index in range(count)]
+        visits += [("gather_backward", index) for index in reversed(range(count))]
+        start = (*self._computed[-1:], *self._scattered[-1:])
+        done: list[int] = []
+        gathered: list[int | None] = []
+        for visit, (phase, index) in enumerate(visits):
+            while len(gathered) <= min(visit + ahead, len(visits) - 1):
+                after = (done[-1],) if done else (*start, *(published if not micro_batch else ()))
+                gathered.append(self._fetch(*visits[len(gathered)], after, first=micro_batch == 0))
+            waits = tuple(found for found in (gathered[visit], *(done[-1:] or start)) if found is not None)
+            done.append(self._visit(phase, index, waits))
+            if phase == "gather_backward":
+                self._reduce(index, done[-1], micro_batch)
+                done[-1] = done[-1] if self._job.overlap_scatter else self._scattered[-1]
+        self._computed += done
+
+    def _fetch(self, phase: str, index: int, after: tuple[int, ...], first: bool) -> int | None:
+        """The gather of a module, behind its publish where that is still under way."""
+        if first and phase == "gather_forward" and self._config.overlap:
+            published = self._send("publish", index, ())
+            after = after if published is None else (*after, published)
+        end = self._send(phase, index, after)
+        return end if end is not None else max(after, default=None)
+
+    def _visit(self, phase: str, index: int, after: tuple[int, ...]) -> int:
+        forward = phase == "gather_forward"
+        layer = 0 < index < len(self._modules) - 1
+        times = 1 if forward else 3 if self._job.checkpointing and layer else 2
+        seconds = times * self._flops[index] / self._network.rates.flops
+        return self._compute(
+            f"{'forward' if forward else 'backward'} {self._modules[index][0]}", "compute", seconds, after
+        )
+
+    def _reduce(self, index: int, computed: int, micro_batch: int) -> None:
+        """Scatter, and in the last micro-batch sync, of a module whose backward is the task ``computed``."""
+        end = self._send("scatter", index, (computed,))
+        self._scattered.append(computed if end is None else end)
+        if micro_batch == self._job.micro_batches - 1 and self._early:
+            self._sync_one(index, (self._scattered[-1],))
+
+    @property
+    def _early(self) -> bool:
+        """Whether a module's sync need not wait for the other modules."""
+        return self._config.overlap and not self._config.sync.WHOLE
+
+    def _sync_rest(self) -> None:
+        after = (*self._computed[-1:], *self._scattered[-1:])
+        if self._config.sync.WHOLE:
+            packet = self._packets.of("sync", self._job.model.numels())
+            self._synced += [end for end in (self._transmit("sync", packet, after),) if end is not None]
+        elif not self._early:
+            for index in reversed(range(len(self._modules))):
+                self._sync_one(index, after)
+
+    def _sync_one(self, index: int, after: tuple[int, ...]) -> None:
+        end = self._send("sync", index, after)
+        self._synced += [] if end is None else [end]
+
+    def _compute(self, name: str, phase: str, seconds: float, after: tuple[int, ...]) -> int:
+        return self._add(Task(name, phase, COMPUTE, seconds, {COMPUTE: seconds}, after))
+
+    def _send(self, phase: str, index: int, after: tuple[int, ...]) -> int | None:
+        name, numels = self._modules[index]
+        return self._transmit(name, self._packets.of(phase, numels), after)
+
+    def _transmit(self, name: str, packet: Packet, after: tuple[int, ...]) -> int | None:
+        """All tasks of a collective; the index of the last, or None if nothing moves."""
+        if not packet.hops:
+            return None
+        end = self._pack(f"pack {name}", packet.phase, packet.before, after)
+        for hop in packet.hops:
+            holds = {_STREAMS[packet.phase]: hop.seconds, **hop.busy}
+            end = self._add(
+                Task(f"{packet.phase} {name}", packet.phase, hop.domain, hop.seconds, holds, (end,), hop.nbytes)
+            )
+        return self._pack(f"unpack {name}", packet.phase, packet.after, (end,))
+
+    def _pack(self, name: str, phase: str, seconds: float, after: tuple[int, ...]) -> int:
+        holds = {_STREAMS[phase]: seconds, **({COMPUTE: seconds} if self._network.rates.host_codec else {})}
+        return self._add(Task(name, phase, "pack", seconds, holds, after))
+
+    def _add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1

@@ -1,0 +1,197 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The shape of a transformer: its modules' parameters and FLOPs. ``model_files.py`` reads files that describe one.
+
+Note [Modules]
+    The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
+    head's matrix is the embedding's, so the head's parameters are those of the last norm, but its FLOPs are counted.
+
+Note [A shape for a size]
+    Published models of N parameters differ in shape little: GPT-3 and GPT-NeoX are about 128 times as wide as they are
+    deep, with a feed-forward of four times the width. With ``L = h / 128`` layers, ``N = 12 L h^2`` gives the width,
+    which is rounded to whole heads, and the layers are what fits; the feed-forward then takes up the difference, so
+    that the shape has N parameters to within a few hundredths of a percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+WIDTH_PER_LAYER = 128
+VOCABULARY = 50432  # GPT-NeoX's, padded
+SEQUENCE = 2048
+LEAST_PARAMS = 1000
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder-only transformer.
+
+    Attributes:
+        name: for people.
+        layers: ``L``.
+        hidden: ``h``, the width.
+        heads: attention heads.
+        kv_heads: heads of keys and values; fewer than ``heads`` in grouped-query attention.
+        vocab: rows of the embedding, padding included.
+        sequence: ``s``, tokens of a training sequence.
+        intermediate: width of the feed-forward.
+        gated: whether the feed-forward has three matrices (SwiGLU) in place of two.
+        tied: whether the head's matrix is the embedding.
+        biases: whether linear layers and norms have biases.
+        positions: learned positions, 0 for none (rotary).
+        head_size: elements of a head; 0 means ``hidden / heads``.
+
+    Raises:
+        ValueError: if a size is not positive or heads do not divide.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    sequence: int
+    intermediate: int
+    gated: bool = False
+    tied: bool = False
+    biases: bool = True
+    positions: int = 0
+    head_size: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"model {self.name!r}: {key} is {value!r}; it must be a whole number of at least 1")
+        if self.head_size == 0:
+            self._check_divides("hidden", self.hidden, "heads", self.heads)
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+        self._check_divides("heads", self.heads, "kv_heads", self.kv_heads)
+
+    def _check_divides(self, whole: str, number: int, part: str, divisor: int) -> None:
+        if number % divisor:
+            raise ValueError(
+                f"model {self.name!r}: {part} = {divisor} does not divide {whole} = {number}; choose a divisor"
+            )
+
+    def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
+        positions = (self.positions * self.hidden,) if self.positions else ()
+        head = () if self.tied else (self.vocab * self.hidden,)
+        return (
+            ("embedding", (self.vocab * self.hidden, *positions)),
+            *((f"layer {index}", self._layer) for index in range(self.layers)),
+            ("head", (*self._norm, *head)),
+        )
+
+    @cached_property
+    def params(self) -> int:
+        """Parameters in all, each counted once."""
+        embedding, *_, head = self.modules()
+        return sum(embedding[1]) + self.layers * sum(self._layer) + sum(head[1])
+
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter, in the order of :meth:`modules`."""
+        return tuple(numel for _, sizes in self.modules() for numel in sizes)
+
+    def module_flops(self, tokens: int) -> tuple[float, ...]:
+        """FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
+
+        ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all heads for scores
+        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): a causal mask
+        is not taken advantage of.
+
+        Args:
+            tokens: tokens of the pass; scores span ``sequence``.
+        """
+        attention = 4.0 * self.sequence * self.heads * self.head_size * tokens
+        layer = 2.0 * tokens * sum(self._matrices.values()) + attention
+        return (0.0, *(layer for _ in range(self.layers)), 2.0 * tokens * self.hidden * self.vocab)
+
+    @cached_property
+    def _matrices(self) -> Mapping[str, int]:
+        """Elements of the matrices of a layer."""
+        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        attention = {"query": wide, "key": keys, "value": keys} if self.gated else {"qkv": wide + 2 * keys}
+        forward = ("gate", "up", "down") if self.gated else ("up", "down")
+        return MappingProxyType(
+            {
+                **{name: width * self.hidden for name, width in attention.items()},
+                "out": wide * self.hidden,
+                **{name: self.hidden * self.intermediate for name in forward},
+            }
+        )
+
+    @cached_property
+    def _norm(self) -> tuple[int, ...]:
+        return (self.hidden, self.hidden) if self.biases else (self.hidden,)
+
+    @cached_property
+    def _layer(self) -> tuple[int, ...]:
+        """Parameters of a layer: two norms, the matrices, their biases."""
+        to_hidden = ("out", "down")
+        biases = [self.hidden if name in to_hidden else n // self.hidden for name, n in self._matrices.items()]
+        return (*self._norm, *self._norm, *self._matrices.values(), *(biases if self.biases else ()))
+
+
+def scaled(
+    params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE, name: str = ""
+) -> Transformer:
+    """The shape that a model of so many parameters conventionally has; see Note [A shape for a size].
+
+    Args:
+        params: ``N``.
+        layers: layers, if known.
+        hidden: width, if known.
+        sequence: tokens of a sequence.
+        name: of the model; by default it says the size.
+
+    Raises:
+        ValueError: if there is no such shape: under 1000 parameters, or layers and width that do not go with the size.
+    """
+    if params < LEAST_PARAMS:
+        raise ValueError(f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}")
+    wide = hidden or _width(params, layers)
+    vocab = min(VOCABULARY, max(2, params // (8 * wide)))
+    bare = Transformer(name or f"about {params:,} parameters", 1, wide, _heads(wide), _heads(wide), vocab, sequence, 1)
+    outside = bare.params - sum(bare._layer)
+    deep = layers or max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
+    fixed, each = outside + deep * (sum(bare._layer) - 2 * wide - 1), deep * (2 * wide + 1)
+    intermediate = round((params - fixed) / each)
+    if intermediate < 1 or ((layers or hidden) and not wide <= intermediate <= 16 * wide):
+        raise ValueError(
+            f"{params:,} parameters do not go with {deep} layers of width {wide}: the feed-forward would have a width "
+            f"of {intermediate}; leave out layers or hidden, or change the number of parameters"
+        )
+    return replace(bare, layers=deep, intermediate=intermediate)
+
+
+def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE, name: str = "") -> Transformer:
+    """A model of so many layers and such a width, the rest as in GPT-NeoX.
+
+    Args:
+        layers: ``L``.
+        hidden: ``h``.
+        sequence: tokens of a sequence.
+        name: of the model; by default it says the shape.
+    """
+    heads = _heads(hidden)
+    name = name or f"{layers} layers of width {hidden}"
+    return Transformer(name, layers, hidden, heads, heads, VOCABULARY, sequence, 4 * hidden)
+
+
+def _width(params: int, layers: int | None) -> int:
+    """The width by ``N = 12 L h^2``, rounded to whole heads."""
+    usual = (params * WIDTH_PER_LAYER / 12) ** (1 / 3)
+    width = (params / 12 / layers) ** 0.5 if layers else min(usual, (params / 24) ** 0.5)
+    step = next(step for step, least in ((128, 1024), (64, 256), (8, 16), (1, 0)) if width >= least)
+    return max(1, round(width / step)) * step
+
+
+def _heads(hidden: int) -> int:
+    """Heads of 128 elements in wide models, of 64 in others; of 8, or one, in toys."""
+    return next(hidden // size for size in (128 if hidden >= 4096 else 64, 64, 8, hidden) if hidden % size == 0)
