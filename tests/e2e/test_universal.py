@@ -52,6 +52,12 @@ def test_another_world_size_goes_on_from_it(name: str, eight: tuple[Path, Result
     assert four[name]["losses"] == pytest.approx(eight[1]["unbroken"]["losses"], abs=1e-5)
 
 
+def test_what_sparse_sync_owes_goes_along(eight: tuple[Path, Results], four: Results) -> None:
+    """To half the ranks: the residuals' sum over all ranks and elements stays, and is not zero."""
+    before = eight[1]["sparse"]["owed"]
+    assert before != 0 and four["sparse"]["owed"] == pytest.approx(before, rel=1e-5)
+
+
 def test_weights_alone_go_on_as_in_stock(four: Results) -> None:
     """Without optimizer states, masters are refilled from the weights, on every rank that holds a copy."""
     mine, theirs = four["hsdp_weights_only"], four["stock_weights_only"]

@@ -63,7 +63,7 @@ def observed(w: World, engine: Stage3) -> Step:
     own = engine.gradients.buffer[layout.row(plan.gradients)].clone()
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    debts = list(zip(plan.group(layout.rank, lo, hi), mode.owed(), strict=True))
+    debts = list(zip(plan.group(layout.rank, lo, hi), mode.debts(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
     return Step(own, rows, debts, sent)
 

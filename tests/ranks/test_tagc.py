@@ -329,4 +329,4 @@ def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
 )
 def test_layers_outside_the_attention_core_are_sparse(name: str, sparse: bool) -> None:
     """By the names that common models give them."""
-    assert taken(Parameter(name, 2, (0, 1)), TagcSync()) == sparse
+    assert taken(Parameter(name, 1, 2, (0, 1)), TagcSync()) == sparse

@@ -19,8 +19,8 @@ WIDTH = 116
 MB = 1e6
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
-    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: what a rank sends out of its "
-    "node in a step for sync and publish."
+    "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: "
+    "what a rank sends out of its node in a step for sync and publish."
 )
 
 

@@ -174,7 +174,7 @@ def _wanted(engine: Stage3) -> Tensor:
     total = engine.gradients.buffer.double()
     mode = engine.gradients.mode
     if isinstance(mode, Sparse):
-        total += mode.owed()
+        total += mode.debts()
     dist.all_reduce(total)
     return total
 

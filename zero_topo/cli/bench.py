@@ -127,9 +127,8 @@ def convergence(options: ConvergenceOptions) -> None:
     setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
     schemes = tuple(choose(_words(options.schemes), load_blocks(options.blocks)))
     seeds = tuple(range(options.seeds))
-    nodes, gpus, dies = read_shape(options.shape)
-    more = {"micro_batches": options.micro_batches, "shape": (nodes, gpus, dies)}
-    wanted = Convergence(schemes, setup, options.steps, seeds, **more)
+    shape = read_shape(options.shape)
+    wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches, shape=shape)
     keep = _Keeper(_file(options, "convergence"))
     with _told(keep), _progress(wanted.ticks()) as tick:
         content = run(wanted, tick, keep)

@@ -363,7 +363,7 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
-        self.topo.load_state_dict(own or {}, self.lp_param_buffer)
+        self.topo.load_state_dict(own or {}, self.lp_param_buffer, kwargs.get("checkpoint_folder"))
         self.topo.restart(self.lp_param_buffer)
 
     def _restore_from_bit16_weights(self) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.automatic import choose_plan
+from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.discover import resolve as resolve_topology
+from zero_topo.topology.model import Topology
 
 CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
 
@@ -160,8 +162,19 @@ def resolve_block(
             f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "
             "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
         )
-    topology = resolve_topology(block.topology, env, world_size)
+    topology = _machine(block.topology, env, world_size, engine)
     return choose_plan(block, topology, engine) if block.scheme == AUTO else block.resolve(topology)
+
+
+def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:
+    """The machine of the setting; a measured one once ranks can talk: until then the launcher's word is checked."""
+    if setting != MEASURED:
+        return resolve_topology(setting, env, world_size)
+    if engine is None:
+        return resolve_topology("auto", env, world_size)
+    from zero_topo.measure import measure
+
+    return measure(engine.device)
 
 
 def seed_everything(seed: int | None, rank: int) -> None:

@@ -21,6 +21,7 @@ from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
+from zero_topo.engine.owed import STATE, found
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
@@ -30,7 +31,6 @@ from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 logger = logging.getLogger(__name__)
 
-STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -147,8 +147,8 @@ class Stage3:
             sparse=sparse_ops(self.quantizer, setup.like.device),
             moments=setup.moments,
             parameters=tuple(
-                Parameter(name, dims, span)
-                for name, dims, span in zip(setup.names, setup.dims, self.layout.spans(slots), strict=True)
+                Parameter(*of)
+                for of in zip(setup.names, setup.numels, setup.dims, self.layout.spans(slots), strict=True)
             ),
         )
         options = GradientOptions(
@@ -227,16 +227,19 @@ class Stage3:
         row = self.weights.primary[self.layout.row(self.config.plan.weights)]
         held = {"held": row.detach().clone()} if self.weights.publishes_differences else {}
         sync = dict(self.gradients.mode.state_dict())
+        owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
+        state |= {} if owed is None else {"owed": owed._asdict()}
         return {STATE: state} if sync or held else {}
 
-    def load_state_dict(self, saved: Mapping[str, Any], row: Tensor) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], row: Tensor, folder: str | None = None) -> None:
         """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
 
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
                 are published.
+            folder: of the checkpoint; see Note [Residuals of another run] in ``owed.py``.
         """
         state = saved.get(STATE, {})
         fits = state.get("degrees") == self.config.plan.degrees()
@@ -248,6 +251,8 @@ class Stage3:
         except ValueError as error:
             mode.load_state_dict({})
             logger.warning("sync starts without the checkpoint's state: %s", error)
+        if sums := found(folder):
+            mode.inherit(sums)
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""

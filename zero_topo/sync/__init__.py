@@ -6,11 +6,12 @@ Importing the package registers every mode with :func:`zero_topo.sync.base.build
 
 from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, topk
 from zero_topo.sync.adams import AdamS
-from zero_topo.sync.base import Moment, Parameter, SyncContext, SyncMode, build_mode
+from zero_topo.sync.base import Moment, Owed, Parameter, SyncContext, SyncMode, build_mode
 
 __all__ = [
     "AdamS",
     "Moment",
+    "Owed",
     "Parameter",
     "SyncContext",
     "SyncMode",

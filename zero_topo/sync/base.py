@@ -27,13 +27,27 @@ class Parameter:
 
     Attributes:
         name: in the model.
+        numel: its elements.
         dims: of its shape.
         span: its columns of a gradient shard.
     """
 
     name: str
+    numel: int
     dims: int
     span: Span
+
+
+class Owed(NamedTuple):
+    """Whose elements a residual ``[P, C]`` holds.
+
+    Attributes:
+        owners: of each row, the rank whose world shard it is of.
+        parameters: by name: elements, and the range of columns.
+    """
+
+    owners: list[int]
+    parameters: dict[str, tuple[int, int, int]]
 
 
 class Moment(NamedTuple):
@@ -147,6 +161,24 @@ class SyncMode(ABC):
 
     def settle(self) -> None:  # noqa: B027 (most modes leave nothing under way)
         """Wait for what :meth:`commit` has begun; collective."""
+
+    def owed(self) -> Owed | None:
+        """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""
+        return None
+
+    def inherit(self, sums: Mapping[str, Tensor]) -> None:
+        """Take a share of what the peers of another run still owed.
+
+        Args:
+            sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; alike on all ranks.
+
+        Raises:
+            ValueError: if this mode keeps no residual, or a parameter has another size.
+        """
+        raise ValueError(
+            "the checkpoint carries residuals of a sparse sync, but this sync mode keeps none; set the same mode, or "
+            "delete zero_topo_owed.pt from the checkpoint to lose what they hold"
+        )
 
     def report(self) -> dict[str, float]:
         """What a user may want to know of the last step: densities, norms, counts; this rank's own."""

@@ -19,6 +19,7 @@ Note [Peers]
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +32,16 @@ from torch import Tensor
 
 from zero_topo.collectives.all_gather import Counted, all_gather_pieces
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, members, span_pieces
+from zero_topo.collectives.pack import Span, members, rows_of, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Hop, Route
-from zero_topo.sync.base import Parameter, SyncContext, SyncMode
+from zero_topo.sync.base import Owed, Parameter, SyncContext, SyncMode
 from zero_topo.sync.dense import Dense
 from zero_topo.sync.peers import Peers
 
+logger = logging.getLogger(__name__)
 State = TypeVar("State")
 
 
@@ -87,7 +89,8 @@ class Sparse(SyncMode, Generic[State]):
         self._across: Hop = hops[-1]
         self.peers = self.join(self._across)
         self.everywhere = plan.optimizer < plan.world_size
-        self._spans = tuple(p.span for p in context.parameters if taken(p, config))
+        self._taken = tuple(p for p in context.parameters if taken(p, config))
+        self._spans = tuple(p.span for p in self._taken)
         self._others = tuple(p.span for p in context.parameters if not taken(p, config))
         ends = accumulate((end - begin for begin, end in self._spans), initial=0)
         self._places = tuple(pairwise(ends))  # their columns of the table
@@ -199,13 +202,42 @@ class Sparse(SyncMode, Generic[State]):
         """FP32 ``[P * C]``, or empty without error feedback: what this rank still owes."""
         return self._residual
 
-    def owed(self) -> Tensor:
+    def debts(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
         table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
         if self._residual.numel():
             for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
                 table[:, begin:end] = self._residual.view(self.peers.size, -1)[:, first:past]
         return table
+
+    def owed(self) -> Owed | None:
+        """See :meth:`SyncMode.owed`."""
+        if not self._residual.numel():
+            return None
+        plan = self.context.plan
+        places = zip(self._taken, self._places, strict=True)
+        owners = plan.group(self.context.mesh.rank, self._across.lo, self._across.hi)
+        return Owed(owners, {parameter.name: (parameter.numel, *place) for parameter, place in places})
+
+    def inherit(self, sums: Mapping[str, Tensor]) -> None:
+        """See :meth:`SyncMode.inherit`."""
+        owed = self.owed()
+        if owed is None and not self.active:
+            logger.warning("residuals of another run are dropped: here one gradient domain has all ranks")
+            return
+        if owed is None:
+            super().inherit(sums)
+            return
+        plan, table = self.context.plan, self._residual.view(self.peers.size, -1)
+        positions = [plan.position(owner) for owner in owed.owners]
+        for name, (numel, first, past) in owed.parameters.items():
+            if name not in sums:
+                continue
+            if sums[name].numel() != numel:
+                raise ValueError(
+                    f"the checkpoint carries a residual of {sums[name].numel()} elements for {name}, which has {numel}"
+                )
+            table[:, first:past] = rows_of(sums[name], plan)[positions] / self.peers.size
 
     def report(self) -> dict[str, float]:
         """See :meth:`SyncMode.report`."""

@@ -22,10 +22,12 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor
 
 from tests.launcher.training import Job, advance, block, close, start, weights
+from zero_topo.engine.owed import carry
 from zero_topo.examples.process import leave
 
 SAVED_AT, STEPS = 2, 4
 MICRO_BATCHES = 8
+SPARSE = {"mode": "topk_a", "density": 0.05}
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 TREES = {"2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
 
@@ -69,6 +71,14 @@ def unbroken(directory: Path) -> dict[str, Any]:
     run = job(on("2x2x2", "topo"), SMALL_SUB_GROUPS)
     engine = start(run)
     advance(run, engine, 0, SAVED_AT)
+    convert(directory, engine)
+    losses = advance(run, engine, SAVED_AT, STEPS)
+    close(engine)
+    return {"losses": losses, "different": {}}
+
+
+def convert(directory: Path, engine: Any) -> None:
+    """Save, and have DeepSpeed make a universal checkpoint of it."""
     engine.save_checkpoint(str(directory), tag="half-way")
     whole = weights(engine)
     if dist.get_rank() == 0:
@@ -76,14 +86,42 @@ def unbroken(directory: Path) -> dict[str, Any]:
         folders = {"input_folder": f"{directory}/half-way", "output_folder": f"{directory}/universal"}
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=False))
-    losses = advance(run, engine, SAVED_AT, STEPS)
+
+
+def sparse(directory: Path) -> dict[str, Any]:
+    """Train with a sparse sync, save, convert, and carry along what it owes."""
+    run = job(on("2x2x2", "topo", sync=SPARSE), SMALL_SUB_GROUPS)
+    engine = start(run)
+    advance(run, engine, 0, SAVED_AT)
+    convert(directory, engine)
+    if dist.get_rank() == 0:
+        carry(directory / "half-way", directory / "universal")
+    total = owed(engine)
     close(engine)
-    return {"losses": losses, "different": {}}
+    return {"owed": total}
+
+
+def taken_over(directory: Path) -> dict[str, Any]:
+    """What ranks on other nodes owe right after the load."""
+    run = job(on("2x1x2", "topo", sync=SPARSE), {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}})
+    engine = start(run, seed=99)
+    engine.load_checkpoint(str(directory))
+    total = owed(engine)
+    close(engine)
+    return {"owed": total}
+
+
+def owed(engine: Any) -> float:
+    """The sum over all ranks and elements."""
+    total = engine.optimizer.topo.gradients.mode.residual.double().sum().view(1)
+    dist.all_reduce(total)
+    return float(total)
 
 
 def save(directory: Path) -> dict[str, Any]:
     """The unbroken run, and others taken up from it on the same ranks."""
-    results = {"unbroken": unbroken(directory)}
+    (directory / "sparse").mkdir(exist_ok=True)
+    results = {"unbroken": unbroken(directory), "sparse": sparse(directory / "sparse")}
     dist.barrier()
     results["stock"] = resumed(directory, None)
     for scheme in ("hsdp", "zero++", "topo"):
@@ -98,6 +136,7 @@ def load(directory: Path) -> dict[str, Any]:
         "hsdp": resumed(directory, on("2x1x2", "hsdp"), SMALL_SUB_GROUPS),
         "stock": resumed(directory, None),
         "hsdp_weights_only": resumed(directory, on("2x1x2", "hsdp"), load_optimizer_states=False),
+        "sparse": taken_over(directory / "sparse"),
         "stock_weights_only": resumed(directory, None, load_optimizer_states=False),
     }
 

@@ -1,0 +1,122 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A run that goes on with another number of nodes loses nothing of what its sparse sync still owed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, PLAIN, mode_of
+from tests.ranks.worlds import NUMELS, World, shuffled, world
+from zero_topo.cli import main
+from zero_topo.engine.owed import FILE, carry, found
+from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import emulated
+
+RESIDUAL = {"topk_a": {"density": 0.05}, "oktopk": {"density": 0.05}, "radius": {"density": 0.1}, "tagc": {}}
+PLACES = {**HIERARCHY, "data parallel": DATA_PARALLEL}
+OTHERS = {
+    "more nodes": ("topo", emulated(3, 2, 2)),
+    "fewer ranks": ("topo", emulated(2, 1, 2)),
+    "other placement": ("gradients in a GPU", shuffled(emulated(2, 2, 2))),
+    "data parallel": ("data parallel", emulated(5, 1, 1)),
+}
+
+
+def sparse(place: str, machine: Topology, mode: str) -> World:
+    """A world with a sparse mode on a machine."""
+    sync = {"mode": mode, **RESIDUAL[mode]}
+    return replace(world({**PLACES[place], "quantize": PLAIN, "sync": sync}, machine), numels=NUMELS)
+
+
+def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = None) -> dict[str, Tensor]:
+    """What all ranks owe together, by parameter, after some steps; each rank's state saved as DeepSpeed would."""
+
+    def rank_main(rank: int) -> list[tuple[int, Tensor]]:
+        engine = w.engine()
+        engine.load_state_dict({}, torch.zeros(w.columns), None if folder is None else str(folder))
+        for step in range(steps):
+            engine.gradients.scatter(range(len(w.numels)), w.grads(rank, step), last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows()
+            weights = torch.zeros_like(rows)
+            with engine.watched(weights.view(-1), 0, 0.1):  # Radius chooses by the update
+                weights.sub_(rows, alpha=0.1)
+            engine.end_step(skipped=False)
+        if save is not None:
+            name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": engine.state_dict()}, save / name)
+        owed = mode_of(engine).owed()
+        assert owed is not None
+        return list(zip(owed.owners, mode_of(engine).debts(), strict=True))
+
+    total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
+    for debts in run_threads(w.size, rank_main):
+        for owner, debt in debts:
+            total[owner] += debt
+    rows, begin, sums = torch.stack([total[owner] for owner in range(w.size)]), 0, {}
+    for index, numel in enumerate(w.numels):
+        width = w.config.plan.shard_numel(numel)
+        sums[f"p{index}"] = rows[:, begin : begin + width].reshape(-1)[:numel]
+        begin += width
+    return sums
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("mode", RESIDUAL)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_sum_of_what_is_owed_stays(place: str, mode: str, other: str, tmp_path: Path) -> None:
+    """Element by element, from any plan to any other: parameters of odd sizes, ranks placed at random."""
+    universal = tmp_path / "universal"
+    universal.mkdir()
+    before = owed_after(sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path)
+    sums = carry(tmp_path, universal)
+    assert any(value.any() for value in sums.values())
+    to, machine = OTHERS[other]
+    after = owed_after(sparse(to, machine, mode), universal, 0)
+    for name, value in before.items():
+        torch.testing.assert_close(sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong folder, a missing one, and a run without residuals; by the command in one line."""
+    with pytest.raises(ValueError, match="name the folder of one tag"):
+        carry(tmp_path / "nowhere", tmp_path)
+    torch.save({"optimizer_state_dict": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match="ds_to_universal"):
+        carry(tmp_path, tmp_path / "universal")
+    assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
+    assert "no rank kept a residual" in capsys.readouterr().err
+    assert found(tmp_path) == {} and found(None) == {}
+
+
+def test_another_mode_does_not_drop_it_silently(tmp_path: Path) -> None:
+    """Dense sync has no place for it; the file may be deleted."""
+    torch.save({"p1": torch.zeros(7)}, tmp_path / FILE)
+    dense = world({"scheme": "topo", "quantize": PLAIN})
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"delete zero_topo_owed\.pt"):
+            dense.engine().load_state_dict({}, torch.zeros(dense.columns), str(tmp_path))
+
+    run_threads(dense.size, rank_main)
+
+
+def test_a_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
+    """With its name."""
+    torch.save({"p4": torch.zeros(7)}, tmp_path / FILE)
+    w: Any = sparse("topo", emulated(2, 2, 2), "topk_a")
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"7 elements for p4, which has 1280"):
+            w.engine().load_state_dict({}, torch.zeros(w.columns), str(tmp_path))
+
+    run_threads(w.size, rank_main)

@@ -1,0 +1,21 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo carry``: take residuals along when a run goes on with another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def carry(
+    saved: Annotated[Path, typer.Argument(help="Folder of one tag of the saved checkpoint.")],
+    universal: Annotated[Path, typer.Argument(help="Folder that DeepSpeed's ds_to_universal made of it.")],
+) -> None:
+    """Put what sparse sync still owes into a universal checkpoint: its residuals, summed over the ranks."""
+    from zero_topo.engine.owed import FILE
+    from zero_topo.engine.owed import carry as write
+
+    sums = write(saved, universal)
+    print(f"{universal / FILE}: {len(sums)} parameters, {sum(x.numel() for x in sums.values()):,} elements")

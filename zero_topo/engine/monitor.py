@@ -1,0 +1,77 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What zero_topo did in a step, in DeepSpeed's own channels: its monitors, and its log with ``wall_clock_breakdown``.
+
+Events go to whatever monitors the DeepSpeed config turns on (TensorBoard, W&B, Comet, CSV), after every optimizer step
+and at the same count of samples as DeepSpeed's own, from rank 0, which tells what it did itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from deepspeed.utils import log_dist
+
+from zero_topo.collectives.meter import PHASES
+from zero_topo.engine.stage3 import Stage3
+
+Event = tuple[str, float, int]
+
+
+def step_events(
+    sent: Mapping[tuple[str, str], int], seconds: Mapping[str, float], report: Mapping[str, float], samples: int
+) -> list[Event]:
+    """The monitor's events of one optimizer step.
+
+    Args:
+        sent: (phase, domain) -> bytes.
+        seconds: phase -> seconds of the host.
+        report: what the mode of sync says: densities, norms, counts.
+        samples: where the step stands on the monitor's axis.
+
+    Returns:
+        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>`` and ``zero_topo/sync_<name>``.
+    """
+    domains: dict[str, int] = {}
+    for (_, domain), nbytes in sent.items():
+        domains[domain] = domains.get(domain, 0) + nbytes
+    values = {f"bytes_{domain}": float(nbytes) for domain, nbytes in domains.items()}
+    values |= {f"ms_{phase}": 1e3 * value for phase, value in seconds.items()}
+    values |= {f"sync_{name}": value for name, value in report.items()}
+    return [(f"zero_topo/{name}", value, samples) for name, value in sorted(values.items())]
+
+
+def breakdown(seconds: Mapping[str, float]) -> str:
+    """One line: the host's time in each phase of a step, in a step's order."""
+    parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
+    return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
+
+
+def reporting(engine: Any) -> Callable[..., Any]:
+    """``engine.step``, which also reports each optimizer step where the DeepSpeed config asks for reports.
+
+    Args:
+        engine: DeepSpeed's, with a zero_topo optimizer by the time it steps.
+    """
+    step = engine.step
+
+    @wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > before and engine.global_rank == 0:
+            _report(engine, engine.optimizer.topo)
+        return result
+
+    return wrapper
+
+
+def _report(engine: Any, topo: Stage3) -> None:
+    seconds = topo.meter.last_seconds()
+    if engine.monitor.enabled:
+        report = topo.gradients.mode.report()
+        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, report, engine.global_samples))
+    every = engine.steps_per_print()
+    if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
+        log_dist(breakdown(seconds), ranks=[0])

@@ -1,0 +1,76 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What peers owe when a run goes on with another number of nodes: their residuals, summed, and shared out anew.
+
+Note [Residuals of another run]
+    A residual belongs to a peer, so it cannot be taken over where peers are others. But the sum over the peers is what
+    the optimizer has not got yet, whoever owes it: each of ``P`` new peers takes a ``P``-th of it. DeepSpeed's
+    conversion to a universal checkpoint, which a change of ranks needs, knows nothing of residuals; :func:`carry` puts
+    the sums beside what it has made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FILE = "zero_topo_owed.pt"
+STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
+_SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+
+
+def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
+    """Write what all ranks of a saved run owe into a universal checkpoint made of it.
+
+    Args:
+        saved: the folder of one tag, as ``save_checkpoint`` made it.
+        universal: the folder that ``ds_to_universal`` made of it.
+
+    Returns:
+        Name of a parameter -> FP32 ``[numel]``, the sum over all ranks, as written to ``zero_topo_owed.pt``.
+
+    Raises:
+        ValueError: if a folder is missing, or the run kept no residuals.
+    """
+    files = sorted(path for path in saved.glob("*.pt") if _SAVED.search(path.name)) if saved.is_dir() else []
+    if not files:
+        raise ValueError(
+            f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the one that "
+            "save_checkpoint was given"
+        )
+    if not universal.is_dir():
+        raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
+    sums: dict[str, Tensor] = {}
+    for path in files:
+        _add(torch.load(path, map_location="cpu", weights_only=False), len(files), sums)
+    if not sums:
+        raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
+    torch.save(sums, universal / FILE)
+    return sums
+
+
+def found(folder: str | Path | None) -> dict[str, Tensor]:
+    """What :func:`carry` wrote into a checkpoint's folder, or nothing."""
+    path = None if folder is None else Path(folder) / FILE
+    if path is None or not path.is_file():
+        return {}
+    return dict(torch.load(path, map_location="cpu"))
+
+
+def _add(content: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
+    """Add what one rank owes."""
+    state = content["optimizer_state_dict"].get(STATE, {})
+    owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
+    if owed is None or residual is None or not residual.numel():
+        return
+    table = residual.float().view(len(owed["owners"]), -1)
+    for name, (numel, first, past) in owed["parameters"].items():
+        if name not in sums:
+            sums[name] = torch.zeros(numel)
+        rows = torch.zeros(ranks, past - first)
+        rows[owed["owners"]] = table[:, first:past]
+        sums[name] += rows.view(-1)[:numel]
