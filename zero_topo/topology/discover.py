@@ -25,6 +25,7 @@ from zero_topo.topology.probes import LauncherView, slurm
 
 __all__ = ["check_hosts", "discover", "resolve"]
 
+MEASURED = "measured"
 INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
 
 
@@ -56,7 +57,7 @@ def resolve(
     """The topology that the configuration asks for, checked against the number of ranks.
 
     Args:
-        setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
+        setting: "auto"; a preset's name ("measured" is not resolved here); a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
             File and object hold the fields of :class:`Topology`, or ``{"emulated": {"nodes", "gpus_per_node",
             "gcds_per_gpu"}}``.
         env: environment variables, usually ``os.environ``.
@@ -80,7 +81,12 @@ def resolve(
         raise ValueError(f"topology is {setting!r}; it must be 'auto', a preset, a path to a JSON file or an object")
     if setting.endswith(".json") or "/" in setting:
         return _fit(_from_file(setting), f"the topology in {setting}", env, world_size)
-    names = ["auto", *preset_names()]
+    if setting == MEASURED:
+        raise ValueError(
+            f'topology "{MEASURED}" is found by the ranks of a job as it starts; to plan with it, write it down once: '
+            "srun zero-topo topology --measure --json > machine.json, and name that file"
+        )
+    names = ["auto", MEASURED, *preset_names()]
     if setting not in names:
         raise ValueError(
             f"topology {setting!r} is unknown; did you mean {nearest(setting, names)!r}? (known: {', '.join(names)}; a "

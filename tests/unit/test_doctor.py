@@ -1,0 +1,246 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Each check of the doctor in front of something broken: it says what and how to mend it, and leaves the rest alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_topo.cli import main
+from zero_topo.doctor import FAIL, OK, WARN, Finding, Surroundings, examine, files, network, software
+from zero_topo.doctor.variables import Rule, load_rules, variables
+from zero_topo.topology import preset_names
+from zero_topo.units import GB, MB
+
+TOLD: Mapping[str, Any] = {
+    "torch": "2.13.0",
+    "platform": "cpu",
+    "devices": 0,
+    "gloo": True,
+    "nccl": False,
+    "mpi4py": False,
+    "triton": None,
+    "seam": None,
+    "supported": "0.19.8",
+    "kernels": {"zt_cpu": "built", "zt_gpu": "there is no GPU compiler"},
+}
+GPU = {**TOLD, "platform": "rocm", "devices": 8, "nccl": True, "triton": "3.7.1"}
+UP: Mapping[str, bool] = {"lo": True, "eth0": True, "hsn0": True, "hsn1": False}
+
+
+def surroundings(tmp_path: Path, **changes: Any) -> Surroundings:
+    """A machine on which all is well, but for the changes."""
+    (tmp_path / "dev" / "shm").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    env = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **changes.pop("env", {})}
+    well: dict[str, Any] = {
+        "env": env,
+        "root": tmp_path,
+        "which": lambda name: f"/usr/bin/{name}",
+        "version": lambda name: "0.19.8",
+        "interfaces": lambda: UP,
+        "free": lambda folder: 8 * GB,
+        "torch": lambda: TOLD,
+        "python": "3.11.7",
+    }
+    return Surroundings(**{**well, **changes})
+
+
+def worst(findings: Iterable[Finding]) -> Finding:
+    """The finding that matters most; its fix is there exactly if it is a problem."""
+    ranked = sorted(findings, key=lambda finding: (OK, WARN, FAIL).index(finding.state))
+    assert bool(ranked[-1].fix) == (ranked[-1].state != OK)
+    return ranked[-1]
+
+
+def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
+    findings = list(examine(surroundings(tmp_path)))
+    assert [finding for finding in findings if finding.state != OK] == []
+    assert len({finding.subject for finding in findings}) == len(findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "state", "words"),
+    [
+        ({"python": "3.10.14"}, "python", FAIL, "too old; install Python 3.11"),
+        ({"version": lambda name: None}, "deepspeed", FAIL, "not installed"),
+        ({"torch": lambda: {"error": "Segmentation fault"}}, "torch", FAIL, "do not start: Segmentation fault"),
+        ({"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}}, "deepspeed", FAIL, "built for 0.19.8"),
+        ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
+        ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
+        ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
+        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}}, "kernels zt_cpu", WARN, "op_builder"),
+        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "no ninja"}}}, "kernels zt_cpu", WARN, "no ninja; runs use"),
+        ({"torch": lambda: {**GPU, "kernels": {"zt_gpu": "no hipcc"}}}, "kernels zt_gpu", WARN, "Triton's"),
+        ({"which": lambda name: None}, "c++", WARN, "g++ and c++ not found"),
+        ({"which": lambda name: None, "env": {"CXX": "clang"}}, "c++", WARN, "clang not found"),
+        ({"which": lambda name: None}, "ninja", WARN, "pip install ninja"),
+        ({"torch": lambda: GPU, "which": lambda name: None}, "hipcc", WARN, "ROCm module"),
+        ({"env": {"WORLD_SIZE": "two"}}, "launcher", FAIL, "WORLD_SIZE is 'two'"),
+    ],
+)
+def test_what_is_broken_is_found(tmp_path: Path, changes: dict[str, Any], subject: str, state: str, words: str) -> None:
+    findings = [finding for finding in examine(surroundings(tmp_path, **changes)) if finding.subject == subject]
+    found = worst(findings)
+    assert found.state == state and words in found.line()
+    assert "\n" not in found.line()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "state"),
+    [
+        ("GLOO_SOCKET_IFNAME", "", OK),
+        ("GLOO_SOCKET_IFNAME", "eth0", OK),
+        ("GLOO_SOCKET_IFNAME", "eth", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth9", FAIL),
+        ("GLOO_SOCKET_IFNAME", "hsn1", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth0,hsn1", WARN),
+        ("NCCL_SOCKET_IFNAME", "eth", OK),
+        ("NCCL_SOCKET_IFNAME", "hsn", WARN),
+        ("NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2", FAIL),
+        ("NCCL_SOCKET_IFNAME", "=eth", FAIL),
+        ("NCCL_SOCKET_IFNAME", "=eth0", OK),
+        ("NCCL_SOCKET_IFNAME", "^lo,hsn", OK),
+    ],
+)
+def test_interfaces_are_read_as_the_backends_read_them(tmp_path: Path, variable: str, value: str, state: str) -> None:
+    """Gloo wants full names, NCCL beginnings; absent is worse than down."""
+    found = worst(network.interfaces(surroundings(tmp_path, env={variable: value})))
+    assert found.state == state
+    if state != OK:
+        assert variable in found.line()
+
+
+def test_loopback_does_not_reach_other_nodes(tmp_path: Path) -> None:
+    job = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    one = {**job, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    assert worst(network.interfaces(surroundings(tmp_path, env=one))).state == OK
+    several = surroundings(tmp_path, env={**job, "GLOO_SOCKET_IFNAME": "lo"})
+    assert worst(network.interfaces(several)).state == FAIL
+    assert worst(network.launcher(several)).text.endswith("4 ranks on 2 nodes")
+
+
+def recommended(machine: str) -> dict[str, str]:
+    """The values that the table recommends on a machine."""
+    return {rule.variable: rule.wanted for rule in load_rules() if not rule.machines or machine in rule.machines}
+
+
+@pytest.mark.parametrize("cluster", [{"SLURM_CLUSTER_NAME": "frontier"}, {"LMOD_SYSTEM_NAME": "frontier"}])
+def test_frontiers_variables_are_known(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """Recommended values are well, none at all is a warning each, memhooks fails; elsewhere nobody cares."""
+    good = {**cluster, **recommended("frontier")}
+    assert worst(variables(surroundings(tmp_path, env=good))).state == OK
+    bare = list(variables(surroundings(tmp_path, env=cluster)))
+    assert {"NCCL_CROSS_NIC", "FI_CXI_RDZV_PROTO", "MIOPEN_USER_DB_PATH"} <= {finding.subject for finding in bare}
+    assert {finding.state for finding in bare} == {WARN, OK}
+    bad = worst(variables(surroundings(tmp_path, env={**good, "FI_MR_CACHE_MONITOR": "memhooks"})))
+    assert bad.state == FAIL and "export FI_MR_CACHE_MONITOR=kdreg2 (OLCF" in bad.fix
+    elsewhere = surroundings(tmp_path, env={"FI_MR_CACHE_MONITOR": "memhooks"})
+    assert worst(variables(elsewhere)).state == OK
+
+
+def test_threads_are_every_machines_business(tmp_path: Path) -> None:
+    found = worst(variables(surroundings(tmp_path, env={"OMP_NUM_THREADS": ""})))
+    assert (found.state, found.subject) == (WARN, "OMP_NUM_THREADS")
+
+
+def test_the_table_is_sound() -> None:
+    """Machines are presets, recommended values are not bad ones, and each row has a reason and a source."""
+    rules = load_rules()
+    assert rules
+    for rule in rules:
+        assert set(rule.machines) <= set(preset_names()) and rule.reason and rule.source
+        assert rule.judge({rule.variable: rule.wanted}).state == OK
+        assert rule.unset or rule.bad
+    with pytest.raises(ValueError, match="state is 'awful'"):
+        Rule.from_json({**vars(rules[0]), "state": "awful"})
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(10, WARN), (3600, FAIL)])
+def test_locks_of_dead_compilers_are_found(tmp_path: Path, age_s: int, state: str) -> None:
+    seen = surroundings(tmp_path)
+    lock = tmp_path / "cache" / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (seen.now - age_s, seen.now - age_s))
+    found = worst(files.locks(seen))
+    assert found.state == state and f"rm {lock}" in found.fix
+
+
+def test_little_shared_memory_is_found(tmp_path: Path) -> None:
+    found = worst(files.shared_memory(surroundings(tmp_path, free=lambda folder: 64 * MB)))
+    assert found.state == WARN and "64.00 MB free" in found.text and "--shm-size" in found.fix
+    (tmp_path / "dev" / "shm").rmdir()
+    gone = Surroundings(env={}, root=tmp_path)
+    assert worst(files.shared_memory(gone)).state == WARN
+
+
+def test_buffers_that_nobody_maps_are_leftovers(tmp_path: Path) -> None:
+    """A living run's buffers are left alone."""
+    seen = surroundings(tmp_path)
+    for name in ("deepspeed_allreduce_buffer_0_used", "deepspeed_allreduce_buffer_0_left"):
+        (tmp_path / "dev" / "shm" / name).touch()
+    maps = tmp_path / "proc" / "42" / "maps"
+    maps.parent.mkdir(parents=True)
+    maps.write_text("7f00-7f01 rw-s 00000000 00:19 7 /dev/shm/deepspeed_allreduce_buffer_0_used\n")
+    found = worst(files.shared_memory(seen))
+    assert found.state == WARN and found.fix == "rm /dev/shm/deepspeed_allreduce_buffer_0_left"
+
+
+@pytest.mark.parametrize(
+    ("content", "state", "words"),
+    [
+        ({"zero_topo": {"scheme": "topo"}}, OK, "would start"),
+        ({"zero_topo": {"topology": "measured"}}, OK, "would start"),
+        ({}, WARN, 'add one, such as "zero_topo"'),
+        ({"zero_topo": {"schem": "topo"}}, FAIL, "schem"),
+        ({"zero_topo": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage"),
+    ],
+)
+def test_a_config_is_checked_as_check_does(tmp_path: Path, content: dict[str, Any], state: str, words: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **content}))
+    found = worst(files.config(surroundings(tmp_path, config=str(path))))
+    assert found.state == state and words in found.line()
+    assert worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state == FAIL
+
+
+def test_gpu_checks_are_quiet_without_a_gpu(tmp_path: Path) -> None:
+    told = {**TOLD, "platform": "cuda"}
+    assert worst(software.compilers(surroundings(tmp_path), told)).state == OK
+    assert worst(software.kernels(told)).state == OK
+    assert worst(software.backends(told)).state == OK
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables; the launcher's are gone."""
+    for name in list(os.environ):
+        if name.startswith(("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "NCCL_")):
+            monkeypatch.delenv(name)
+
+    def put(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def test_the_command_says_it_in_lines_and_in_json(
+    alone: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Exit status 1 if something would fail; here an interface that is not there, in this very installation."""
+    alone(GLOO_SOCKET_IFNAME="nowhere9", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    failed = [finding for finding in told["findings"] if finding["state"] == FAIL]
+    assert told["failed"] == 1 and failed[0]["subject"] == "GLOO_SOCKET_IFNAME=nowhere9"
+    alone(GLOO_SOCKET_IFNAME="lo")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "ok    python: " in out and "\x1b" not in out and "0 failures" in out

@@ -1,0 +1,62 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo doctor``: is this installation, machine and environment fit for a run?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from zero_topo.topology.presets import load_machine
+
+SICK = 1
+COLOURS = (("ok", "green"), ("warn", "yellow"), ("fail", "bold red"))
+
+
+def doctor(
+    config: Annotated[str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check too.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Preset; default: what Slurm and modules say.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look for what would make a run fail or crawl; a line each, with the fix. Exit status 1 if something fails."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from zero_topo.doctor import FAIL, WARN, Surroundings, examine
+
+    if machine is not None:
+        load_machine(machine)
+    seen = Surroundings(config=config, machine=machine)
+    console, findings = Console(highlight=False), []
+    with _patience():
+        for finding in examine(seen):
+            findings.append(finding)
+    states = [finding.state for finding in findings]
+    if as_json:
+        told = [asdict(finding) for finding in findings]
+        print(json.dumps({"machine": seen.machine_name(), "findings": told, "failed": states.count(FAIL)}, indent=2))
+    else:
+        for finding in findings:
+            state = (f"{finding.state:<4}", dict(COLOURS)[finding.state])
+            text = Text.assemble(state, f"  {finding.subject}: {finding.line()}")
+            console.print(text, soft_wrap=True)
+        console.print(f"{len(findings)} checks: {states.count(WARN)} warnings, {states.count(FAIL)} failures")
+    if FAIL in states:
+        raise typer.Exit(SICK)
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Torch takes seconds to import: say so on a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("looking around"):
+        yield

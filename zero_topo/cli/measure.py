@@ -1,0 +1,90 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo topology --measure``: every rank of a job runs it, and they find out by talking what the machine is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from zero_topo.topology.launchers import launcher_view
+
+if TYPE_CHECKING:
+    from zero_topo.measure import Tick
+
+WRONG_INPUT = 2
+PORT = "29500"
+HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
+
+
+def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
+    """Measure the machine from inside a job and let rank 0 print it; never returns: the ranks leave together.
+
+    Args:
+        stated: what ``--from`` names; nothing, if one measures.
+        as_json: print JSON that ``--from`` and the config's ``topology`` read, instead of a tree.
+
+    Raises:
+        ValueError: outside a job of several ranks, or, on rank 0, for a machine that is no regular tree.
+    """
+    if stated:
+        raise ValueError(f"--measure asks the ranks what the machine is, and --from {stated[0]} says it; give one")
+    os.environ.update(meeting_point(os.environ))
+    import torch.distributed as dist
+
+    from zero_topo.examples.process import behave, leave
+    from zero_topo.measure import choose_device, measure
+
+    behave()
+    device = choose_device(os.environ)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        with _progress(dist.get_rank() > 0) as tick:
+            found = measure(device, tick)
+    except ValueError:  # the same on every rank; one complaint is enough
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise
+        raise typer.Exit(WRONG_INPUT) from None
+    print(json.dumps(found.to_json(), indent=2) if as_json else found.render())
+    leave()
+
+
+def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which ``torch.distributed`` starts, as far as the launcher did not set them.
+
+    Raises:
+        ValueError: outside a job of several ranks, or where nothing says how its ranks meet.
+    """
+    view = launcher_view(env)
+    if view is None or view.world_size == 1:
+        there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
+        raise ValueError(f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: {HOW}")
+    if view.rank is None:
+        raise ValueError(f"{view.source} does not say which rank this is; start every rank with it: {HOW}")
+    host = env.get("MASTER_ADDR") or (view.hosts[0] if view.hosts else None)
+    if host is None:
+        raise ValueError("MASTER_ADDR is not set and no launcher names the hosts; set it to the host of rank 0")
+    wanted = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": view.local_rank or 0}
+    found = {**{key: str(value) for key, value in wanted.items()}, "MASTER_ADDR": host, "MASTER_PORT": PORT}
+    return {key: value for key, value in found.items() if not env.get(key)}
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Tick]:
+    """A bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+
+        def tick(words: str, done: int, total: int) -> None:
+            bar.update(task, description=words, completed=done, total=total)
+
+        yield tick

@@ -1,0 +1,30 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""All checks in the order in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zero_topo.doctor import files, network, software
+from zero_topo.doctor.finding import Finding
+from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.doctor.variables import variables
+
+
+def examine(seen: Surroundings) -> Iterator[Finding]:
+    """What every check finds."""
+    yield from software.python(seen)
+    installed = all(seen.version(name) for name in ("torch", "deepspeed"))
+    told = seen.torch() if installed else {"error": "not installed"}
+    yield from software.packages(seen, told)
+    if "error" not in told:
+        yield from software.kernels(told)
+    yield from software.compilers(seen, told)
+    if "error" not in told:
+        yield from software.backends(told)
+    yield from network.launcher(seen)
+    yield from network.interfaces(seen)
+    yield from variables(seen)
+    yield from files.locks(seen)
+    yield from files.shared_memory(seen)
+    yield from files.config(seen)

@@ -1,0 +1,93 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checks of what lies on disk and in memory: locks of dead compilers, shared memory, and the config of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
+from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.topology import resolve
+from zero_topo.units import MB, format_bytes, format_seconds
+
+STALE_S = 15 * 60  # longer than anything compiles
+ENOUGH = 512 * MB
+BUFFERS = "deepspeed_allreduce_buffer_*"
+MEASURED = "measured"
+
+
+def locks(seen: Surroundings) -> Iterator[Finding]:
+    """Lock files of torch's compiler: one whose process died makes every later run wait for ever, without a word."""
+    chosen = seen.env.get("TORCH_EXTENSIONS_DIR")
+    home = Path(seen.env.get("XDG_CACHE_HOME") or Path(seen.env.get("HOME", "~")).expanduser() / ".cache")
+    folder = Path(chosen) if chosen else home / "torch_extensions"
+    found = sorted(folder.glob("**/lock")) if folder.is_dir() else []
+    for lock in found:
+        age = seen.now - lock.stat().st_mtime
+        if age > STALE_S:
+            text = f"{format_seconds(age)} old: its compiler is dead, and runs wait for it without a word"
+            yield Finding(FAIL, f"lock {lock}", text, f"rm {lock}")
+        else:
+            yield Finding(WARN, f"lock {lock}", "something compiles, or was killed while it did", f"if not: rm {lock}")
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        yield Finding(
+            WARN, "extensions", f"{folder} is not writable", "export TORCH_EXTENSIONS_DIR to a folder of yours"
+        )
+    elif not found:
+        yield Finding(OK, "extensions", f"no locks in {folder}")
+
+
+def shared_memory(seen: Surroundings) -> Iterator[Finding]:
+    """Space in ``/dev/shm``, and what crashed runs of DeepSpeed's CPU all-reduce left there."""
+    folder = seen.root / "dev" / "shm"
+    if not folder.is_dir():
+        fix = "mount a tmpfs there (in a container: --shm-size=8g)"
+        yield Finding(WARN, "/dev/shm", "is not there; NCCL and DeepSpeed's CPU all-reduce need it", fix)
+        return
+    free = seen.free(folder)
+    if free < ENOUGH:
+        text = f"{format_bytes(free)} free; NCCL and DeepSpeed's CPU all-reduce keep their buffers there"
+        yield Finding(WARN, "/dev/shm", text, "remove what is left over, or start the container with --shm-size=8g")
+    else:
+        yield Finding(OK, "/dev/shm", f"{format_bytes(free)} free")
+    buffers = sorted(path.name for path in folder.glob(BUFFERS))
+    used = _mapped(seen.root / "proc") if buffers else ""
+    left = [name for name in buffers if name not in used]
+    if left:
+        fix = f"rm {' '.join(f'/dev/shm/{name}' for name in left[:4])}{' ...' if len(left) > 4 else ''}"
+        yield Finding(WARN, "/dev/shm", f"{len(left)} buffers of crashed runs are left there", fix)
+
+
+def _mapped(proc: Path) -> str:
+    """What the processes that we may look into have mapped into memory."""
+    texts = []
+    for maps in proc.glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text(errors="replace"))
+        except OSError:  # gone, or another user's
+            continue
+    return "\n".join(texts)
+
+
+def config(seen: Surroundings) -> Iterator[Finding]:
+    """The checks of ``zero-topo check``, one line for each problem."""
+    if seen.config is None:
+        return
+    subject = f"config {seen.config}"
+    try:
+        loaded = load_deepspeed_config(seen.config)
+        problems = deepspeed_problems(loaded)
+        block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
+        if block is not None and block.topology != MEASURED:
+            block.resolve(resolve(block.topology, seen.env))
+    except ValueError as error:
+        problems, block = [str(error)], None
+    for problem in problems:
+        yield Finding(FAIL, subject, problem, "see: zero-topo check")
+    if not problems and block is None:
+        yield Finding(WARN, subject, 'has no "zero_topo" block', 'add one, such as "zero_topo": {"scheme": "topo"}')
+    elif not problems:
+        yield Finding(OK, subject, "would start")

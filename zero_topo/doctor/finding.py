@@ -1,0 +1,34 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""One line of the doctor's: how it stands, with what, and how to mend it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+STATES = (OK, WARN, FAIL)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        state: "ok"; "warn" if runs work but slowly or not everywhere; "fail" if they will not work.
+        subject: what was checked.
+        text: what was found.
+        fix: what to do about it; empty if all is well.
+    """
+
+    state: str
+    subject: str
+    text: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.state in STATES and (self.fix or self.state == OK), f"{self.subject}: a problem needs a fix"
+
+    def line(self) -> str:
+        """In one line, without the state."""
+        words = f"{self.text}; {self.fix}" if self.fix else self.text
+        return " ".join(words.split())

@@ -1,0 +1,90 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checks of what the launcher says, and of the network interfaces that the backends are told to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
+from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.probes import LauncherView
+
+LOOPBACK = "lo"
+
+
+def launcher(seen: Surroundings) -> Iterator[Finding]:
+    """Whether the launchers' variables make sense."""
+    try:
+        view = launcher_view(seen.env)
+    except ValueError as error:
+        yield Finding(FAIL, "launcher", str(error), "see what is set: env | grep -E 'RANK|WORLD|SLURM|OMPI'")
+        return
+    if view is None:
+        yield Finding(OK, "launcher", "not in a job")
+    else:
+        yield Finding(OK, "launcher", f"{view.source}: {view.world_size} ranks on {view.nodes or 'unknown'} nodes")
+
+
+def _view(seen: Surroundings) -> LauncherView | None:
+    try:
+        return launcher_view(seen.env)
+    except ValueError:  # told by launcher()
+        return None
+
+
+def interfaces(seen: Surroundings) -> Iterator[Finding]:
+    """Whether the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
+    there = seen.interfaces()
+    up = [name for name, is_up in there.items() if is_up]
+    view = _view(seen)
+    several = view is not None and (view.nodes or 1) > 1
+    for variable, matches in (("GLOO_SOCKET_IFNAME", _exact), ("NCCL_SOCKET_IFNAME", _nccl)):
+        value = seen.env.get(variable, "").strip()
+        if not value:
+            yield Finding(OK, variable, f"not set, the backend chooses; up are {', '.join(up)}")
+            continue
+        named = matches(value, there)
+        if several and {name for names in named.values() for name in names} == {LOOPBACK}:
+            text = "ranks are on several nodes, and the loopback interface reaches none but its own"
+            other = next((name for name in up if name != LOOPBACK), "")
+            yield Finding(FAIL, f"{variable}={value}", text, f"export {variable}={other}" if other else "unset it")
+            continue
+        yield _judged(variable, value, named, there)
+
+
+def _judged(variable: str, value: str, named: Mapping[str, list[str]], there: Mapping[str, bool]) -> Finding:
+    """``named``: each word of the value -> the interfaces that it means."""
+    subject = f"{variable}={value}"
+    up = [name for name, is_up in there.items() if is_up]
+    best = next((name for name in up if name != LOOPBACK), LOOPBACK)
+    absent = [word for word, names in named.items() if not names]
+    down = [name for names in named.values() for name in names if not there[name]]
+    if absent:
+        text = f"there is no interface {', '.join(absent)}, there are {', '.join(there)}"
+        return Finding(FAIL, subject, text, f"export {variable}={best}")
+    if down and len(down) == sum(map(len, named.values())):
+        return Finding(FAIL, subject, f"{', '.join(down)} is down", f"export {variable}={best}, or bring it up")
+    if down:
+        return Finding(WARN, subject, f"{', '.join(down)} is down", f"leave it out of {variable}, or bring it up")
+    return Finding(OK, subject, "up")
+
+
+def _exact(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
+    """Gloo: full names, separated by commas."""
+    return {word: [word] if word in there else [] for word in _words(value)}
+
+
+def _nccl(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
+    """NCCL: beginnings of names; ``=`` in front for full names, ``^`` for all but these."""
+    exact, others = "=" in value[:2], value.startswith("^")
+    words = _words(value.lstrip("^="))
+    meant = {word: [name for name in there if name == word or (not exact and name.startswith(word))] for word in words}
+    if not others:
+        return meant
+    excluded = {name for names in meant.values() for name in names}
+    return {value: [name for name in there if name not in excluded]}
+
+
+def _words(value: str) -> list[str]:
+    return [word.strip() for word in value.split(",") if word.strip()]

@@ -1,0 +1,104 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checks of what is installed: Python, torch, DeepSpeed, kernels, Triton, compilers, backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
+from zero_topo.doctor.surroundings import Surroundings
+
+PYTHON = (3, 11)
+COMPILE = "compile it now: python -m zero_topo.op_builder"
+GPU_COMPILERS = (("cuda", "nvcc", "load the CUDA toolkit's module"), ("rocm", "hipcc", "load the ROCm module"))
+
+
+def python(seen: Surroundings) -> Iterator[Finding]:
+    """Whether this Python is new enough."""
+    version = tuple(int(part) for part in seen.python.split(".")[:2])
+    wanted = ".".join(map(str, PYTHON))
+    if version < PYTHON:
+        yield Finding(FAIL, "python", f"{seen.python} is too old", f"install Python {wanted} or newer")
+    else:
+        yield Finding(OK, "python", seen.python)
+
+
+def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Torch, DeepSpeed and the seam between it and zero_topo, and Triton."""
+    missing = [name for name in ("torch", "deepspeed") if seen.version(name) is None]
+    for name in missing:
+        yield Finding(
+            FAIL, name, "is not installed; only planning works", "pip install torch, then pip install zero-topo"
+        )
+    if missing:
+        return
+    if "error" in told:
+        fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
+        yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {told['error']}", fix)
+        return
+    yield Finding(OK, "torch", f"{told['torch']} for {told['platform']}, {told['devices']} devices")
+    if told["seam"] is not None:
+        yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
+    else:
+        yield Finding(OK, "deepspeed", f"{seen.version('deepspeed')}, as zero_topo expects ({told['supported']})")
+
+
+def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether the native kernels are there, and Triton where they are not."""
+    for name, state in told["kernels"].items():
+        subject = f"kernels {name}"
+        gpu = name == "zt_gpu"
+        if state == "built":
+            yield Finding(OK, subject, "built")
+        elif gpu and not told["devices"]:
+            yield Finding(OK, subject, "not needed, there is no GPU here")
+        elif state == "not compiled":
+            yield Finding(WARN, subject, "not compiled yet, the first run will wait a minute for it", COMPILE)
+        else:
+            other = "Triton's or the slow reference" if gpu else "the slow reference"
+            yield Finding(WARN, subject, f"{state}; runs use {other} instead", f"mend that, then {COMPILE}")
+    if told["triton"]:
+        yield Finding(OK, "triton", told["triton"])
+    elif told["devices"]:
+        yield Finding(WARN, "triton", "is not installed, so GPUs depend on the native kernels", "pip install triton")
+    else:
+        yield Finding(OK, "triton", "not installed, and not needed without a GPU")
+
+
+def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compilers of the kernels, and of the operations that DeepSpeed compiles at first use."""
+    names = [seen.env["CXX"]] if seen.env.get("CXX") else ["g++", "c++"]
+    found = next((path for path in map(seen.which, names) if path), None)
+    if found is None:
+        why = f"{' and '.join(names)} not found, so what is not compiled yet cannot be"
+        yield Finding(WARN, "c++", why, "install g++, or set CXX to a C++17 compiler")
+    else:
+        yield Finding(OK, "c++", found)
+    ninja = seen.which("ninja")
+    yield Finding(OK, "ninja", ninja) if ninja else Finding(WARN, "ninja", "not found", "pip install ninja")
+    for platform, name, fix in GPU_COMPILERS:
+        path = seen.which(name)
+        if path:
+            yield Finding(OK, name, path)
+        elif told.get("platform") == platform and told.get("devices"):
+            yield Finding(WARN, name, "not found, so GPU kernels that are not compiled yet cannot be", fix)
+
+
+def backends(told: Mapping[str, Any]) -> Iterator[Finding]:
+    """What ranks can talk through."""
+    if told["gloo"]:
+        yield Finding(OK, "gloo", "available")
+    else:
+        yield Finding(FAIL, "gloo", "torch was built without gloo", "install a torch from pytorch.org")
+    name = "rccl" if told["platform"] == "rocm" else "nccl"
+    if told["nccl"]:
+        yield Finding(OK, name, "available")
+    elif told["devices"]:
+        yield Finding(
+            FAIL, name, "torch was built without it, so GPUs cannot talk", "install a torch built for the GPU"
+        )
+    else:
+        yield Finding(OK, name, "not available, and not needed without a GPU")
+    words = "available" if told["mpi4py"] else 'not installed; only mpirun needs it: pip install "zero-topo[mpi]"'
+    yield Finding(OK, "mpi4py", words)

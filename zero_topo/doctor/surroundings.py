@@ -1,0 +1,103 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Everything the checks look at, so that a test can put something broken in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from zero_topo.topology.presets import machine_of_cluster, preset_names
+from zero_topo.topology.probes import slurm
+
+PATIENCE_S = 180.0
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def interfaces_up() -> dict[str, bool]:
+    """Network interface -> whether it is up."""
+    import psutil  # type: ignore[import-untyped]
+
+    return {name: stats.isup for name, stats in psutil.net_if_stats().items()}
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the file system that holds a folder."""
+    return shutil.disk_usage(folder).free
+
+
+def ask_torch() -> dict[str, Any]:
+    """What ``probe.py`` finds in a process of its own: an import that hangs or crashes there does no harm here.
+
+    Returns:
+        Its object, or ``{"error": one line}``.
+    """
+    command = [sys.executable, "-m", "zero_topo.doctor.probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing torch and DeepSpeed did not end within {PATIENCE_S:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return {"error": said[-1] if said else f"ended with status {done.returncode}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where the doctor looks.
+
+    Attributes:
+        env: environment variables.
+        root: the directory that holds ``dev/shm`` and ``proc``.
+        which: path of a program, or None.
+        version: version of an installed package, or None.
+        interfaces: network interface -> whether it is up.
+        free: free bytes of a folder's file system.
+        torch: what torch and DeepSpeed say of themselves, see ``probe.py``.
+        python: version of this Python.
+        machine: the machine's preset, or None to tell from the environment.
+        config: a DeepSpeed JSON to check too, or None.
+        now: seconds since the epoch.
+    """
+
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    root: Path = Path("/")
+    which: Callable[[str], str | None] = shutil.which
+    version: Callable[[str], str | None] = installed_version
+    interfaces: Callable[[], Mapping[str, bool]] = interfaces_up
+    free: Callable[[Path], int] = free_bytes
+    torch: Callable[[], Mapping[str, Any]] = ask_torch
+    python: str = platform.python_version()
+    machine: str | None = None
+    config: str | None = None
+    now: float = field(default_factory=time.time)
+
+    def machine_name(self) -> str | None:
+        """The known machine this is, or None."""
+        if self.machine is not None:
+            return self.machine
+        cluster = slurm.cluster(self.env)
+        known = machine_of_cluster(cluster) if cluster else None
+        if known is not None:
+            return known.name
+        system = self.env.get("LMOD_SYSTEM_NAME", "").lower()  # what the modules of OLCF's machines set
+        return system if system in preset_names() else None

@@ -1,0 +1,230 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Measures what the machine is, where no tool and no launcher can tell: ranks talk in pairs, then in whole domains.
+
+1. every pair of the schedule exchanges messages, both ways at once, of growing sizes until one takes long enough;
+2. from their latencies and bandwidths comes the tree (Note [Levels from pairs] in ``topology/fitting.py``); if it is
+   not regular, something else may have kept the machine busy: all pairs talk again, and of all times the best count;
+3. in each domain of the tree all ranks exchange with their counterparts at once: what each then gets is the domain's
+   link.
+
+Every rank gathers all times and judges them itself, so all end with the same topology or the same error.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_topo.topology.fitting import Pair, cluster, fit, meeting, with_links
+from zero_topo.topology.model import Link, Topology
+from zero_topo.topology.schedule import inner_degree, neighbours, pair_rounds, shared_domains, turns
+from zero_topo.units import KIB, MIB
+
+SMALL = 8
+SMALL_REPEATS = 5
+SMALL_RUN = 10  # small messages timed together
+FIRST = 256 * KIB
+GROWTH = 4
+MOST = 64 * MIB
+LONG_S = 0.03  # a message that takes so long says enough of the bandwidth
+PAIR_REPEATS = 3
+PASSES = 3  # over all pairs, while their tree is not regular
+SHARED_S = 0.05
+SHARED_REPEATS = 4
+
+Samples = list[tuple[int, float]]
+Tick = Callable[[str, int, int], None]
+
+
+def measure(device: torch.device, tick: Tick | None = None) -> Topology:
+    """Measure the machine; collective: every rank of the world calls it, while nothing else talks.
+
+    Args:
+        device: of the messages: the CPU for gloo, this rank's accelerator for NCCL and RCCL.
+        tick: called as ``tick(words, done, total)`` before each round.
+
+    Returns:
+        The same topology on every rank. Links: bytes/s of one rank with all ranks of the domain talking, seconds.
+
+    Raises:
+        ValueError: on every rank, if the machine is no regular tree; names the odd ranks and hosts.
+    """
+    hosts = _gathered(socket.gethostname())
+    alone = cluster({}, hosts)  # refuses hosts with unequally many ranks before anything is measured
+    if len(hosts) == 1:
+        return alone
+    prober = Prober(device)
+    topology, pairs = _tree(prober, hosts, tick or _silent)
+    shared = _shared(prober, topology, hosts, pairs, tick or _silent)
+    return with_links(topology, pairs, shared)
+
+
+def choose_device(env: Mapping[str, str]) -> torch.device:
+    """This rank's accelerator, made the current device; the CPU if there is none or ``DS_ACCELERATOR`` is "cpu"."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or env.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind.type, int(env.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _silent(words: str, done: int, total: int) -> None:
+    return None
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What each rank has, in rank order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+class Prober:
+    """Times this rank's messages.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self._device = device
+        self._buffers = self._new_buffers(FIRST)
+        self.barrier()
+
+    def barrier(self) -> None:
+        """All ranks have come here. The first one also lets NCCL set up the group that pairs talk in."""
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        self._finish()
+
+    def exchange(self, to: int, source: int, nbytes: int, times: int = 1) -> float:
+        """Seconds of sending as many bytes to one rank while receiving as many from another, mean of several."""
+        sent, received = self._buffer(nbytes)
+        began = time.perf_counter()
+        for _ in range(times):
+            self._swap(to, source, sent, received)
+        self._finish()
+        return (time.perf_counter() - began) / times
+
+    def pair(self, other: int) -> Samples:
+        """Times of messages to and from another rank, which calls this too: small ones, then ever larger ones."""
+        self.exchange(other, other, SMALL)
+        samples = [(SMALL, self.exchange(other, other, SMALL, SMALL_RUN)) for _ in range(SMALL_REPEATS)]
+        nbytes = FIRST
+        while True:
+            seconds = [self._together(other, nbytes) for _ in range(PAIR_REPEATS)]
+            samples += [(nbytes, value) for value in seconds]
+            if (self._longer(other, min(seconds)) >= LONG_S and nbytes > FIRST) or nbytes >= MOST:
+                return samples
+            nbytes *= GROWTH
+
+    def _together(self, other: int, nbytes: int) -> float:
+        """One exchange that both begin at once."""
+        self._buffer(nbytes)
+        self.exchange(other, other, SMALL)
+        return self.exchange(other, other, nbytes)
+
+    def _longer(self, other: int, seconds: float) -> float:
+        """The longer of both ranks' times, so that both go on or stop."""
+        own = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        theirs = torch.zeros_like(own)
+        self._swap(other, other, own, theirs)
+        return max(seconds, float(theirs.item()))
+
+    def _swap(self, to: int, source: int, sent: Tensor, received: Tensor) -> None:
+        # The receive first: on gloo both ways of a connection take turns if both ends begin with the send.
+        ends = [dist.P2POp(dist.irecv, received, source), dist.P2POp(dist.isend, sent, to)]
+        for work in dist.batch_isend_irecv(ends):
+            work.wait()
+
+    def _buffer(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        if self._buffers[0].numel() < nbytes:
+            self._buffers = self._new_buffers(nbytes)
+        return self._buffers[0][:nbytes], self._buffers[1][:nbytes]
+
+    def _new_buffers(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        sent, received = (torch.ones(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        return sent, received
+
+    def _finish(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _tree(prober: Prober, hosts: Sequence[str], tick: Tick) -> tuple[Topology, dict[Pair, Link]]:
+    """The tree without its links, and the links of the pairs that it follows from."""
+    samples: dict[Pair, Samples] = defaultdict(list)
+    for left in reversed(range(PASSES)):
+        for pair, more in _pairs(prober, hosts, tick).items():
+            samples[pair] += more
+        try:
+            pairs = {pair: fit(times) for pair, times in samples.items()}
+            return cluster(pairs, hosts), pairs
+        except ValueError:
+            if not left:
+                raise
+    raise AssertionError("the last pass returns or raises")
+
+
+def _pairs(prober: Prober, hosts: Sequence[str], tick: Tick) -> dict[Pair, Samples]:
+    """Times of each pair of the schedule."""
+    own: dict[Pair, Samples] = {}
+    rounds = pair_rounds(hosts)
+    for done, pairs in enumerate(rounds):
+        tick("pairs of ranks", done, len(rounds))
+        prober.barrier()
+        for left, right in pairs:
+            if prober.rank in (left, right):
+                samples = prober.pair(right if prober.rank == left else left)
+                own |= {(left, right): samples} if prober.rank == left else {}
+    return {pair: samples for found in _gathered(own) for pair, samples in found.items()}
+
+
+def _shared(
+    prober: Prober, topology: Topology, hosts: Sequence[str], pairs: Mapping[Pair, Link], tick: Tick
+) -> dict[str, float]:
+    """Domain -> bytes/s of each rank when all ranks of the domain talk: the median over the domain's units."""
+    rates = {}
+    met = meeting(topology, pairs)
+    for domain in shared_domains(topology):
+        expected = median(link.bandwidth for link in met[domain]) / inner_degree(topology, domain)
+        nbytes = max(FIRST // GROWTH, min(int(SHARED_S * expected), MOST // GROWTH))
+        own: Samples = []
+        schedule = turns(topology, domain, hosts)
+        for done, units in enumerate(schedule):
+            tick(f"all ranks of a {domain}", done, len(schedule))
+            talks = topology.position(prober.rank) // topology.degree(domain) in units
+            own += _talk(prober, neighbours(topology, domain, prober.rank) if talks else None, nbytes)
+        rates[domain] = _rate(topology, domain, _gathered(own))
+    return rates
+
+
+def _talk(prober: Prober, ring: tuple[int, int] | None, nbytes: int) -> Samples:
+    """This rank's times of messages of two sizes in its ring; without a ring it only keeps the others' pace."""
+    samples = []
+    for size in (nbytes, GROWTH * nbytes):
+        for _ in range(SHARED_REPEATS):
+            prober.barrier()
+            if ring is not None:
+                samples.append((size, prober.exchange(*ring, size)))
+    return samples
+
+
+def _rate(topology: Topology, domain: str, samples: Sequence[Samples]) -> float:
+    """Bytes/s of a rank: a message has arrived when the last rank of the unit has it."""
+    degree = topology.degree(domain)
+    rates = []
+    for first in range(0, topology.world_size, degree):
+        ranks = [samples[topology.rank_at(position)] for position in range(first, first + degree)]
+        last = [(each[0][0], max(seconds for _, seconds in each)) for each in zip(*ranks, strict=True)]
+        rates.append(fit(last).bandwidth)
+    return median(rates)

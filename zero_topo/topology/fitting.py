@@ -1,0 +1,240 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""From measured times to a machine: a link from the times of messages, a tree from the links of pairs.
+
+Note [Levels from pairs]
+    1. Sort the pairs' bandwidths; wherever neighbours differ by more than ``GAP``, a level of the machine begins.
+    2. Ranks joined by links faster than the gap, directly or through others, are one unit (single linkage). Units are
+       nested by construction; a gap that joins nothing new is none.
+    3. Units of a level must be equally large, else the machine has no regular tree and the odd ranks are named.
+    4. A tree has two levels between rank and world. Where ranks are on several hosts, a host is a node, and of the
+       levels inside the hosts the one with the widest gap is the GPU. On one host the two widest gaps give both.
+    5. Where bandwidths tell fewer levels than there is room for, latencies may tell more, if they differ by more than
+       ``LATENCY_GAP``, give regular units, and are shorter for all pairs inside them than for all others: a busy
+       machine delays small messages at random.
+
+Levels that differ for neither a lone pair's bandwidth nor its latency are not found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
+from zero_topo.topology.render import compress
+
+GAP = 1.4
+LATENCY_GAP = 3.0
+SHORTEST_S = 1e-7  # what is fitted below it is noise
+LONG = 32  # messages shorter than the longest by more than this say nothing of the bandwidth
+WAY_OUT = (
+    "measure again if the machine was busy, start equally many ranks on every unit, or describe the machine: "
+    '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
+)
+
+Pair = tuple[int, int]
+Units = tuple[tuple[int, ...], ...]
+
+
+def fit(samples: Iterable[tuple[float, float]]) -> Link:
+    """The link whose ``latency + bytes / bandwidth`` is nearest to measured times.
+
+    Of each size the shortest time counts: what disturbs a message only makes it longer. The bandwidth is the least
+    squares slope over the long messages, the latency the least squares of relative errors with that bandwidth.
+
+    Args:
+        samples: ``(bytes, seconds)`` of messages of at least two sizes.
+
+    Raises:
+        ValueError: for fewer sizes, a time that is not positive, or times that do not grow with the size.
+    """
+    best: dict[float, float] = {}
+    for nbytes, seconds in samples:
+        if not 0 < seconds < math.inf:
+            raise ValueError(
+                f"a message of {nbytes:.0f} bytes took {seconds!r} s; times must be positive: fix the clock"
+            )
+        best[nbytes] = min(seconds, best.get(nbytes, math.inf))
+    if len(best) < 2:
+        raise ValueError(f"messages of {len(best)} size do not tell latency from bandwidth; time at least 2 sizes")
+    long = [size for size in best if size * LONG >= max(best)]
+    slope = _slope({size: best[size] for size in (long if len(long) > 1 else best)})
+    if slope <= 0:
+        raise ValueError(
+            f"messages of {min(best):.0f} and {max(best):.0f} bytes took {best[min(best)]:.2g} and "
+            f"{best[max(best)]:.2g} s: no bandwidth follows from that; time longer messages"
+        )
+    weights = sum(seconds**-2 for seconds in best.values())
+    latency = sum((seconds - size * slope) / seconds**2 for size, seconds in best.items()) / weights
+    return Link(1 / slope, max(0.0, latency))
+
+
+def _slope(points: Mapping[float, float]) -> float:
+    middle, height = sum(points) / len(points), sum(points.values()) / len(points)
+    spread = sum((size - middle) ** 2 for size in points)
+    return sum((size - middle) * (seconds - height) for size, seconds in points.items()) / spread
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Units that a gap separates; ``gap`` is the factor by which links inside are better."""
+
+    units: Units
+    gap: float
+
+
+def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
+    """The tree in which links of pairs meet, without links of its own; see Note [Levels from pairs].
+
+    Args:
+        pairs: link of each measured pair of ranks. Either all pairs, or all inside each host and enough between hosts.
+        hosts: host name of each rank, ``[world_size]``.
+
+    Raises:
+        ValueError: if units of a level are not equally large, naming the odd ranks and hosts.
+    """
+    home = _units(len(hosts), [(rank, hosts.index(host)) for rank, host in enumerate(hosts)])
+    _check_regular(home, hosts, "hosts")
+    hosts_are_nodes = 1 < len(home) < len(hosts)
+    found = _levels(len(hosts), {pair: link.bandwidth for pair, link in pairs.items()}, GAP)
+    if hosts_are_nodes:
+        found = [level for level in found if level.units != home and _finer(level.units, home)]
+    for level in found:
+        _check_regular(level.units, hosts, "bandwidths")
+    room = 1 if hosts_are_nodes else 2
+    chosen = [level.units for level in sorted(found, key=lambda level: -level.gap)[:room]]
+    promptness = {pair: 1 / max(link.latency, SHORTEST_S) for pair, link in pairs.items()}
+    for level in sorted(_levels(len(hosts), promptness, LATENCY_GAP), key=lambda level: -level.gap):
+        bounds = [*chosen, *([home] if hosts_are_nodes else [])]
+        inside = not hosts_are_nodes or _finer(level.units, home)
+        if len(chosen) < room and inside and _fits(level.units, bounds) and _apart(level.units, promptness):
+            chosen.append(level.units)
+    return _tree(_shape(sorted(chosen, key=len, reverse=True), home), home, hosts, len(pairs))
+
+
+def _shape(inner: list[Units], home: Units) -> tuple[Units, Units]:
+    """The GPUs and the nodes, from the levels found, innermost first."""
+    world_size = sum(map(len, home))
+    ranks = _units(world_size, [])
+    if len(inner) == 2:
+        return inner[0], inner[1]
+    one = inner[0] if inner else ranks
+    return (ranks, one) if home == ranks and world_size > 1 else (one, home)
+
+
+def _tree(shape: tuple[Units, Units], home: Units, hosts: Sequence[str], pairs: int) -> Topology:
+    gpus, nodes = shape
+    node_of = {rank: index for index, unit in enumerate(nodes) for rank in unit}
+    ranks = [rank for unit in sorted(gpus, key=lambda unit: (node_of[unit[0]], unit[0])) for rank in unit]
+    order = tuple(ranks.index(rank) for rank in range(len(ranks)))
+    measured = f"measured: bandwidth and latency of {pairs} pairs of ranks"
+    at_home = nodes == home
+    sources = {
+        "nodes": "measured: host names" if at_home else f"{measured}; the outer units are taken for nodes",
+        "gpus_per_node": measured,
+        "ranks_per_gpu": measured,
+        **({} if order == tuple(range(len(order))) else {"order": measured}),
+    }
+    return Topology(
+        name="measured",
+        nodes=len(nodes),
+        gpus_per_node=len(gpus) // len(nodes),
+        ranks_per_gpu=len(gpus[0]),
+        order=None if order == tuple(range(len(order))) else order,
+        hosts=tuple(hosts[unit[0]] for unit in nodes) if at_home else None,
+        emulated=not at_home,  # host names say nothing of such nodes
+        sources=sources,
+    )
+
+
+def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[str, float]) -> Topology:
+    """A measured tree with its links.
+
+    Args:
+        topology: of :func:`cluster`.
+        pairs: as there; the latency of a domain is the median of those of the pairs that meet in it.
+        shared: domain -> bytes/s of each rank when all ranks of the domain talk at once.
+    """
+    met = meeting(topology, pairs)
+    links = {domain: Link(rate, median(link.latency for link in met[domain])) for domain, rate in shared.items()}
+    told = {"links": "measured: bandwidth of each rank with all ranks of the domain talking, latency of pairs"}
+    return replace(topology, links=links, sources={**topology.sources, **(told if links else {})})
+
+
+def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Link]]:
+    """Domain -> links of the pairs of which it is the smallest domain that holds both."""
+    met: dict[str, list[Link]] = {domain: [] for domain in LINKED_DOMAINS}
+    for (left, right), link in pairs.items():
+        a, b = topology.position(left), topology.position(right)
+        met[next(name for name in LINKED_DOMAINS if a // topology.degree(name) == b // topology.degree(name))].append(
+            link
+        )
+    return met
+
+
+def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list[_Level]:
+    """The levels between rank and world, innermost first; ``values`` are larger where ranks are closer."""
+    found: list[_Level] = []
+    for better, worse in pairwise(sorted(values.values(), reverse=True)):
+        if better <= least * worse:
+            continue
+        units = _units(world_size, [pair for pair, value in values.items() if value >= better])
+        known = found[-1].units if found else _units(world_size, [])
+        if units != known and len(units) > 1:
+            found.append(_Level(units, better / worse))
+    return found
+
+
+def _units(world_size: int, joined: Iterable[Pair]) -> Units:
+    """Connected components, sorted."""
+    root = list(range(world_size))
+
+    def find(rank: int) -> int:
+        while root[rank] != rank:
+            root[rank] = rank = root[root[rank]]
+        return rank
+
+    for left, right in joined:
+        low, high = sorted((find(left), find(right)))
+        root[high] = low
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank in range(world_size):
+        members[find(rank)].append(rank)
+    return tuple(tuple(unit) for unit in sorted(members.values()))
+
+
+def _finer(units: Units, outer: Units) -> bool:
+    """Whether each unit lies in one of ``outer``."""
+    where: Callable[[int], int] = {rank: index for index, unit in enumerate(outer) for rank in unit}.__getitem__
+    return all(len(set(map(where, unit))) == 1 for unit in units)
+
+
+def _fits(units: Units, others: Sequence[Units]) -> bool:
+    """Whether units are equally large, and nested with others without being the same."""
+    nested = all(units != other and (_finer(units, other) or _finer(other, units)) for other in others)
+    return nested and len(set(map(len, units))) == 1
+
+
+def _apart(units: Units, values: Mapping[Pair, float]) -> bool:
+    """Whether the values of all pairs inside units are larger than all others."""
+    where = {rank: index for index, unit in enumerate(units) for rank in unit}
+    inside = [value for (left, right), value in values.items() if where[left] == where[right]]
+    across = [value for (left, right), value in values.items() if where[left] != where[right]]
+    return min(inside) > max(across)
+
+
+def _check_regular(units: Units, hosts: Sequence[str], what: str) -> None:
+    sizes = Counter(map(len, units))
+    if len(sizes) == 1:
+        return
+    usual = max(sizes, key=lambda size: (sizes[size], size))
+    odd = [unit for unit in units if len(unit) != usual]
+    named = "; ".join(f"{compress(unit)} on {', '.join(sorted({hosts[rank] for rank in unit}))}" for unit in odd[:4])
+    raise ValueError(
+        f"the {what} put most ranks into units of {usual}, but not ranks {named}{' ...' if len(odd) > 4 else ''}: "
+        f"that is no regular tree; {WAY_OUT}"
+    )
