@@ -1,21 +1,42 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo plan``: who holds what under a scheme, and what it costs in memory and bytes."""
+"""``zero-topo plan``: who holds what under a scheme, what it costs in memory and bytes, and which plan to take.
+
+To add a view, write it in ``plan_views.py`` and name the option that asks for it in :data:`VIEWS`.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from zero_topo.cli.inputs import machine, read_count
+from zero_topo.cli.options import taking
+from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params, found_task
+from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.cost.footprint import predict_memory
 from zero_topo.topology import Topology
 
-ITEMSIZE = 2  # 16-bit training
+VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
+    ("recommend", recommendation),
+    ("max_params", largest_models),
+    ("table", paper_table),
+)
+
+
+@taking(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Show each scheme's plan for a model in 16-bit training with Adam, or the best plan (--recommend)."""
+    asked = [(name, view) for name, view in VIEWS if getattr(options, name)]
+    if len(asked) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
+        raise ValueError(f"{names} are different views; ask for one at a time")
+    if options.plot is not None:
+        _draw(options)
+    (asked[0][1] if asked else schemes)(options)
 
 
 @dataclass(frozen=True)
@@ -32,28 +53,18 @@ class Costed:
         return {**self.config.to_json(), "memory": self.memory, "sent": sent, "sent_by_domain": by_domain(self.sent)}
 
 
-def plan(
-    params: Annotated[str, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")],
-    topology: Annotated[
-        str, typer.Option(metavar="FILE|PRESET", help="A .json file, a preset or a JSON object.")
-    ] = "auto",
-    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show, may be repeated; default: all six.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
-) -> None:
-    """Show each scheme's plan for a model in 16-bit training with Adam: degrees, memory and bytes sent, per rank."""
-    found = machine(topology, world_size)
-    work = Workload.uniform([read_count(params, "--params")], ITEMSIZE, micro_batches)
-    rows = {name: _cost(name, found, work) for name in scheme or SCHEMES}
-    if as_json:
-        schemes = [row.to_json() for row in rows.values()]
-        head = {"topology": found.to_json(), "params": work.numels[0], "micro_batches": micro_batches}
-        print(json.dumps({**head, "schemes": schemes}, indent=2))
+def schemes(options: PlanOptions) -> None:
+    """The plain view: degrees, bytes held and bytes sent of each scheme."""
+    params, found = found_params(options), found_machine(options)
+    work = Workload.uniform([params], ITEMSIZE, options.micro_batches)
+    rows = {name: _cost(name, found, work) for name in options.scheme or SCHEMES}
+    if options.as_json:
+        head = {"topology": found.to_json(), "params": params, "micro_batches": options.micro_batches}
+        print(json.dumps({**head, "schemes": [row.to_json() for row in rows.values()]}, indent=2))
         return
     show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
     show(memory_table({name: row.memory for name, row in rows.items()}, found.memory_per_rank))
-    show(volume_table({name: by_domain(row.sent) for name, row in rows.items()}, micro_batches))
+    show(volume_table({name: by_domain(row.sent) for name, row in rows.items()}, options.micro_batches))
     if len(rows) == 1:
         for note in next(iter(rows.values())).config.notes:
             print(f"- {note}")
@@ -67,3 +78,17 @@ def _cost(scheme: str, found: Topology, work: Workload) -> Costed:
 def _title(found: Topology, work: Workload) -> str:
     shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
     return f"{work.numels[0]:,} parameters on {found.name}: {shape}"
+
+
+def _draw(options: PlanOptions) -> None:
+    """Bars of what each scheme holds, activations and buffers included."""
+    from zero_topo.observe.memory_figure import memory_bars
+
+    assert options.plot is not None
+    task = found_task(options)
+    held = {}
+    for name in options.scheme or SCHEMES:
+        config = ZeroTopoConfig.parse({"scheme": name}).resolve(task.topology)
+        held[name] = predict_memory(config, task.work, task.job)
+    title = f"{task.job.model.params:,} parameters on {task.topology.world_size} ranks of {task.topology.name}"
+    memory_bars(held, task.topology.memory_per_rank, title, options.plot)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.units import format_bytes
+from zero_topo.cost import Term
+from zero_topo.cost.planner import Priced
+from zero_topo.units import format_bytes, format_seconds
 
 SENT_DOMAINS = ("gpu", "node", "world")
 NARROWEST = 80
@@ -65,6 +68,47 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     for name, sent in rows.items():
         cells = [_bytes(sent.get(domain, 0)) for domain in SENT_DOMAINS]
         table.add_row(name, *cells, format_bytes(sum(sent.values())))
+    return table
+
+
+def ranking_table(plans: Sequence[Priced], title: str) -> Table:
+    """Plan by role: the degree and the bits; then its sync, its step and what it holds."""
+    table = _table(title, ["scheme", *ROLES, "sync", "step", "held"])
+    for plan in plans:
+        config = plan.candidate.config
+        cells = ["-" if degree is None else str(degree) for degree in config.plan.degrees().values()]
+        moves = config.plan.gradients < config.plan.world_size
+        few_bits = getattr(config.sync, "spec", None)
+        sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
+        seconds = "?" if plan.seconds is None else format_seconds(plan.seconds)
+        scheme = str(plan.candidate.settings.get("scheme", "-"))
+        table.add_row(scheme, *cells, sync if moves else "-", seconds, format_bytes(plan.held))
+    return table
+
+
+def largest_table(rows: Mapping[str, int], title: str) -> Table:
+    """Scheme by the parameters of the largest model it trains."""
+    table = _table(title, ["", "parameters"])
+    for name, params in rows.items():
+        table.add_row(name, f"{params:,}" if params else "-")
+    return table
+
+
+def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Table:
+    """The paper's rows by role, with their sums."""
+    table = _table(title, ["", *ROLES, "total"])
+    for name, held in rows.items():
+        cells = [format_bytes(float(held[role])) if held[role] else "-" for role in ROLES]
+        table.add_row(name, *cells, format_bytes(float(sum(held.values()))))
+    return table
+
+
+def paper_volume(rows: Mapping[str, Sequence[Term]], title: str) -> Table:
+    """The paper's rows by phase: volume, and the ranks and the domain it spans."""
+    phases = [term.phase for term in next(iter(rows.values()))]
+    table = _table(title, ["", *phases])
+    for name, terms in rows.items():
+        table.add_row(name, *(f"{float(t.volume):.4f} {t.domain} {t.degree}" for t in terms))
     return table
 
 

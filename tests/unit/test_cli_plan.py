@@ -1,0 +1,183 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo plan``: the recommendation, the largest models, the paper's tables, the picture, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.cli import main
+from zero_topo.config import SCHEMES, ZeroTopoConfig
+from zero_topo.units import GB
+
+FRONTIER = ("--machine", "frontier", "--nodes", "48")
+LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line outside of any launcher's job and returns (status, stdout, stderr)."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_PREFIXES):
+            monkeypatch.delenv(name)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        seen = capsys.readouterr()
+        return status, seen.out, seen.err
+
+    return call
+
+
+def as_json(run: Run, *words: str) -> Any:
+    status, out, err = run("plan", *words, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_machine_and_nodes_are_the_same_as_topology_and_world_size(run: Run) -> None:
+    words = ("--params", "20e9", "--scheme", "topo")
+    assert as_json(run, *words, *FRONTIER) == as_json(run, *words, "--topology", "frontier", "--world-size", "384")
+
+
+def test_a_recommendation_can_be_pasted_and_fits(run: Run) -> None:
+    report = as_json(run, "--params", "20B", *FRONTIER, "--recommend", "--micro-batches", "4")
+    best = report["recommended"]
+    assert sum(best["memory"].values()) <= report["memory_limit"] == int(64 * GB * 0.9)
+    config = ZeroTopoConfig.parse(best["block"])
+    assert config.topology == "frontier" and best["degrees"]["optimizer"] == 384
+    assert best["seconds"] <= 1.005 * min(plan["seconds"] for plan in report["plans"])
+    assert all(plan["needs"] > report["memory_limit"] for plan in report["refused"])
+    assert report["why"] and report["params"] == pytest.approx(20e9, rel=1e-3)
+
+
+def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run) -> None:
+    status, out, _ = run("plan", "--model", "llama-2-7b", "--machine", "dgx-a100", "--nodes", "4", "--recommend")
+    assert status == 0
+    table, _, block = out.partition("\n{")
+    assert set(json.loads("{" + block)["zero_topo"]) >= {"topology"}
+    assert "the runner-up" in table and "its wires carry" in table
+    assert max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80 and "…" not in table
+
+
+def test_a_sparse_mode_is_ranked_on_request(run: Run) -> None:
+    report = as_json(run, "--params", "7B", *FRONTIER, "--recommend", "--sparse", "oktopk")
+    assert any(plan["block"].get("sync", {}).get("mode") == "oktopk" for plan in report["plans"])
+
+
+def test_models_come_from_names_files_and_shapes(run: Run) -> None:
+    yaml = str(ROOT / "neox_configs" / "frontier-20b.yml")
+    sizes = [
+        as_json(run, *words, *FRONTIER, "--scheme", "zero3")["params"]
+        for words in (("--model", "gpt-neox-20b"), ("--model", yaml), ("--layers", "44", "--hidden", "6144"))
+    ]
+    assert sizes == [pytest.approx(20_554_567_680, rel=1e-3)] * 3
+
+
+def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
+    report = as_json(run, "--max-params", *FRONTIER)
+    found = {name: row["max_params"] for name, row in report["schemes"].items()}
+    assert set(found) == set(SCHEMES)
+    assert found["zero3"] > found["zero++"] > found["topo"] == found["paper"] > found["mics"] > 20e9
+    shorter = as_json(run, "--max-params", *FRONTIER, "--scheme", "topo", "--seq", "512")
+    assert shorter["schemes"]["topo"]["max_params"] > found["topo"]
+    status, out, _ = run("plan", "--max-params", *FRONTIER)
+    assert status == 0 and f"{found['topo']:,}" in out
+
+
+def test_the_papers_memory_table_is_exact(run: Run) -> None:
+    """2 psi/NP, 2 psi/P, 2 psi/2, psi/2 and psi/8, 2 psi/8, 12 psi/NP, for 384 million times 50 parameters."""
+    psi = 384 * 50 * 10**6
+    report = as_json(run, "--table", "memory", "--params", str(psi), *FRONTIER)
+    states = 12 * psi // 384
+    assert {name: list(row.values()) for name, row in report["rows"].items()} == {
+        "ZeRO-3": [2 * psi // 384, 0, 2 * psi // 384, states],
+        "ZeRO++": [2 * psi // 384, 2 * psi // 8, 2 * psi // 384, states],
+        "ZeRO-topo sec 8": [psi, psi // 8, psi // 4, states],
+        "ZeRO-topo sec 2": [psi, psi // 2, psi // 4, states],
+    }
+    status, out, _ = run("plan", "--table", "memory", "--params", "20e9", *FRONTIER)
+    assert status == 0 and "28.12 GB" in out and "35.62 GB" in out
+
+
+def test_the_papers_volume_table_is_exact(run: Run) -> None:
+    rows = as_json(run, "--table", "volume", *FRONTIER)["rows"]
+    world, node, die = Fraction(383, 384), Fraction(7, 8), Fraction(1, 2)
+    assert {name: [(Fraction(t["volume"]), t["domain"]) for t in row] for name, row in rows.items()} == {
+        "ZeRO-3": [(world, "world")] * 3,
+        "ZeRO++": [(world / 2, "world"), (node / 2, "node"), (world / 4, "world")],
+        "ZeRO-topo sec 8": [(die / 2, "gpu"), (node / 2, "node"), (node / 4, "node")],
+        "ZeRO-topo sec 2": [(die / 2, "gpu"), (die / 2, "gpu"), (node / 4, "node")],
+    }
+    status, out, _ = run("plan", "--table", "volume", *FRONTIER)
+    assert status == 0 and "0.4987 world 384" in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_a_picture_is_drawn(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
+    assert run("plan", "--params", "20B", *FRONTIER, "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+WRONG: list[tuple[list[str], str]] = [
+    ([*FRONTIER], "give --params, such as 20B, or --model"),
+    (["--params", "1B", "--machine", "frontir", "--nodes", "2"], "did you mean 'frontier'"),
+    (["--params", "1B", "--machine", "frontier", "--nodes", "0"], "--nodes"),
+    (["--params", "1B", "--machine", "frontier", "--nodes", "2", "--world-size", "8"], "give one of the two"),
+    (["--params", "1B", "--nodes", "2"], "of which machine"),
+    (["--params", "1B", "--machine", "single-node", "--nodes", "2"], "give --world-size"),
+    (["--params", "1B", "--machine", "{broken}", "--nodes", "2"], "not valid JSON"),
+    (["--params", "10", *FRONTIER, "--recommend"], "too few"),
+    (["--params", "900B", "--machine", "frontier", "--recommend"], "none of"),
+    (["--model", "gpt-5", *FRONTIER], "neither a file nor a known name"),
+    (["--model", "{text}", *FRONTIER], "neither JSON nor YAML"),
+    (["--model", "gpt2", "--params", "1B", *FRONTIER], "has a shape of its own"),
+    (["--params", "1B", "--table", "time", *FRONTIER], "choose one of memory, volume"),
+    (["--params", "1B", "--recommend", "--max-params", *FRONTIER], "different views"),
+    (["--max-params", "--machine", "single-node", "--world-size", "8"], "memory_per_rank"),
+    (["--params", "1B", "--recommend", "--sparse", "topk", *FRONTIER], "no sparse mode"),
+    (["--params", "1B", *FRONTIER, "--plot", "{folder}/x.pdf"], "only PNG"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_input_is_one_line_and_status_2(
+    run: Run,
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    text = tmp_path / "model.json"
+    text.write_text("no model")
+    given = [word.replace("{text}", str(text)).replace("{folder}", str(tmp_path)) for word in words]
+    status, _, err = run("plan", *given)
+    assert status == 2
+    assert err.startswith("zero-topo: ") and err.count("\n") == 1 and message in err
+
+
+def test_recommending_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from zero_topo.cli import main\n"
+        "main(['plan', '--params', '20B', '--machine', 'frontier', '--nodes', '48', '--recommend', '--json'])\n"
+        "main(['plan', '--max-params', '--machine', 'frontier', '--nodes', '48'])\n"
+        "sys.exit(','.join({'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_check_of_auto_says_how_to_learn_what_it_would_choose(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}}))
+    status, out, err = run("check", str(path))
+    assert (status, out) == (2, "") and "zero-topo plan --params N" in err and err.count("\n") == 1

@@ -1,0 +1,290 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The planner: what it tries, what it drops, what it prefers, and the scheme "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema
+from zero_topo.cost.candidates import aligned_degrees, candidates
+from zero_topo.cost.explain import choose, explain
+from zero_topo.cost.footprint import activation_bytes, gathered_bytes, predict_memory
+from zero_topo.cost.memory import memory_bytes
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import Task, max_params, rank_plans
+from zero_topo.cost.simulator import Job
+from zero_topo.cost.transformer import scaled
+from zero_topo.cost.volume import Workload
+from zero_topo.engine.automatic import choose_plan
+from zero_topo.topology import Topology, load_preset
+from zero_topo.units import GB
+
+FRONTIER = load_preset("frontier", 384)
+TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
+ASKED = ZeroTopoConfig.parse({"scheme": "auto"})
+NEOX = load_model("gpt-neox-20b")
+
+
+def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
+    return ZeroTopoConfig.parse(block).resolve(topology)
+
+
+def task(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Task:
+    model = NEOX if params is None else scaled(params)
+    return Task(topology, Job(model, **{"micro_batch": 1, "micro_batches": 4, **job}))
+
+
+def by_weights(config: ResolvedConfig, job: Job) -> float:
+    """A made-up clock: the more ranks share the weights, the longer a step."""
+    return float(config.plan.weights)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
+    config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
+    held = predict_memory(config, work, Job(NEOX, 1, 1))
+    shards = memory_bytes(config, work, accumulation_itemsize=2)
+    assert {role: held[role] for role in shards} == shards
+    assert set(held) - set(shards) == {"gathered", "bucket", "step", "activations"}
+
+
+def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
+    config, work = resolve(TREE, scheme="zero3"), Workload.uniform([8192], itemsize=4)
+    held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1, itemsize=4))
+    assert held["optimizer"] == 8 * 1024 and held["gradients"] == 4 * 1024 and "step" not in held
+    assert predict_memory(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))["step"] == 4 * 1024
+
+
+def test_activations_by_hand() -> None:
+    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole if recomputed."""
+    model = load_model("gpt2")
+    s, b, h, a, v = 1024, 4, 768, 12, 50257
+    whole, ends = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * (h + v)
+    assert activation_bytes(model, b, checkpointing=False) == 12 * whole + ends
+    assert activation_bytes(model, b, checkpointing=True) == 12 * 2 * s * b * h + whole + ends
+
+
+def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() -> None:
+    config = resolve(FRONTIER, scheme="zero3")
+    small, large = load_model("gpt2"), load_model("llama-3-405b")
+    assert gathered_bytes(config, small, 2) == 2 * small.params + 2 * (50257 + 1024) * 768
+    layer = sum(large.modules()[1][1])
+    assert gathered_bytes(config, large, 2) == 2 * (2 * layer) + 2 * layer
+
+
+def test_masks_of_radius_are_a_bit_for_each_element() -> None:
+    config = resolve(TREE, scheme="topo", sync={"mode": "radius"})
+    work = Workload.uniform([8192])
+    held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1))
+    assert held["masks"] == 2 * 1024 // 8  # P = 2 nodes, C = 8192 / 8
+    assert held["residual"] == 4 * 2 * 1024
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def test_degrees_nest_with_the_machine() -> None:
+    assert aligned_degrees(FRONTIER) == (1, 2, 4, 8, 16, 32, 384)
+    assert aligned_degrees(Topology("odd", nodes=3, gpus_per_node=3, ranks_per_gpu=2)) == (1, 2, 6, 18)
+
+
+def test_no_two_candidates_do_the_same_and_each_block_makes_its_plan() -> None:
+    found = candidates(ASKED, FRONTIER)
+    assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.name for plan in found}
+    assert len({plan.name for plan in found}) == len(found)
+    configs = [plan.config for plan in found]
+    assert len({repr(replace(config, scheme=None, notes=())) for config in configs}) == len(configs)
+    assert not [plan.name for plan in found if plan.name == "hsdp"]  # on this machine, mics
+    for plan in found:
+        again = resolve(FRONTIER, **plan.settings)
+        assert again.plan == plan.config.plan and again.publish == plan.config.publish, plan.name
+
+
+def test_keys_of_the_user_are_kept_by_every_candidate() -> None:
+    asked = ZeroTopoConfig.parse({"scheme": AUTO, "gradients": "node", "quantize": {"weights": "int4"}, "meter": False})
+    found = candidates(asked, FRONTIER)
+    assert {plan.config.plan.gradients for plan in found} == {8}
+    assert all(plan.config.weights_spec.bits == 4 for plan in found if plan.config.weights_spec)
+    assert not any(plan.config.meter for plan in found)
+
+
+def test_sparse_modes_are_tried_only_if_asked_for() -> None:
+    assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
+    assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ["oktopk"])}
+
+
+def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:
+    with pytest.raises(ValueError, match="no plan keeps the other keys of the block: weights degree 3"):
+        candidates(ZeroTopoConfig.parse({"scheme": AUTO, "weights": 3}), TREE)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> None:
+    ranking = rank_plans(ASKED, task(), by_weights)
+    assert ranking.best.candidate.config.plan.weights == 1
+    assert ranking == rank_plans(ASKED, task(), by_weights)
+    assert all(plan.held > (task().limit or 0) for plan in ranking.refused)
+
+
+def test_equal_times_prefer_a_named_scheme_and_then_less_to_send() -> None:
+    ranking = rank_plans(ASKED, task(), lambda config, job: 1.0)
+    named = [plan.candidate.named for plan in ranking.timed]
+    assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
+    assert named == sorted(named, reverse=True)
+    wires = [plan.wire for plan in ranking.timed if plan.candidate.named]
+    assert wires == sorted(wires)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    nodes=st.integers(1, 64),
+    memory=st.integers(8, 200),
+    params=st.integers(10**8, 10**11),
+    micro_batch=st.integers(1, 4),
+)
+def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, micro_batch: int) -> None:
+    topology = replace(load_preset("frontier", 8 * nodes), memory_per_rank=memory * GB)
+    wanted = task(topology, params, micro_batch=micro_batch)
+    ranking = rank_plans(ASKED, wanted, by_weights)
+    if not ranking.timed:
+        with pytest.raises(ValueError, match="use more nodes"):
+            _ = ranking.best
+        return
+    chosen = ranking.best.candidate.chosen.resolve(topology)
+    assert wanted.limit is not None
+    assert sum(predict_memory(chosen, wanted.work, wanted.job).values()) <= wanted.limit
+
+
+def test_the_simulator_ranks_if_nothing_else_does() -> None:
+    ranking = rank_plans(ASKED, task())
+    times = [plan.seconds for plan in ranking.timed]
+    assert all(time is not None and time > 0 for time in times)
+    assert ranking.best.seconds is not None
+    assert ranking.best.seconds <= 1.005 * min(time for time in times if time is not None)
+
+
+def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit() -> None:
+    lines = explain(rank_plans(ASKED, task(load_preset("frontier", 16)), by_weights))
+    text = "\n".join(lines)
+    assert lines[0].startswith("weights 2, ") and "plans that fit, of" in lines[0]
+    assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
+    assert "topo does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
+
+
+def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
+    text = "\n".join(explain(rank_plans(ASKED, task(TREE))))
+    assert "memory is not known, so nothing was dropped" in text
+    assert "bandwidth of gpu, node, world is not known: frontier's is assumed" in text
+    assert "how fast a rank of tree computes is not known" in text
+
+
+# -- the largest model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "zero++", "mics", "hsdp", "paper", "topo"])
+@pytest.mark.parametrize("nodes", [1, 48])
+def test_the_largest_model_fits_and_one_2_percent_larger_does_not(scheme: str, nodes: int) -> None:
+    wanted = task(load_preset("frontier", 8 * nodes))
+    config = resolve(wanted.machine, scheme=scheme)
+    largest = max_params(config, wanted)
+    assert largest
+
+    def held(params: int) -> int:
+        job = replace(wanted.job, model=scaled(params))
+        return sum(predict_memory(config, Workload.uniform(job.model.numels()), job).values())
+
+    assert wanted.limit is not None
+    assert held(largest) <= wanted.limit < held(int(largest * 1.02))
+
+
+@settings(max_examples=40, deadline=None)
+@given(memory=st.integers(6, 500), scheme=st.sampled_from(["zero3", "mics", "topo"]), micro_batch=st.integers(1, 8))
+def test_the_largest_model_is_that_whatever_the_memory(memory: int, scheme: str, micro_batch: int) -> None:
+    wanted = task(replace(FRONTIER, memory_per_rank=memory * GB), micro_batch=micro_batch)
+    config = resolve(wanted.machine, scheme=scheme)
+    largest = max_params(config, wanted)
+    assert largest is not None and wanted.limit is not None
+    for params in (largest, int(largest * 1.005), int(largest * 1.02), int(largest * 1.05)):
+        job = replace(wanted.job, model=scaled(max(params, 1000)))
+        held = sum(predict_memory(config, Workload.uniform(job.model.numels()), job).values())
+        assert (held <= wanted.limit) == (params == largest > 0)
+
+
+def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:
+    """Without recomputation a shape of one layer less holds less: the first size that does not fit is not the last."""
+    wanted = task(replace(load_preset("frontier", 8), memory_per_rank=206_464_492_619))
+    model = replace(NEOX, sequence=8192)
+    wanted = replace(wanted, job=replace(wanted.job, model=model, checkpointing=False))
+    assert (max_params(resolve(wanted.machine, scheme="topo"), wanted) or 0) > 1.09e9
+
+
+def test_the_papers_36_billion_are_about_what_its_plan_holds() -> None:
+    wanted = replace(task(), reserve=0.1)
+    largest = max_params(resolve(wanted.machine, scheme="paper", secondary="node"), wanted)
+    assert largest == pytest.approx(36e9, rel=0.05)
+
+
+def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> None:
+    config = resolve(TREE, scheme="zero3")
+    assert max_params(config, task(TREE)) is None
+    assert max_params(config, task(replace(TREE, memory_per_rank=GB))) == 0
+
+
+# -- "scheme": "auto" --------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
+    assert ASKED.scheme == AUTO and '"auto"' in str(json_schema()).replace("'", '"')
+    with pytest.raises(ValueError, match="zero-topo plan --params N") as raised:
+        ASKED.resolve(TREE)
+    assert "\n" not in str(raised.value)
+
+
+def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
+    chosen = choose(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), task())
+    assert chosen.config.scheme != AUTO and chosen.config.debug_checks
+    assert chosen.config.resolve(FRONTIER).plan.world_size == 384
+    assert all(note.startswith("scheme auto: ") for note in chosen.notes)
+
+
+class Parameter(SimpleNamespace):
+    """What the planner asks of a parameter."""
+
+    def numel(self) -> int:
+        return 0  # as of a parameter that zero.Init has partitioned
+
+    def element_size(self) -> int:
+        return 2
+
+
+def engine(*numels: int) -> Any:
+    parameters = [Parameter(ds_numel=numel) for numel in numels]
+    return SimpleNamespace(
+        module=SimpleNamespace(parameters=lambda: iter(parameters)),
+        train_micro_batch_size_per_gpu=lambda: 2,
+        gradient_accumulation_steps=lambda: 4,
+    )
+
+
+def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
+    numels = (50_000 * 4096, *[4096 * 4096] * 100)
+    first, second = (choose_plan(ASKED, FRONTIER, engine(*numels)) for _ in range(2))
+    assert first == second
+    assert first.notes[0].startswith("scheme auto: 1,882,521,600 parameters")
+    assert choose_plan(ASKED, TREE, engine(10)).plan.world_size == 8
+    assert choose_plan(ASKED, TREE, None).plan.world_size == 8
+
+
+def test_a_model_that_no_plan_holds_is_refused_before_training() -> None:
+    with pytest.raises(ValueError, match=r"none of .* plans fits"):
+        choose_plan(ASKED, load_preset("frontier", 8), engine(*[10**9] * 100))

@@ -1,0 +1,161 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Shapes of transformers: published parameter counts, FLOPs, the files that describe them, and sizes made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.launching import ROOT
+from zero_topo.cost.model_files import MODELS, load_model
+from zero_topo.cost.transformer import Transformer, scaled, with_shape
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-neox-125m": 162_322_944,  # Pythia 160M
+    "gpt-neox-1.3b": 1_414_647_808,  # Pythia 1.4B
+    "gpt-neox-2.7b": 2_775_208_960,  # Pythia 2.8B
+    "gpt-neox-6.7b": 6_857_302_016,  # Pythia 6.9B
+    "gpt-neox-10b": 10_000_000_000,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-12b": 11_846_072_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+NEOX = {
+    "model_type": "gpt_neox",
+    "num_hidden_layers": 44,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "intermediate_size": 24576,
+    "vocab_size": 50432,
+    "max_position_embeddings": 2048,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+LLAMA_YAML = """{
+  "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # of all three matrices
+  "num_attention_heads": 32, "seq_length": 4096, "pos_emb": "rotary", "no_weight_tying": true,
+  "use_bias_in_attn_linear": false, "activation": "swiglu", "mlp_multiple_of": 256, "vocab_size": 32000,
+}"""
+
+
+def test_every_named_model_has_its_published_size() -> None:
+    assert set(PUBLISHED) == set(MODELS)
+    for name, params in PUBLISHED.items():
+        assert load_model(name).params == pytest.approx(params, rel=0.01 if name == "gpt-neox-10b" else 1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_hold_all_parameters_once(name: str) -> None:
+    model = MODELS[name]
+    modules = model.modules()
+    assert [module for module, _ in modules] == [
+        "embedding",
+        *(f"layer {i}" for i in range(model.layers)),
+        "head",
+    ]
+    assert sum(model.numels()) == sum(sum(numels) for _, numels in modules) == model.params
+    assert len(model.module_flops(1)) == len(modules)
+
+
+def test_flops_of_a_forward_pass_are_two_per_parameter_and_token_and_those_of_the_scores() -> None:
+    model = load_model("gpt-neox-20b")
+    tokens = 4096
+    matrices = model.layers * 12 * model.hidden**2 + model.hidden * model.vocab
+    scores = model.layers * 4 * model.sequence * model.hidden
+    assert sum(model.module_flops(tokens)) == tokens * (2 * matrices + scores)
+    assert model.module_flops(tokens)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "name"), [(LLAMA, "llama-2-70b"), (NEOX, "gpt-neox-20b"), (GPT2, "gpt2")], ids=["llama", "neox", "gpt2"]
+)
+def test_a_hugging_face_config_is_read(content: dict[str, Any], name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    assert load_model(str(path)).params == load_model(str(tmp_path)).params == PUBLISHED[name]
+
+
+def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
+    assert load_model(str(ROOT / "neox_configs/frontier-20b.yml")).params == pytest.approx(20.55e9, rel=1e-3)
+    path = tmp_path / "llama.yml"
+    path.write_text(LLAMA_YAML)
+    assert load_model(str(path)).params == PUBLISHED["llama-2-7b"]
+
+
+WRONG: list[tuple[str, str | None, str]] = [
+    ("gpt-neox-20", None, "did you mean 'gpt-neox-20b'"),
+    ("{file}", "{", "neither JSON nor YAML"),
+    ("{file}", "[1]", "neither JSON nor YAML"),
+    ("{file}", '{"model_type": "bert"}', "'bert' are not known"),
+    ("{file}", '{"hidden": 4}', "neither model_type nor num_layers"),
+    ("{file}", '{"model_type": "gpt2", "n_layer": 2, "n_head": 2}', "n_embd is missing"),
+    ("{file}", '{"model_type": "gpt2", "n_layer": "two", "n_embd": 8, "n_head": 2}', "n_layer is 'two'"),
+    ("{file}", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 3}', "does not divide hidden = 8"),
+]
+
+
+@pytest.mark.parametrize(("model", "text", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_a_broken_model_is_one_clear_line(model: str, text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_model(model.replace("{file}", str(path)))
+    assert "\n" not in str(raised.value)
+
+
+@given(params=st.integers(10**8, 10**13))
+def test_a_made_up_model_has_the_size_asked_for(params: int) -> None:
+    model = scaled(params)
+    assert model.params == pytest.approx(params, rel=1e-3)
+    assert 2 * model.hidden <= model.intermediate <= 7 * model.hidden
+
+
+@given(params=st.integers(1000, 10**8))
+def test_a_made_up_toy_has_about_the_size_asked_for(params: int) -> None:
+    assert scaled(params).params == pytest.approx(params, rel=0.02)
+
+
+def test_a_made_up_model_keeps_given_layers_and_width() -> None:
+    model = scaled(20 * 10**9, layers=44, hidden=6144, sequence=4096)
+    assert (model.layers, model.hidden, model.sequence) == (44, 6144, 4096)
+    assert with_shape(44, 6144).params == pytest.approx(20.55e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("params", "shape", "message"),
+    [
+        (10, {}, "too few"),
+        (10**9, {"layers": 2, "hidden": 128}, "do not go with"),
+        (10**9, {"layers": 100, "hidden": 8192}, "do not go with"),
+    ],
+)
+def test_impossible_shapes_are_refused(params: int, shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scaled(params, **shape)
+
+
+def test_a_shape_of_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="layers is 0"):
+        Transformer("m", 0, 8, 1, 1, 8, 8, 8)

@@ -1,0 +1,137 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The options of ``zero-topo plan``, and the machine, model and job they name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zero_topo.cli.inputs import machine, read_count
+from zero_topo.config import SPARSE_MODES
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import RESERVE, Task
+from zero_topo.cost.simulator import Job
+from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
+from zero_topo.topology import Topology, preset_names
+from zero_topo.topology.presets import load_machine
+
+ITEMSIZE = 2  # 16-bit training
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Of ``plan``."""
+
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A model's name, a Hugging Face config.json or a GPT-NeoX YAML."),
+    ] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.")] = None
+    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's, or 2048.")] = None
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank's micro-batch.")] = 1
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1
+    checkpointing: Annotated[bool, typer.Option(help="Activations are recomputed in the backward pass.")] = True
+    topology: Annotated[
+        str,
+        typer.Option("--topology", "--machine", metavar="FILE|PRESET", help="A .json file, a preset or a JSON object."),
+    ] = "auto"
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
+    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show, may be repeated; default: all six.")] = None
+    recommend: Annotated[bool, typer.Option("--recommend", help="Rank all plans that fit, and explain the best.")] = (
+        False
+    )
+    max_params: Annotated[bool, typer.Option("--max-params", help="The largest model each scheme can train.")] = False
+    table: Annotated[str | None, typer.Option(metavar="memory|volume", help="The ZeRO-topo paper's table.")] = None
+    reserve: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the memory to leave free.")] = RESERVE
+    sparse: Annotated[
+        list[str] | None, typer.Option(metavar="MODE", help="Sparse sync to try too, may be repeated.")
+    ] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what each rank holds.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
+
+
+def found_machine(options: PlanOptions) -> Topology:
+    """The machine that the options name.
+
+    Raises:
+        ValueError: if there is none, or its ranks do not add up.
+    """
+    if options.nodes is None:
+        return machine(options.topology, options.world_size)
+    world = options.nodes * _ranks_per_node(options)
+    if options.world_size not in (None, world):
+        raise ValueError(
+            f"--nodes {options.nodes} of {options.topology} are {world} ranks, but --world-size is "
+            f"{options.world_size}; give one of the two"
+        )
+    return machine(options.topology, world)
+
+
+def _ranks_per_node(options: PlanOptions) -> int:
+    if options.topology in preset_names():
+        count = load_machine(options.topology).ranks_per_node
+        if count is None:
+            raise ValueError(f"--nodes {options.nodes}: {options.topology} has one node of any size; give --world-size")
+        return count
+    if options.topology == "auto":
+        known = ", ".join(preset_names())
+        raise ValueError(f"--nodes {options.nodes}: of which machine? give --machine (known: {known}; or a .json file)")
+    described = machine(options.topology, None)
+    if described.nodes != options.nodes:
+        raise ValueError(
+            f"--nodes {options.nodes}: {options.topology} describes {described.nodes} nodes; leave --nodes out, or "
+            "change the description"
+        )
+    return described.ranks_per_node
+
+
+def found_params(options: PlanOptions) -> int:
+    """Parameters of the model, exactly as given if they are.
+
+    Raises:
+        ValueError: if no model is named.
+    """
+    if options.params is not None and options.model is None:
+        return read_count(options.params, "--params")
+    return found_model(options).params
+
+
+def found_model(options: PlanOptions) -> Transformer:
+    """The model that the options name or describe.
+
+    Raises:
+        ValueError: if none is, or several are.
+    """
+    if options.model is not None:
+        if options.params or options.layers or options.hidden:
+            raise ValueError(
+                f"--model {options.model} has a shape of its own; leave --params, --layers and --hidden out"
+            )
+        found = load_model(options.model)
+        return found if options.seq is None else replace(found, sequence=options.seq)
+    sequence = options.seq or SEQUENCE
+    if options.params is not None:
+        return scaled(read_count(options.params, "--params"), options.layers, options.hidden, sequence)
+    if options.layers is None or options.hidden is None:
+        raise ValueError("which model? give --params, such as 20B, or --model, or --layers and --hidden")
+    return with_shape(options.layers, options.hidden, sequence)
+
+
+def found_task(options: PlanOptions) -> Task:
+    """Machine, model and job for the planner.
+
+    Raises:
+        ValueError: as the functions above, or for an unknown mode of sync.
+    """
+    known = [mode.MODE for mode in SPARSE_MODES]
+    for mode in options.sparse or ():
+        if mode not in known:
+            raise ValueError(f"--sparse {mode}: no sparse mode of sync; choose among {', '.join(known)}")
+    job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
+    return Task(found_machine(options), job, reserve=options.reserve, sparse=tuple(options.sparse or ()))

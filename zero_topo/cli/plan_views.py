@@ -1,0 +1,155 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The other views of ``zero-topo plan``: the best plan, the largest models, and the ZeRO-topo paper's tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_task
+from zero_topo.cli.tables import largest_table, paper_memory, paper_volume, ranking_table, show
+from zero_topo.config import SCHEMES, ZeroTopoConfig
+from zero_topo.config.errors import ROOT
+from zero_topo.cost import paper_memory_table, paper_volume_table
+from zero_topo.cost.explain import explain
+from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
+from zero_topo.units import format_bytes
+
+SHOWN_PLANS = 8
+
+
+def recommendation(options: PlanOptions) -> None:
+    """All plans ranked, the best explained, and the block to paste."""
+    ranking = rank_plans(ZeroTopoConfig.parse({}), found_task(options))
+    reasons = explain(ranking)
+    if options.as_json:
+        print(json.dumps(_ranking_json(ranking, reasons, options), indent=2))
+        return
+    model, found = ranking.task.job.model, ranking.task.topology
+    title = f"{model.params:,} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
+    show(ranking_table(ranking.timed[:SHOWN_PLANS], f"{title} of {found.name}"))
+    for line in reasons:
+        print(f"- {line}")
+    print(f"\n{json.dumps(_block(ranking.best, options), indent=2)}")
+
+
+def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) -> dict[str, Any]:
+    task = ranking.task
+    return {
+        "topology": task.topology.to_json(),
+        "model": asdict(task.job.model),
+        "params": task.job.model.params,
+        "micro_batch": task.job.micro_batch,
+        "micro_batches": task.job.micro_batches,
+        "memory_limit": task.limit,
+        "reserve": task.reserve,
+        "recommended": _plan_json(ranking.best, options),
+        "why": reasons,
+        "plans": [_plan_json(plan, options) for plan in ranking.timed],
+        "fitting": ranking.fitting,
+        "refused": [
+            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
+        ],
+    }
+
+
+def _plan_json(plan: Priced, options: PlanOptions) -> dict[str, Any]:
+    return {
+        "name": plan.candidate.name,
+        "degrees": plan.candidate.config.plan.degrees(),
+        "seconds": plan.seconds,
+        "wire_seconds": plan.wire,
+        "memory": dict(plan.memory),
+        "block": _block(plan, options)[ROOT],
+    }
+
+
+def _block(plan: Priced, options: PlanOptions) -> dict[str, Any]:
+    """What to paste into a DeepSpeed config."""
+    setting = options.topology
+    machine = {} if setting == "auto" else {"topology": json.loads(setting) if setting.startswith("{") else setting}
+    return {ROOT: {**machine, **plan.candidate.settings}}
+
+
+def largest_models(options: PlanOptions) -> None:
+    """The largest model that each scheme trains on the machine."""
+    named = options.params or options.model or options.layers or options.hidden
+    task = found_task(options if named else replace(options, params="1B"))
+    if task.limit is None:
+        raise ValueError(
+            f'--max-params: the memory of a rank of {task.topology.name} is not known; give "memory_per_rank" (bytes) '
+            "in a .json file of the machine, or take a preset"
+        )
+    names = options.scheme or list(SCHEMES)
+    found = {name: max_params(ZeroTopoConfig.parse({"scheme": name}).resolve(task.machine), task) for name in names}
+    if options.as_json:
+        head = {
+            "topology": task.topology.to_json(),
+            "memory_limit": task.limit,
+            "reserve": task.reserve,
+            "sequence": task.job.model.sequence,
+            "micro_batch": task.job.micro_batch,
+            "checkpointing": task.job.checkpointing,
+        }
+        print(json.dumps({**head, "schemes": {name: {"max_params": n} for name, n in found.items()}}, indent=2))
+        return
+    how = "recomputed" if task.job.checkpointing else "kept"
+    show(
+        largest_table(
+            {name: params or 0 for name, params in found.items()},
+            f"Largest model on {task.topology.world_size} ranks of {task.topology.name}",
+        )
+    )
+    print(
+        f"- in {format_bytes(task.limit)} of each rank ({task.reserve:.0%} of the memory is kept in reserve), "
+        f"{task.job.micro_batch} x {task.job.model.sequence} tokens a micro-batch, activations {how}"
+    )
+
+
+# -- the paper's tables ------------------------------------------------------------------------------------------------
+
+
+def paper_table(options: PlanOptions) -> None:
+    """A table of the ZeRO-topo paper for a machine and a model."""
+    view = TABLES.get(str(options.table))
+    if view is None:
+        raise ValueError(f"--table {options.table}: there is no such table; choose one of {', '.join(TABLES)}")
+    view(options)
+
+
+def _memory(options: PlanOptions) -> None:
+    params, found = found_params(options), found_machine(options)
+    rows = paper_memory_table(params, found.nodes, found.ranks_per_node, found.ranks_per_gpu)
+    if options.as_json:
+        held = {name: {role: _number(n) for role, n in row.items()} for name, row in rows.items()}
+        print(json.dumps({"params": params, "nodes": found.nodes, "unit": "bytes per rank", "rows": held}, indent=2))
+        return
+    show(paper_memory(rows, f"Bytes per rank: {params:,} parameters, {found.world_size} ranks of {found.name}"))
+
+
+def _volume(options: PlanOptions) -> None:
+    found = found_machine(options)
+    rows = paper_volume_table(found.nodes, found.ranks_per_node, found.ranks_per_gpu)
+    if options.as_json:
+        sent = {
+            name: [{"phase": t.phase, "volume": str(t.volume), "degree": t.degree, "domain": t.domain} for t in row]
+            for name, row in rows.items()
+        }
+        print(json.dumps({"nodes": found.nodes, "unit": "2 psi bytes per micro-batch", "rows": sent}, indent=2))
+        return
+    show(
+        paper_volume(
+            rows, f"Sent per micro-batch, in messages of 2 psi bytes: {found.world_size} ranks of {found.name}"
+        )
+    )
+
+
+def _number(value: Fraction) -> int | float:
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+TABLES: Mapping[str, Callable[[PlanOptions], None]] = MappingProxyType({"memory": _memory, "volume": _volume})

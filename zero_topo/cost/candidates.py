@@ -1,0 +1,170 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The plans among which the planner chooses: the named schemes, and free combinations of aligned degrees.
+
+Note [What is tried]
+    Degrees are those of the machine's units: the divisors of a node that do not cut a GPU apart, two and four nodes,
+    the world. Weights, gradients and optimizer follow the dependency rule; the optimizer is sharded over the world, or
+    replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
+    the bits of the ZeRO-topo paper, and with sync and publish in INT4 as well. Sparse modes change how training
+    converges, so they are tried only if asked for. Keys that the user wrote are kept: they override every candidate's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig
+from zero_topo.plan import divisors
+from zero_topo.topology.model import DOMAINS, Topology
+
+Block = Mapping[str, Any]
+PAPER_BITS: Block = MappingProxyType({"weights": "int8", "secondary": "int8", "gradients": "int4"})
+FEW_BITS: Block = MappingProxyType({"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}})
+WHOLE_NODES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may be chosen.
+
+    Attributes:
+        name: of the scheme, or what it does in words.
+        settings: the keys that make it, for the ``zero_topo`` block.
+        chosen: the user's block with these keys.
+        config: the block resolved on the machine.
+    """
+
+    name: str
+    settings: Block
+    chosen: ZeroTopoConfig
+    config: ResolvedConfig
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a scheme of its own or with a few keys."""
+        return "scheme" in self.settings
+
+
+def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] = ()) -> tuple[Candidate, ...]:
+    """All plans that differ in effect and keep what the user asked for, named ones first; see Note [What is tried].
+
+    Args:
+        asked: the user's block; its scheme is ignored.
+        topology: the machine.
+        sparse: modes of sync to try beside dense and quantized.
+
+    Raises:
+        ValueError: if the keys that the user wrote fit no plan, with the reason.
+    """
+    fixed = {key: value for key, value in asked.model_dump(exclude_unset=True).items() if key != "scheme"}
+    found: dict[object, Candidate] = {}
+    refusal: ValueError | None = None
+    for name, settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
+        try:
+            chosen = ZeroTopoConfig.parse({**settings, **fixed})
+            config = chosen.resolve(topology)
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        own = {key: value for key, value in settings.items() if key not in fixed}
+        found.setdefault(_effect(config), Candidate(name, MappingProxyType(own), chosen, config))
+    if not found:
+        raise ValueError(f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}')
+    return tuple(found.values())
+
+
+def _schemes(sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+    for name, scheme in SCHEMES.items():
+        yield name, {"scheme": name}
+        between = scheme.quantize.gradients is not None and scheme.sync == DenseSync()
+        for how, settings in _between_nodes(sparse) if between else ():
+            yield f"{name}, {how} sync and publish", {"scheme": name, **settings}
+
+
+def _between_nodes(sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+    """Ways to sync and publish beside the plain ones."""
+    yield "int4", FEW_BITS
+    for mode in sparse:
+        yield mode, {"sync": {"mode": mode}, "publish": FEW_BITS["publish"]}
+
+
+def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+    degrees = aligned_degrees(topology)
+    for weights, gradients in product(degrees, repeat=2):
+        if gradients % weights:
+            continue
+        for optimizer in _optimizers(topology, gradients):
+            for bits, secondary in _secondaries(topology, weights):
+                degrees_of = {
+                    "weights": weights,
+                    "secondary": secondary,
+                    "gradients": gradients,
+                    "optimizer": optimizer,
+                }
+                given = {role: degree for role, degree in degrees_of.items() if degree is not None}
+                words = ", ".join(f"{role} {degree}" for role, degree in given.items())
+                block: dict[str, Any] = {role: _place(topology, degree) for role, degree in given.items()}
+                if not bits:
+                    yield words, block
+                    continue
+                block["quantize"] = dict(PAPER_BITS)
+                yield f"{words}, paper's bits", block
+                for how, more in _between_nodes(sparse):
+                    moving = _moving(more, degrees_of, topology)
+                    yield f"{words}, paper's bits, {how} {' and '.join(moving)}", {**block, **moving}
+
+
+def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topology) -> Block:
+    """The settings of sync and publish without those of collectives that the degrees leave nothing to do."""
+    moves = {
+        "sync": degrees["gradients"] != topology.world_size,
+        "publish": degrees["weights"] != degrees["optimizer"],
+    }
+    return {key: value for key, value in settings.items() if moves[key]}
+
+
+def aligned_degrees(topology: Topology) -> tuple[int, ...]:
+    """Degrees that nest with the machine's units, ascending: parts of a node, few nodes, the world."""
+    gpu, node = topology.ranks_per_gpu, topology.ranks_per_node
+    inside = [d for d in divisors(node) if d % gpu == 0 or gpu % d == 0]
+    nodes = [count * node for count in WHOLE_NODES if topology.nodes % count == 0]
+    return tuple(sorted({*inside, *nodes, topology.world_size}))
+
+
+def _optimizers(topology: Topology, gradients: int) -> tuple[int, ...]:
+    replicated = max(gradients, topology.ranks_per_node)
+    return tuple(dict.fromkeys((topology.world_size, replicated)))
+
+
+def _secondaries(topology: Topology, weights: int) -> Iterator[tuple[bool, int | None]]:
+    """Whether with the paper's bits, and the degree of the secondary copy.
+
+    A copy as wide as the weights, or wider, pays only if quantized: it is a view otherwise. A narrower one pays always.
+    """
+    narrower = [d for d in (topology.ranks_per_gpu, topology.ranks_per_node) if 1 < d < weights and weights % d == 0]
+    yield from ((bits, None) for bits in (False, True))
+    yield from ((bits, degree) for degree in dict.fromkeys(narrower) for bits in (False, True))
+    if weights > 1:
+        yield True, weights
+    if 1 < weights < topology.ranks_per_node:
+        yield True, topology.ranks_per_node
+
+
+def _place(topology: Topology, degree: int) -> str | int:
+    """The domain of a degree if it fills one, else the degree."""
+    return next((name for name in DOMAINS if topology.degree(name) == degree), degree)
+
+
+def _effect(config: ResolvedConfig) -> object:
+    """What distinguishes two plans: formats of what does not move count for nothing."""
+    plan = config.plan
+    degrees = (plan.weights, plan.secondary, plan.gradients, plan.optimizer)
+    weights = config.weights_spec if plan.weights > 1 else None
+    gradients = config.gradients_spec if plan.gradients > 1 else None
+    sync = config.sync if plan.gradients < plan.world_size else None
+    publish = config.publish if plan.weights < plan.optimizer else None
+    return degrees, weights, config.secondary_spec, gradients, repr(sync), repr(publish)

@@ -1,0 +1,97 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What one rank holds at the peak of a step: the shards of ``memory.py`` and everything that is there beside them.
+
+Note [Activations]
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
+    tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
+    only its input, ``2 s b h``, and one layer is whole at a time; embedding, last norm and FP32 logits take
+    ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores, which flash attention does not
+    store: what is predicted is what training without it needs. Other widths and gated layers are counted by the same
+    formula, scaled to 32 bits if need be.
+
+Note [In flight]
+    DeepSpeed keeps gathered parameters until ``stage3_max_live_parameters`` (10^9 elements by default) are there, but
+    at least the module in use and those that are prefetched; messages of the gather are beside them. Its bucket of
+    gradients has ``reduce_bucket_size`` elements (5 * 10^8 by default) whatever the model's size. The optimizer steps
+    through ``sub_group_size`` elements (10^9) at a time, whose gradients are copied to FP32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes
+from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.volume import Workload
+
+if TYPE_CHECKING:
+    from zero_topo.cost.step import Job
+
+LIVE_ELEMENTS = 10**9
+BUCKET_ELEMENTS = 5 * 10**8
+SUB_GROUP_ELEMENTS = 10**9
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
+    """Bytes per rank at the peak of a step, by role.
+
+    Args:
+        config: plan and formats.
+        work: the parameters, for the shards.
+        job: the model's shape and the micro-batch, for what is in flight.
+
+    Returns:
+        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes, "gathered" parameters,
+        "bucket" of gradients, "step" (FP32 gradients of the optimizer's step) and "activations"; roles of zero bytes
+        but the four shards are left out.
+    """
+    accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
+    states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
+    held = memory_bytes(config, work, accumulated, states)
+    plan = config.plan
+    columns = sum(plan.shard_numel(m) for m in work.numels)
+    beside = {
+        "masks": mask_bytes(config.sync, plan, columns),
+        "gathered": gathered_bytes(config, job.model, work.itemsize, job.prefetch),
+        "bucket": BUCKET_ELEMENTS * work.itemsize,
+        "step": min(SUB_GROUP_ELEMENTS, plan.world_size // plan.optimizer * columns) * 4 if work.itemsize < 4 else 0,
+        "activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize),
+    }
+    return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
+
+
+def gathered_bytes(config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1) -> int:
+    """Bytes of whole parameters on a rank and of the messages they come in; see Note [In flight].
+
+    Args:
+        config: the wire formats.
+        model: its modules are gathered one by one.
+        itemsize: bytes per weight.
+        prefetch: modules gathered ahead.
+    """
+    sizes = [sum(numels) for _, numels in model.modules()]
+    ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
+    whole = min(model.params, max(LIVE_ELEMENTS, ahead))
+    if config.plan.weights == 1:
+        return whole * itemsize
+    spec = config.weights_spec
+    message = max(sizes) * itemsize if spec is None else spec.nbytes(max(sizes))
+    return whole * itemsize + message
+
+
+def activation_bytes(model: Transformer, micro_batch: int, checkpointing: bool, itemsize: int = 2) -> int:
+    """Bytes of activations of one micro-batch at the peak; see Note [Activations].
+
+    Args:
+        model: the shape.
+        micro_batch: ``b``, sequences.
+        checkpointing: whether layers are recomputed in the backward pass.
+        itemsize: bytes per activation.
+    """
+    tokens, h = model.sequence * micro_batch, model.hidden
+    layer = tokens * (34 * h + 5 * model.heads * model.sequence)
+    ends = 4 * tokens * (h + model.vocab)
+    layers = model.layers * 2 * tokens * h + layer if checkpointing else model.layers * layer
+    return (layers * itemsize + 1) // 2 + ends
