@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     params, optimizer = stepped(2)
     twins = [p.detach().clone().requires_grad_(True) for p in params]
     resumed = AdamS(twins)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
     for p, twin in zip(params, twins, strict=True):
         p.grad, twin.grad = torch.ones_like(p), torch.ones_like(p)
     optimizer.step()
@@ -93,7 +94,7 @@ def test_a_closure_is_called_with_gradients_on() -> None:
     def closure() -> float:
         loss = (w**2).sum()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     assert AdamS([w]).step(closure) == 2.0
     assert not torch.equal(w.detach(), torch.ones(2))

@@ -33,6 +33,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.engine.compat import Assigned, Required, differences, refuse, unassigned
 from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
 from zero_topo.engine.masters import clean, moments
+from zero_topo.engine.monitor import reporting
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.sync import AdamS, Moment
@@ -114,6 +115,8 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
         if not isinstance(built, TopoStage3):
             log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
+        elif engine.monitor.enabled or engine.wall_clock_breakdown():
+            engine.step = reporting(engine)
         seed_everything(resolved.seed, dist.get_rank())
         return built
 

@@ -229,7 +229,7 @@ class Stage3:
         sync = dict(self.gradients.mode.state_dict())
         owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
-        state |= {} if owed is None else {"owed": owed._asdict()}
+        state |= {} if owed is None else {"owed": {"owners": owed.owners, "parameters": owed.parameters}}
         return {STATE: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], row: Tensor, folder: str | None = None) -> None:

@@ -1,0 +1,32 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Accelerate's DeepSpeedPlugin, which the Trainer uses too, fills in every "auto" of a DeepSpeed config or refuses it.
+
+It does not know the block of zero_topo, where "auto" is a value ("scheme", "topology"): there it is told to look away.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from accelerate.utils.dataclasses import DeepSpeedPlugin
+
+BLOCK = "zero_topo."
+
+
+def install() -> None:
+    """Let "auto" stand in the block; later calls do nothing."""
+    fill = DeepSpeedPlugin.fill_match
+    if getattr(fill, "skips_zero_topo", False):
+        return
+
+    @wraps(fill)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
+        if not ds_key_long.startswith(BLOCK):
+            fill(self, ds_key_long, *args, **kwargs)
+
+    fill_match.skips_zero_topo = True  # type: ignore[attr-defined]
+    DeepSpeedPlugin.fill_match = fill_match
+
+
+install()  # importing this module is enough
