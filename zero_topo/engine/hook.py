@@ -116,7 +116,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(built, TopoStage3):
             log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
         elif engine.monitor.enabled or engine.wall_clock_breakdown():
-            engine.step = reporting(engine)
+            engine.step = reporting(engine, log_dist)
         seed_everything(resolved.seed, dist.get_rank())
         return built
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from deepspeed.utils import log_dist
-
 from zero_topo.collectives.meter import PHASES
 from zero_topo.engine.stage3 import Stage3
 
@@ -48,11 +46,12 @@ def breakdown(seconds: Mapping[str, float]) -> str:
     return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
 
 
-def reporting(engine: Any) -> Callable[..., Any]:
+def reporting(engine: Any, log: Callable[..., None]) -> Callable[..., Any]:
     """``engine.step``, which also reports each optimizer step where the DeepSpeed config asks for reports.
 
     Args:
         engine: DeepSpeed's, with a zero_topo optimizer by the time it steps.
+        log: DeepSpeed's, of a line and the ranks that write it.
     """
     step = engine.step
 
@@ -61,17 +60,17 @@ def reporting(engine: Any) -> Callable[..., Any]:
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > before and engine.global_rank == 0:
-            _report(engine, engine.optimizer.topo)
+            _report(engine, engine.optimizer.topo, log)
         return result
 
     return wrapper
 
 
-def _report(engine: Any, topo: Stage3) -> None:
+def _report(engine: Any, topo: Stage3, log: Callable[..., None]) -> None:
     seconds = topo.meter.last_seconds()
     if engine.monitor.enabled:
         report = topo.gradients.mode.report()
         engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, report, engine.global_samples))
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
-        log_dist(breakdown(seconds), ranks=[0])
+        log(breakdown(seconds), ranks=[0])

@@ -1,0 +1,66 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What each rank of ``test_plain_deepspeed.py`` runs: ZeRO-1, 2 and 3 with no zero_topo block.
+
+Started as ``plain_deepspeed.py FILE [--hook]``. It imports nothing of zero_topo unless asked for the hook.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if "--hook" in sys.argv:
+    import zero_topo  # noqa: F401
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+STEPS, MICRO_BATCHES = 5, 2
+RUNS = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+def train(stage: int, dtype: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of this rank and whole weights after the last step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(11, 37), nn.Tanh(), nn.LayerNorm(37), nn.Linear(37, 5))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    losses, generator = [], torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(STEPS * MICRO_BATCHES):
+        x = torch.randn(4, 11, generator=generator).to(next(model.parameters()).dtype)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    weights = []
+    for parameter in model.parameters():
+        with deepspeed.zero.GatheredParameters(parameter, enabled=stage == 3):
+            weights.append(parameter.detach().clone())
+    engine.destroy()
+    return losses, weights
+
+
+def main(path: str) -> None:
+    """Every run; rank 0 writes."""
+    deepspeed.init_distributed(dist_backend="gloo")
+    found = {f"ZeRO-{stage} {dtype}": train(stage, dtype) for stage, dtype in RUNS}
+    if dist.get_rank() == 0:
+        torch.save({"hook": getattr(DeepSpeedEngine, "_zero_topo_hook", False), "runs": found}, path)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as zero_topo.examples.process.leave, without zero_topo
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo enable`` in an environment of its own: DeepSpeed comes with the hook, and after ``disable`` without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT
+
+HOOKED = """
+import sys
+assert "zero_topo" not in sys.modules and "torch" not in sys.modules, "a start must cost next to nothing"
+from deepspeed.runtime.engine import DeepSpeedEngine
+print("hooked" if getattr(DeepSpeedEngine, "_zero_topo_hook", False) else "stock")
+"""
+
+
+class Environment:
+    """A virtual environment that sees this one's packages, and zero_topo as long as it is ``installed``."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder / "venv", symlinks=True)
+        self.folder = folder
+        self.python = folder / "venv/bin/python"
+        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+        self.install(True)
+
+    def install(self, installed: bool) -> None:
+        """Put zero_topo on the environment's path, or take it away."""
+        paths = [sysconfig.get_path("purelib"), *([str(ROOT)] if installed else [])]
+        (self.packages / "paths.pth").write_text("\n".join(paths) + "\n")
+
+    def run(self, *words: str) -> str:
+        """Output of its Python, which must not complain about a .pth file."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        command = [str(self.python), *words]
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and "Error processing line" not in done.stderr, done.stderr
+        return done.stdout.strip()
+
+    def listing(self) -> list[str]:
+        """Everything below the environment."""
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    """One with zero_topo, not enabled."""
+    return Environment(tmp_path)
+
+
+def test_enabling_hooks_any_program_and_disabling_leaves_no_trace(environment: Environment) -> None:
+    """The program imports DeepSpeed and nothing of zero_topo; a start of Python imports neither."""
+    before = environment.listing()
+    said = environment.run("-m", "zero_topo.cli", "enable")
+    assert str(environment.packages / "zero_topo.pth") in said
+    assert environment.run("-c", HOOKED).splitlines()[-1] == "hooked"
+    environment.run("-m", "zero_topo.cli", "disable")
+    assert environment.listing() == before
+    assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
+
+
+def test_what_stays_after_an_uninstall_harms_nothing(environment: Environment) -> None:
+    """The .pth file outlives the package: DeepSpeed is imported as if there were none."""
+    environment.run("-m", "zero_topo.cli", "enable")
+    environment.install(False)
+    assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"

@@ -1,0 +1,43 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Without a ``zero_topo`` block nothing about DeepSpeed changes: its own ZeRO-1, 2 and 3 give the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launching import ROOT, LaunchSettings, launch
+
+PROGRAM = ROOT / "tests/e2e/programs/plain_deepspeed.py"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two ranks computed without the hook, and with it."""
+    found = []
+    for words in ([], ["--hook"]):
+        folder = tmp_path_factory.mktemp("plain")
+        command = [str(PROGRAM), str(folder / "found.pt"), *words]
+        done = launch(command, LaunchSettings(log_dir=folder / "logs", world_size=2, timeout_s=300))
+        assert done.returncode == 0, done.tails()
+        found.append(torch.load(folder / "found.pt"))
+    return found[0], found[1]
+
+
+def test_one_launch_has_the_hook_and_one_has_not(runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Else the comparison below would say nothing."""
+    assert [found["hook"] for found in runs] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_and_weights_are_the_same_bits(
+    runs: tuple[dict[str, Any], dict[str, Any]], stage: int, dtype: str
+) -> None:
+    """Five steps of two micro-batches with clipping."""
+    (losses, weights), (hooked_losses, hooked_weights) = (found["runs"][f"ZeRO-{stage} {dtype}"] for found in runs)
+    assert len(losses) == 10 and len(set(map(float, losses))) > 5
+    assert all(map(torch.equal, losses, hooked_losses))
+    assert len(weights) == 6 and all(map(torch.equal, weights, hooked_weights))

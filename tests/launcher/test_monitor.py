@@ -1,0 +1,78 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed's own monitors and its log tell of zero_topo: every step, at DeepSpeed's own count of samples."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.launcher.training import Job, advance, block, close, start
+from zero_topo.engine import hook
+
+STEPS, MICRO_BATCHES = 3, 2
+RADIUS = {"mode": "radius", "density": 0.1, "interval": 2}
+
+
+def watched(folder: Path, **more: Any) -> Job:
+    """Three steps with the CSV monitor on."""
+    csv_monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    ds = {"csv_monitor": csv_monitor, "steps_per_print": 2, **more}
+    return Job(zero_topo=block("topo", sync=RADIUS), steps=STEPS, micro_batches=MICRO_BATCHES, ds=ds)
+
+
+def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one file of the CSV monitor."""
+    rows = list(csv.reader((folder / "job" / f"{name}.csv").read_text().splitlines()))[1:]
+    return [int(step) for step, _ in rows], [float(value) for _, value in rows]
+
+
+def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_path: Path) -> None:
+    """Rank 0's meter by domain, on the axis of the learning rate that DeepSpeed logs."""
+    metered: list[Counter[str]] = []
+    engine = start(watched(shared_path))
+    for step in range(STEPS):
+        advance(watched(shared_path), engine, step, step + 1)
+        sent: Counter[str] = Counter()
+        for (_, domain), nbytes in engine.optimizer.topo.meter.last_step().items():
+            sent[domain] += nbytes
+        metered.append(sent)
+    close(engine)
+    dist.barrier()
+    if rank == 0:
+        axis, _ = table(shared_path, "Train_Samples_lr")
+        assert axis == [64, 128, 192]
+        for domain in ("gpu", "node", "world"):
+            assert table(shared_path, f"zero_topo_bytes_{domain}") == (axis, [sent[domain] for sent in metered])
+        for phase in ("gather_forward", "scatter", "sync", "publish"):
+            steps, milliseconds = table(shared_path, f"zero_topo_ms_{phase}")
+            assert steps == axis and min(milliseconds) > 0
+        densities = [path for path in (shared_path / "job").glob("zero_topo_sync_*density*.csv")]
+        assert densities and all(table(shared_path, path.stem)[0] == axis for path in densities)
+
+
+def test_wall_clock_breakdown_adds_a_line_of_phases(
+    rank: int, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ``steps_per_print``: once in three steps when that is two."""
+    lines: list[str] = []
+    monkeypatch.setattr(hook, "log_dist", lambda line, ranks: lines.append(line))
+    job = watched(shared_path, csv_monitor={"enabled": False}, wall_clock_breakdown=True)
+    engine = start(job)
+    advance(job, engine, 0, STEPS)
+    close(engine)
+    timed = [line for line in lines if " ms" in line]
+    assert len(timed) == (1 if rank == 0 else 0)
+    for line in timed:
+        assert line.startswith("zero_topo: gather_forward ") and " ms, scatter " in line and " ms, publish " in line
+
+
+def test_an_engine_that_nobody_watches_is_left_alone(rank: int) -> None:
+    """Without a monitor or a breakdown its step is DeepSpeed's own."""
+    engine = start(Job(zero_topo=block("topo")))
+    assert "step" not in vars(engine)
+    close(engine)

@@ -1,0 +1,86 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo enable` and ``zero-topo disable`: the hook in every process of this Python, without an import.
+
+Note [The .pth file]
+    Python runs the line of a .pth file in site-packages at every start. Ours puts one small object in front of the
+    import system and imports nothing. When something imports DeepSpeed (or Accelerate, which reads DeepSpeed's configs)
+    the object goes away, and zero_topo is imported first if it is still installed.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from pathlib import Path
+
+import typer
+
+NAME = "zero_topo.pth"
+MADE = "# made "  # begins the lines that name the folders that enabling made, innermost first
+_FINDER = """
+class ZeroTopoFinder:
+    def find_spec(self, name, path=None, target=None):
+        if name not in ("deepspeed", "accelerate"):
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+        if find_spec("zero_topo"):
+            import zero_topo
+        return find_spec(name)
+sys.meta_path.insert(0, ZeroTopoFinder())
+"""
+
+
+def enable() -> None:
+    """Let every program of this Python that imports DeepSpeed have the hook, without `import zero_topo`."""
+    present = [path for path in _candidates() if path.is_file()]
+    if present:
+        typer.echo(f"already enabled by {present[0]}")
+        return
+    path = next((path for path in _candidates() if _writable(path.parent)), None)
+    if path is None:
+        folders = " and ".join(str(path.parent) for path in _candidates())
+        raise ValueError(
+            f"cannot write to {folders}: enable in a virtual environment, or import zero_topo in the script"
+        )
+    made = _make(path.parent)
+    lines = [f"{MADE}{folder}" for folder in made]
+    path.write_text("\n".join([*lines, f"import sys; exec({_FINDER!r}, {{'sys': sys}})"]) + "\n", encoding="utf-8")
+    typer.echo(f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a program needs now')
+
+
+def disable() -> None:
+    """Undo `zero-topo enable`."""
+    present = [path for path in _candidates() if path.is_file()]
+    for path in present:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.unlink()
+        for folder in (Path(line.removeprefix(MADE)) for line in lines if line.startswith(MADE)):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        typer.echo(f"disabled: removed {path}")
+    if not present:
+        typer.echo("not enabled: nothing to remove")
+
+
+def _candidates() -> list[Path]:
+    """Where the file may lie: the interpreter's site-packages, then the user's, where Python reads them."""
+    folders = [sysconfig.get_path("purelib")]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return [Path(folder) / NAME for folder in folders]
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be made in a folder, which may itself have to be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and return what had to be made, innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing

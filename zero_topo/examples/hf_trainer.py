@@ -1,0 +1,93 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Train a small Llama with Hugging Face's Trainer; to zero_topo belong its import and the block of the DeepSpeed JSON.
+
+    deepspeed --no_local_rank --num_accelerators 8 zero_topo/examples/hf_trainer.py --steps 20
+
+A config of your own is given as --deepspeed_config FILE; --plain trains with stock ZeRO-3. After `zero-topo enable`
+the import may go too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from transformers import Trainer, TrainingArguments, set_seed
+
+import zero_topo  # noqa: F401  (this is all)
+from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama
+from zero_topo.examples.process import behave, leave
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one run.
+
+    Attributes:
+        deepspeed: the DeepSpeed config.
+        output: folder for checkpoints.
+        steps: optimizer steps.
+        save_every: steps between checkpoints; 0 for none.
+        resume: the checkpoint to go on from.
+    """
+
+    deepspeed: dict[str, Any]
+    output: Path
+    steps: int = 20
+    save_every: int = 0
+    resume: Path | None = None
+
+
+def train(settings: Settings) -> Trainer:
+    """Train, and return the Trainer, whose ``state.log_history`` holds the loss of each step."""
+    set_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(settings.output),
+        deepspeed=settings.deepspeed,
+        max_steps=settings.steps,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        bf16=bool(settings.deepspeed.get("bf16", {}).get("enabled", False)),
+        save_strategy="steps" if settings.save_every else "no",
+        save_steps=settings.save_every or settings.steps,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=get_accelerator().device_name() == "cpu",
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=Windows(4096))
+    trainer.train(resume_from_checkpoint=str(settings.resume) if settings.resume else None)
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    """Loss by step, mean over ranks."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description="Train a small Llama with Hugging Face's Trainer.")
+    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON; default: this example's own")
+    parser.add_argument("--plain", action="store_true", help='drop the config\'s "zero_topo" block')
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="a checkpoint-N folder to go on from")
+    parser.add_argument("--output", type=Path, default=Path("runs/hf-trainer"))
+    args = parser.parse_args()
+    behave()
+    join()
+    config = deepspeed_config(args.deepspeed_config, args.plain)
+    trainer = train(Settings(config, args.output, args.steps, args.save_every, args.resume))
+    print(f"loss {losses(trainer)[0]:.4f} -> {losses(trainer)[-1]:.4f}")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
