@@ -23,16 +23,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("units", "topology", "quant.spec", "plan"),
     "cost": ("units", "topology", "quant.spec", "plan", "config"),
     "mesh": _PLANNING,
+    "measure": _PLANNING,
     "quant": _PLANNING,
     "collectives": (*_PLANNING, "mesh", "quant"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
-    "engine": ("", "_version", *_PLANNING, "mesh", "quant", "collectives", "sync"),
+    "engine": ("", "_version", *_PLANNING, "measure", "mesh", "quant", "collectives", "sync"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each
 other's privates; a room is a module or a package below `zero_topo`, the longest name that fits."""
 
-TOP = ("", "lazy_hook", "run", "cli", "launch", "bench", "examples")
+TOP = ("", "lazy_hook", "run", "neox", "cli", "doctor", "launch", "bench", "examples")
 """The public face and the programs. Nothing below imports them."""
 
 TORCH_FREE = ("_version", *_PLANNING)

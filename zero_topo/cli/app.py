@@ -2,28 +2,36 @@
 """The list of commands, and how wrong input ends: one line on stderr, exit status 2.
 
 To add a command, write its function in a file of its own, with heavy imports (torch, matplotlib) inside the function,
-and add it to :data:`COMMANDS`.
+and add it to :data:`COMMANDS`. Only the file of the command that is run is imported, so that each starts at once.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import typer
 
-from zero_topo.cli.bench import bench
-from zero_topo.cli.check import check
-from zero_topo.cli.plan import plan
-from zero_topo.cli.report import report
-from zero_topo.cli.schema import schema
-from zero_topo.cli.topology import topology
-
-COMMANDS: Mapping[str, Callable[..., None]] = MappingProxyType(
-    {"topology": topology, "plan": plan, "check": check, "schema": schema, "report": report}
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "topology": "topology",
+        "plan": "plan",
+        "simulate": "simulate",
+        "check": "check",
+        "schema": "schema",
+        "report": "report",
+        "carry": "carry",
+        "doctor": "doctor",
+        "enable": "enable",
+        "disable": "enable",
+        "launch": "launch",
+        "bench": "bench",
+    }
 )
+"""Command -> the module of this package that has a function, or a group of commands, of that name."""
 
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
@@ -32,8 +40,8 @@ READER_GONE = 128 + 13  # and for SIGPIPE
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
-def build() -> typer.Typer:
-    """The application with all commands."""
+def build(word: str = "") -> typer.Typer:
+    """The application with the command that a word names, or with all if it names none."""
     app = typer.Typer(
         name="zero-topo",
         help="Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs.",
@@ -41,17 +49,26 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for name, function in COMMANDS.items():
-        app.command(name)(function)
-    app.add_typer(bench, name="bench")
+    app.callback()(_no_options)  # a command stays a command where it is the only one
+    for name in [word] if word in COMMANDS else COMMANDS:
+        found = getattr(importlib.import_module(f"{__package__}.{COMMANDS[name]}"), name)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name)(found)
     return app
+
+
+def _no_options() -> None:
+    pass
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = build()(args=words or ["--help"], prog_name="zero-topo", standalone_mode=False)
+        application = build(words[0] if words else "")
+        status = application(args=words or ["--help"], prog_name="zero-topo", standalone_mode=False)
     except _CommandLineError as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]
     except BrokenPipeError:  # the reader, such as head, has seen enough; spare the flush at exit

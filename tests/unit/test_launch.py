@@ -1,0 +1,261 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""`zero-topo launch`: the script for Frontier as a golden file, bindings against the machines, commands, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.cli import main
+from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts
+from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
+from zero_topo.launch.slurm import SlurmJob, script
+from zero_topo.topology.presets import load_machine, preset_names
+
+DATA = ROOT / "tests/data/launch"
+DEVICES = ROOT / "tests/data/devices"
+TRAIN = ("python", "train.py", "--deepspeed_config", "configs/frontier.json")
+FRONTIER_L3_TO_GCD = (4, 5, 2, 3, 6, 7, 0, 1)  # OLCF Frontier User Guide: blocks of 8 cores, and the GCD next to each
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a command line in an empty folder and returns (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        seen = capsys.readouterr()
+        return status, seen.out, seen.err
+
+    return call
+
+
+def masks(machine: LaunchMachine) -> list[set[int]]:
+    """Cores of each local rank."""
+    text = next(setting.use for setting in machine.srun if setting.name == "--cpu-bind").rpartition(":")[2]
+    return [{core for core in range(128) if int(word, 16) >> core & 1} for word in text.split(",")]
+
+
+def affinity(file: str) -> list[set[int]]:
+    """Cores next to each GPU, without second hardware threads, from captured `nvidia-smi topo -m`."""
+    lines = (DEVICES / file).read_text().splitlines()
+    found = [line.split("\t") for line in lines if line.startswith("GPU")]
+    first = [next(cell for cell in cells if "-" in cell and "," in cell).split(",")[0] for cells in found]
+    return [set(range(int(text.split("-")[0]), int(text.split("-")[1]) + 1)) for text in first]
+
+
+def test_the_script_for_frontier_is_this(run: Run) -> None:
+    """Regenerate with: zero-topo launch slurm ... --dry-run (see the words below)."""
+    words = ["--nodes", "48", "--machine", "frontier", "--account", "ABC123", "--time", "2:00:00"]
+    status, out, _ = run("launch", "slurm", *words, "--name", "gpt20b", "--dry-run", "--", *TRAIN)
+    assert status == 0
+    assert out == (DATA / "frontier-48.sbatch").read_text()
+
+
+@pytest.mark.parametrize("name", [*machine_names(), str(DATA / "half-frontier.json")])
+@pytest.mark.parametrize("distribution", ["block", "cyclic"])
+def test_every_script_is_bash_and_every_setting_has_its_reason(name: str, distribution: str) -> None:
+    """`bash -n` accepts it; each variable, module and machine's option stands right under a comment with a source."""
+    machine = load_launch_machine(name)
+    job = SlurmJob(TRAIN, machine, 3, machine.ranks_per_node or 4, distribution=distribution)
+    lines = script(job).splitlines()
+    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    settings = [*machine.modules, *machine.sbatch, *machine.srun, *machine.variables, *machine.doctors]
+    where = {
+        setting.use: index for setting in settings for index, line in enumerate(lines) if written(setting.use) in line
+    }
+    assert set(where) == {setting.use for setting in settings}
+    for use, index in where.items():
+        above = lines[index - 1].strip()
+        assert above.startswith("# ") and above.rstrip(".:").endswith(")"), f"{use}: {above}"
+    exported = [line for line in lines if line.startswith("export ")]
+    assert len(exported) == 1 + len(machine.variables) + len(machine.doctors)
+
+
+def written(use: str) -> str:
+    """How a setting looks in a script."""
+    name, _, value = use.partition("=")
+    return use if name.startswith("-") or not value else f'export {name}="{value}"'
+
+
+def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
+    """Spaces, quotes, dollars and globs in arguments reach the rank as they were given."""
+    words = ("printf", "%s\n", "a b", "$HOME", "it's", "*", "")
+    text = script(SlurmJob(words, load_launch_machine("generic"), 1, 1))
+    for name, body in (
+        ("srun", 'while [ "$1" != python ]; do shift; done; exec "$@"'),
+        ("python", 'shift 3; exec "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho 10.0.0.1 10.0.0.2\n")
+    (tmp_path / "hostname").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.splitlines() == list(words[2:]), done.stderr
+
+
+def test_machines_fit_their_presets() -> None:
+    """Same name, same ranks per node; and every preset of a real cluster can be launched on."""
+    for name in machine_names():
+        machine = load_launch_machine(name)
+        assert machine.name == name
+        if machine.preset is not None:
+            assert machine.preset == name and machine.ranks_per_node == load_machine(name).ranks_per_node
+    real = {name for name in preset_names() if load_machine(name).gpus_per_node and not name.startswith("emulated")}
+    assert real <= set(machine_names())
+
+
+@pytest.mark.parametrize("name", ["frontier", "lumi-g"])
+def test_amd_ranks_get_the_cores_next_to_their_gcd(name: str) -> None:
+    """Local rank i uses GCD i; its 7 cores are those of the GCD's L3 region without the first, which is reserved."""
+    machine = load_launch_machine(name)
+    for rank, cores in enumerate(masks(machine)):
+        block = FRONTIER_L3_TO_GCD.index(rank)
+        assert cores == set(range(8 * block + 1, 8 * block + 8))
+        assert len(cores) == machine.cpus_per_rank
+
+
+def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
+    """Local rank i uses GPU i; cores as in nvidia-smi's CPU affinity, shared by nobody."""
+    a100 = load_launch_machine("dgx-a100")
+    bound = masks(a100)
+    assert sum(map(len, bound)) == len(set().union(*bound)) == 8 * a100.cpus_per_rank
+    assert all(cores <= near for cores, near in zip(bound, affinity("dgx_a100_nvidia_smi.txt"), strict=True))
+    h100 = load_launch_machine("dgx-h100")
+    for rank, near in enumerate(affinity("dgx_h100_nvidia_smi.txt")):
+        assert set(range(rank * h100.cpus_per_rank, (rank + 1) * h100.cpus_per_rank)) <= near
+
+
+def test_a_script_is_written_once_and_never_over_something_else(run: Run, tmp_path: Path) -> None:
+    words = ["launch", "slurm", "--machine", "frontier", "--output", "job.sh"]
+    for _ in range(2):
+        status, out, _ = run(*words, "--", "python", "train.py")
+        assert status == 0 and "8 ranks on 1 nodes of frontier; submit it with: sbatch job.sh" in out
+    (tmp_path / "job.sh").write_text("precious")
+    status, _, err = run(*words, "--", "python", "train.py")
+    assert status == 2 and "was not written by zero-topo" in err and (tmp_path / "job.sh").read_text() == "precious"
+
+
+def test_submit_prints_the_jobs_number(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And passes on what sbatch says if it refuses."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\n[ -s "$2" ] && echo "42;frontier"\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = ["launch", "slurm", "--machine", "frontier", "--nodes", "2", "--submit", "--", "true"]
+    assert run(*words)[1] == "job 42: 16 ranks on 2 nodes of frontier (zero-topo.sbatch)\n"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2; exit 1\n")
+    status, _, err = run(*words)
+    assert status == 2 and err == "zero-topo: sbatch refuses zero-topo.sbatch: sbatch: error: invalid account\n"
+
+
+def test_a_partition_given_replaces_the_machines(run: Run) -> None:
+    for words, expected in (([], "standard-g"), (["--partition", "dev-g"], "dev-g")):
+        _, out, _ = run("launch", "slurm", "--machine", "lumi-g", *words, "--dry-run", "--", "true")
+        assert [line for line in out.splitlines() if "--partition" in line] == [f"#SBATCH --partition={expected}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slurm", "--machine", "fronteir", "--", "true"], "did you mean 'frontier'"),
+        (["slurm", "--", "true"], "give --ranks-per-node"),
+        (["slurm", "--machine", "frontier"], "no command to start"),
+        (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
+        (["slurm", "--machine", "frontier", "--distribution", "plane", "--", "true"], "choose block or cyclic"),
+        (["slurm", "--machine", "frontier", "--name", "a b", "--", "true"], "--name 'a b'"),
+        (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
+        (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
+        (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
+        (["mpirun", "--ranks", "2"], "no command to start"),
+        (["mpirun", "--hostfile", "none", "--", "true"], "--hostfile none: cannot be read"),
+        (["deepspeed", "--", "python", "-c", "1"], "deepspeed starts a script or module"),
+    ],
+)
+def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None:
+    status, out, err = run("launch", *words)
+    assert (status, out) == (2, "") and said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nmae": 1}, "unknown key 'nmae'; did you mean 'name'"),
+        ({"cpus_per_rank": 0}, "cpus_per_rank is 0"),
+        ({"srun": [{"use": "--x", "reason": "y"}]}, "missing key 'source'"),
+        ({"srun": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
+        ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
+        ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
+        ({"modules": "rocm"}, "must be a list of objects"),
+        ({"preset": "nowhere"}, "unknown machine 'nowhere'"),
+    ],
+)
+def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    good = json.loads((DATA / "half-frontier.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(good | changes))
+    with pytest.raises(ValueError) as caught:
+        load_launch_machine(str(tmp_path / "m.json"))
+    assert said in str(caught.value)
+
+
+def test_mpirun_on_this_host_and_on_others(tmp_path: Path) -> None:
+    generic, a100 = load_launch_machine("generic"), load_launch_machine("dgx-a100")
+    here = mpirun(LocalJob(("python", "t.py"), generic, 8, port=5))
+    assert [word for word in here if word != "--allow-run-as-root"] == shlex.split(
+        "mpirun -n 8 --map-by slot --bind-to none --rank-by slot -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=5 "
+        "-x OMP_NUM_THREADS=1 python -m zero_topo.launch.worker -- python t.py"
+    )
+    file = tmp_path / "hosts"
+    file.write_text("# two\nn0 slots=8\nn1 slots=8\n")
+    env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HOME": "/root", "OMP_NUM_THREADS": "3"}
+    job = LocalJob(("python", "t.py"), a100, 16, read_hosts(file), file, env=env)
+    words = " ".join(mpirun(job))
+    assert "--map-by ppr:8:node:PE=8 --bind-to core --rank-by slot" in words
+    assert "-x NCCL_DEBUG -x PATH -x MASTER_ADDR=n0 -x MASTER_PORT=3442 python" in words
+    assert "HOME" not in words
+    with pytest.raises(ValueError, match="names 2 hosts, which cannot get equally many"):
+        LocalJob(("true",), a100, 3, read_hosts(file), file)
+
+
+def test_deepspeed_starts_scripts_and_modules(tmp_path: Path) -> None:
+    generic = load_launch_machine("generic")
+    start = "deepspeed --no_local_rank --num_accelerators 8 --master_port 3442"
+    for command, expected in {
+        ("python", "t.py", "--x"): f"{start} t.py --x",
+        ("t.py",): f"{start} t.py",
+        ("python3", "-m", "pkg.train", "-v"): f"{start} --module pkg.train -v",
+    }.items():
+        assert " ".join(deepspeed(LocalJob(command, generic, 8))) == expected
+    file = tmp_path / "hosts"
+    file.write_text("n0 slots=4\nn1 slots=4\n")
+    words = " ".join(deepspeed(LocalJob(("t.py",), generic, 8, read_hosts(file), file)))
+    assert f"--num_accelerators 4 --master_port 3442 --hostfile {file} --num_nodes 2 --master_addr n0 t.py" in words
+
+
+def test_a_dry_run_prints_what_the_shell_takes(run: Run) -> None:
+    status, out, _ = run("launch", "mpirun", "--ranks", "2", "--dry-run", "--", "python", "t.py", "a b")
+    assert status == 0 and shlex.split(out)[-3:] == ["python", "t.py", "a b"]
+    status, out, _ = run("launch", "deepspeed", "--ranks", "2", "--dry-run", "--", "t.py")
+    assert status == 0 and "--no_local_rank --num_accelerators 2" in out
+
+
+def test_launching_needs_no_torch() -> None:
+    """A login node has none."""
+    code = "import sys, zero_topo.cli.launch, zero_topo.launch.worker; from zero_topo.launch.machines import *; "
+    code += "load_launch_machine('frontier'); print({'torch', 'deepspeed'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,150 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo launch``: write or submit a Slurm job, or run ``mpirun`` or ``deepspeed``, with the machine's settings.
+
+To add a launcher, write the function that makes its text or words in ``zero_topo/launch`` and its command here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zero_topo.cli.options import taking
+from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, variables
+from zero_topo.launch.env import PORT
+from zero_topo.launch.machines import load_launch_machine
+from zero_topo.launch.slurm import SlurmJob, script, submit, write
+
+launch = typer.Typer(
+    help="Start ranks: on a Slurm cluster, with mpirun or with deepspeed.", rich_markup_mode=None, no_args_is_help=True
+)
+
+Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Program of a rank and its arguments.")]
+MachineName = Annotated[str, typer.Option(metavar="NAME|FILE", help="frontier, lumi-g, dgx-a100, dgx-h100, generic.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the rendezvous.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print it, do nothing.")]
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Of ``launch slurm``."""
+
+    command: Command = ()  # type: ignore[assignment]
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1
+    machine: MachineName = "generic"
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the machine's.")] = None
+    account: Annotated[str | None, typer.Option(help="Who pays.")] = None
+    time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Limit.")] = None
+    partition: Annotated[str | None, typer.Option(help="Default: the machine's.")] = None
+    name: Annotated[str, typer.Option(help="Name of the job.")] = "zero-topo"
+    log: Annotated[str, typer.Option(help="File of its output; %x is the name, %j the number.")] = "%x-%j.out"
+    distribution: Annotated[str, typer.Option(metavar="block|cyclic", help="Order of ranks over nodes.")] = "block"
+    master_port: Port = PORT
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The script; default: NAME.sbatch here.")] = None
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch too.")] = False
+    dry_run: DryRun = False
+
+
+@launch.command()
+@taking(SlurmOptions)
+def slurm(options: SlurmOptions) -> None:
+    """Write the batch script of a job, or submit it."""
+    if options.submit and options.dry_run:
+        raise ValueError("--submit and --dry-run contradict each other; give one of the two")
+    machine = load_launch_machine(options.machine)
+    ranks = options.ranks_per_node or machine.ranks_per_node
+    if ranks is None:
+        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+    job = SlurmJob(
+        command=tuple(options.command),
+        machine=machine,
+        nodes=options.nodes,
+        ranks_per_node=ranks,
+        name=options.name,
+        log=options.log,
+        account=options.account,
+        time=options.time,
+        partition=options.partition,
+        distribution=options.distribution,
+        port=options.master_port,
+    )
+    text, path = script(job), options.output or Path(f"{options.name}.sbatch")
+    if options.dry_run:
+        print(text, end="")
+        return
+    write(path, text)
+    if options.submit:
+        print(f"job {submit(path)}: {job.ranks} ranks on {job.nodes} nodes of {machine.name} ({path})")
+    else:
+        print(f"{path}: {job.ranks} ranks on {job.nodes} nodes of {machine.name}; submit it with: sbatch {path}")
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Of ``launch mpirun`` and ``launch deepspeed``."""
+
+    command: Command = ()  # type: ignore[assignment]
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 1
+    machine: MachineName = "generic"
+    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="A host a line; default: this host.")] = None
+    master_port: Port = PORT
+    dry_run: DryRun = False
+
+
+@dataclass(frozen=True)
+class MpiOptions(LocalOptions):
+    """Of ``launch mpirun``."""
+
+    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="More ranks than cores are fine.")] = False
+
+
+@launch.command(name="mpirun")
+@taking(MpiOptions)
+def mpirun_command(options: MpiOptions) -> None:
+    """Run the ranks under OpenMPI's mpirun, node by node."""
+    job = _job(options, oversubscribe=options.oversubscribe)
+    _go(mpirun(job), {}, options.dry_run)
+
+
+@launch.command(name="deepspeed")
+@taking(LocalOptions)
+def deepspeed_command(options: LocalOptions) -> None:
+    """Run the ranks under the deepspeed launcher."""
+    job = _job(options)
+    _go(deepspeed(job), variables(job), options.dry_run)
+
+
+def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:
+    return LocalJob(
+        command=tuple(options.command),
+        machine=load_launch_machine(options.machine),
+        ranks=options.ranks,
+        hosts=() if options.hostfile is None else read_hosts(options.hostfile),
+        hostfile=options.hostfile,
+        port=options.master_port,
+        oversubscribe=oversubscribe,
+        env=dict(os.environ),
+    )
+
+
+def _go(words: list[str], added: Mapping[str, str], dry_run: bool) -> None:
+    """Print the command, or become it.
+
+    Raises:
+        ValueError: if the launcher is not installed.
+    """
+    if dry_run:
+        print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *words]))
+        return
+    sys.stdout.flush()
+    try:
+        os.execvpe(words[0], words, {**os.environ, **added})
+    except FileNotFoundError:
+        raise ValueError(f"{words[0]} is not installed, or not on PATH; --dry-run prints the command") from None

@@ -1,0 +1,123 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""From the variables of Slurm or MPI to those that torch and DeepSpeed read (pure).
+
+Note [Contradictions]
+    A rank that refuses while others go on leaves them waiting, so what is refused is judged, where possible, by
+    variables that are equal on all ranks. What only some ranks can see (their own place) ends those, and the launcher
+    ends the rest: mpirun by itself, srun by ``--kill-on-bad-exit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.probes import LauncherView, mpi, read_int, slurm
+
+PORT = 3442  # the one in OLCF's examples, outside the range from which the kernel takes ports by itself
+STARTERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun, the worker and deepspeed set one of them for their ranks
+OPENMPI_MAPPING = "OMPI_MCA_rmaps_base_mapping_policy"
+
+
+def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this process.
+
+    A process that torchrun or deepspeed started keeps what it has.
+
+    Args:
+        env: environment variables of one rank.
+
+    Raises:
+        ValueError: if no launcher started the process, or its variables contradict each other.
+    """
+    started = any(env.get(name) for name in STARTERS)
+    _check_stray(env, started)
+    _check_mapping(env)
+    view = launcher_view(env)
+    if view is None or view.rank is None:
+        raise ValueError(
+            "nothing says which rank this process is: neither SLURM_PROCID nor OMPI_COMM_WORLD_RANK, PMI_RANK or RANK "
+            "is set; start it with srun or mpirun (`zero-topo launch` writes the command)"
+        )
+    if view.source == "slurm" and not slurm.in_step(env):
+        raise ValueError(
+            f"this is the batch script of job {env.get('SLURM_JOB_ID', '?')}, not one of its {view.world_size} tasks; "
+            "put srun before the command"
+        )
+    found = _numbers(view)
+    for name, value in found.items():
+        if env.get(name, value) != value:
+            raise ValueError(
+                f"{name} is {env[name]!r} but the launcher's variables make it {value} ({view.origin('rank')}); unset "
+                f"{name}, or start the job with one launcher"
+            )
+    return found | {"MASTER_ADDR": _master(env, view), "MASTER_PORT": _port(env)}
+
+
+def _numbers(view: LauncherView) -> dict[str, str]:
+    """Numbers of this rank, as far as the launchers know them."""
+    assert view.rank is not None  # the caller has checked
+    local = view.local_rank
+    if local is None and view.ranks_per_node is not None:
+        position = view.rank if view.order is None else view.order[view.rank]
+        local = position % view.ranks_per_node
+    if local is None:
+        raise ValueError(
+            f"rank {view.rank} ({view.origin('rank')}) does not know its number on its node; set LOCAL_RANK, or start "
+            "the ranks with srun, mpirun, torchrun or deepspeed"
+        )
+    found = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": local}
+    if view.ranks_per_node is not None:
+        found["LOCAL_WORLD_SIZE"] = view.ranks_per_node
+    return {name: str(value) for name, value in found.items()}
+
+
+def _check_stray(env: Mapping[str, str], started: bool) -> None:
+    """Refuse a RANK or LOCAL_RANK that all tasks have inherited: it happens to be right on the first one.
+
+    Raises:
+        ValueError: naming it.
+    """
+    launcher = "Slurm" if slurm.in_step(env) else "MPI" if mpi.probe(env) is not None else None
+    stray = [name for name in ("RANK", "LOCAL_RANK") if env.get(name)]
+    if launcher is not None and stray and not started:
+        raise ValueError(
+            f"{stray[0]} was set before {launcher} started the ranks, each of which gets its own here; take `export "
+            f"{stray[0]}` out of the script"
+        )
+
+
+def _check_mapping(env: Mapping[str, str]) -> None:
+    """Refuse ranks that mpirun deals to the nodes in turn: which rank is where, it does not tell.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    policy = env.get(OPENMPI_MAPPING, "").lower()
+    world, local = read_int(env, "OMPI_COMM_WORLD_SIZE"), read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if policy.split(":")[0] == "node" and world != local:
+        raise ValueError(
+            f"mpirun --map-by {policy} deals the {world} ranks to the nodes in turn, so neighbours do not share a "
+            "node; use --map-by slot"
+        )
+
+
+def _master(env: Mapping[str, str], view: LauncherView) -> str:
+    """Host of rank 0."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if view.nodes == 1:
+        return "127.0.0.1"
+    if view.hosts is None or view.ranks_per_node is None:
+        raise ValueError(
+            f"MASTER_ADDR is not set, and {view.source} does not say on which host rank 0 runs; export it before the "
+            "ranks start (mpirun -x MASTER_ADDR=HOST)"
+        )
+    return view.hosts[(0 if view.order is None else view.order[0]) // view.ranks_per_node]
+
+
+def _port(env: Mapping[str, str]) -> str:
+    port = read_int(env, "MASTER_PORT", least=1)
+    if port is not None and port > 65535:
+        raise ValueError(f"MASTER_PORT is {port}; a port is at most 65535: choose one that is free on rank 0's host")
+    return str(port or PORT)
