@@ -43,7 +43,14 @@ setup(
     packages=[*find_packages(include=["zero_topo", "zero_topo.*"]), "zero_topo.op_builder", "zero_topo.csrc"],
     package_dir={"zero_topo.op_builder": "op_builder", "zero_topo.csrc": "csrc"},
     package_data={
-        "zero_topo": ["py.typed", "topology/presets/*.json", "doctor/*.json", "launch/machines/*.json", "bench/records/*.json", "bench/*.cpp"],
+        "zero_topo": [
+            "py.typed",
+            "topology/presets/*.json",
+            "doctor/*.json",
+            "launch/machines/*.json",
+            "bench/records/*.json",
+            "bench/*.cpp",
+        ],
         "zero_topo.csrc": ["*.h", "*.c", "*.cpp", "*.cu"],
     },
     **native(),

@@ -1,0 +1,71 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The command line of ``python -m zero_topo.neox``; wrong input ends with one line per problem and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from zero_topo.neox.check import check
+from zero_topo.neox.options import Options
+
+WRONG_INPUT = 2
+FRONTIER_STEP = "-c7 --gpus-per-task=1 --gpu-bind=closest"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status."""
+    parsed = _parser().parse_args(argv)
+    options = Options(**vars(parsed))
+    try:
+        return _run(options)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"zero_topo.neox: {line}", file=sys.stderr)
+        return WRONG_INPUT
+
+
+def _run(options: Options) -> int:
+    if options.command == "check":
+        print(check(options))
+        return 0
+    if options.command == "launch":
+        from zero_topo.neox.launch import launch
+
+        return launch(options)
+    from zero_topo.neox.train import train
+
+    train(options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero_topo.neox", description="GPT-NeoX with zero_topo.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check_ = commands.add_parser("check", help="validate the configs; imports neither NeoX nor torch")
+    launch_ = commands.add_parser("launch", help="start a run, by DeepSpeed's launcher or by srun")
+    train_ = commands.add_parser("train", help="what each rank runs")
+    for command in (check_, launch_, train_):
+        command.add_argument("configs", nargs="*" if command is train_ else "+", metavar="CONFIG.yml")
+        command.add_argument("--neox-path", default=os.environ.get("NEOX_PATH"), help="checkout; default: NEOX_PATH")
+        command.add_argument("--ranks", type=int, help="ranks of all nodes; default: what the launcher says")
+    for command in (launch_, train_):
+        command.add_argument("--cpu", action="store_true", help="train on CPUs, over gloo")
+    launch_.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
+    launch_.add_argument("--plain", action="store_true", help="without the zero_topo block: the baseline to compare")
+    launch_.add_argument(
+        "--srun",
+        nargs="?",
+        const=FRONTIER_STEP,
+        metavar="OPTIONS",
+        help=f'start by srun with these options (default "{FRONTIER_STEP}", Frontier\'s) rather than by DeepSpeed',
+    )
+    train_.add_argument("--megatron_config", help="base64 of NeoX's arguments, as `launch` writes them")
+    train_.add_argument("--deepspeed_config", help="accepted and left to NeoX's autotuning")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

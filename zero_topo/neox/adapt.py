@@ -1,0 +1,91 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What an unmodified NeoX needs to train under zero_topo, put around it from outside.
+
+1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: they would be whole on every
+   rank until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
+2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which AdamS is added.
+3. One visible device for each task (``srun --gpus-per-task=1``): NeoX asserts that the local rank is ``rank %
+   device_count``, and DeepSpeed takes it for a device's index. Both are then told 0, and the C++ helpers, which NeoX
+   has local rank 0 compile, are still compiled by one rank of each node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+ADAMS = "adams"
+
+
+def install() -> None:
+    """Put the adaptations around NeoX; after ``megatron`` can be imported, before its arguments are read."""
+    training: Any = import_module("megatron.training")
+    pipe = import_module("megatron.model").GPT2ModelPipe
+    neox_args = import_module("megatron.neox_arguments").NeoXArgs
+    pipe.to_sequential = partitioned(pipe.to_sequential)
+    training.get_optimizer = with_adams(training.get_optimizer)
+    field = neox_args.__dataclass_fields__["optimizer_type"]
+    field.type = Literal[(*get_args(field.type), ADAMS)]
+
+
+def use_the_only_device(neox_args: Any) -> str | None:
+    """Give NeoX and DeepSpeed device 0 if this process sees one device and is not the first of its node.
+
+    The machine's tree does not suffer: on Slurm the place of a rank on its node is read from SLURM_LOCALID.
+
+    Args:
+        neox_args: NeoX's arguments, after ``configure_distributed_args``.
+
+    Returns:
+        What was changed, for the log; None if nothing.
+    """
+    import torch
+
+    seat = int(neox_args.local_rank or 0)
+    if seat == 0 or torch.cuda.device_count() != 1:
+        return None
+    os.environ["LOCAL_RANK"] = "0"
+    neox_args.local_rank = 0
+    helpers: Any = import_module("megatron.data.data_utils")
+    helpers.compile_helper = lambda: None
+    return f"one device is visible to each task, so NeoX and DeepSpeed are told local_rank 0 in place of {seat}"
+
+
+def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @wraps(to_sequential)
+    def wrapper(pipe: Any) -> Any:
+        import deepspeed
+        import torch.distributed as dist
+
+        if pipe.neox_args.zero_stage != 3:
+            return to_sequential(pipe)
+        with deepspeed.zero.Init(config_dict_or_path=pipe.neox_args.deepspeed_config):
+            model = to_sequential(pipe)
+        parameters = list(model.parameters())
+        if dist.get_rank() == 0:
+            done = sum(hasattr(parameter, "ds_id") for parameter in parameters)
+            print(f"zero_topo.neox: {done} of {len(parameters)} parameters partitioned as they were built", flush=True)
+        return model
+
+    return wrapper
+
+
+def with_adams(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(get_optimizer)
+    def wrapper(model: Any, neox_args: Any, dummy: bool = False) -> Any:
+        if neox_args.no_load_optim or dummy or str(neox_args.optimizer_type).lower() != ADAMS:
+            return get_optimizer(model, neox_args, dummy)
+        from zero_topo.sync import AdamS
+
+        groups = import_module("megatron.model").get_params_for_weight_decay_optimization(model, neox_args)
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+            for parameter in group["params"]:
+                parameter.model_parallel = getattr(parameter, "model_parallel", False)
+        settings = {"weight_decay": neox_args.weight_decay, **neox_args.optimizer["params"]}
+        return AdamS(groups, **settings), groups
+
+    return wrapper

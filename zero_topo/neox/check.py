@@ -1,0 +1,195 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``check``: would these YAML files train? Without NeoX and without torch, so that it answers on a login node.
+
+Each problem is one line: the key and its value, why, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems
+from zero_topo.config.errors import ROOT, as_json
+from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
+from zero_topo.neox.options import Options
+
+REMOVED = (
+    "sparse_gradients",
+    "sparse_attention",
+    "elasticity",
+    "amp",
+    "compression_training",
+    "curriculum_learning",
+    "quantize_training",
+    "eigenvalue",
+    "progressive_layer_drop",
+    "graph_harvesting",
+    "nebula",
+)
+"""Keys that DeepSpeed 0.19.8 refuses whatever their value."""
+
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
+
+
+def check(options: Options) -> str:
+    """What is well about the configs, in one line.
+
+    Raises:
+        ValueError: one line per problem.
+    """
+    block = require(options)
+    name = f"scheme {block.scheme}" if block.scheme else "a free-form plan"
+    if options.ranks is None:
+        return f"ok: {name}; --ranks N shows the plan"
+    from zero_topo.cli.inputs import machine
+
+    plan = block.resolve(machine(block.topology, options.ranks)).plan
+    secondary = f", secondary {plan.secondary}" if plan.secondary else ""
+    degrees = f"weights {plan.weights}{secondary}, gradients {plan.gradients}, optimizer {plan.optimizer}"
+    return f"ok: {name} on {options.ranks} ranks: {degrees}"
+
+
+def require(options: Options) -> ZeroTopoConfig:
+    """The ``zero_topo`` block of configs that are well.
+
+    Raises:
+        ValueError: one line per problem.
+    """
+    merged = load_configs(options.configs)
+    found = problems(merged, known_keys(options.neox_path))
+    block = None
+    try:
+        block = ZeroTopoConfig.from_ds_config(deepspeed_config(merged))
+    except ValueError as error:
+        found += str(error).splitlines()
+    if found:
+        raise ValueError("\n".join(found))
+    assert block is not None  # its absence is a problem
+    return block
+
+
+def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None) -> list[str]:
+    """One line for each setting with which NeoX would not train, or not as it says.
+
+    Args:
+        merged: of :func:`load_configs`.
+        known: NeoX's keys; None skips what needs them.
+    """
+    lines = [line for find in CHECKS for line in find(merged)]
+    lines += _unknown(merged, known)
+    return lines + deepspeed_problems(deepspeed_config(merged))
+
+
+def _block(merged: Mapping[str, Any]) -> Iterator[str]:
+    extra = merged.get(EXTRA)
+    if extra is not None and not isinstance(extra, Mapping):
+        yield f"{EXTRA} = {as_json(extra)}: must be a mapping; write {{{as_json(ROOT)}: ...}}"
+    elif ROOT in merged:
+        yield f'{ROOT}: NeoX refuses unknown keys at the top level; move it into "{EXTRA}": {{"{ROOT}": ...}}'
+    elif ROOT not in (extra or {}) and ROOT not in (merged.get("zero_optimization") or {}):
+        yield f'{EXTRA}.{ROOT} is missing: this would be plain ZeRO; add "{EXTRA}": {{"{ROOT}": {{"scheme": "topo"}}}}'
+
+
+def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
+    for key, least, why in (
+        ("pipe_parallel_size", 0, "ZeRO-3 in NeoX runs without its pipeline module, even one of a single stage"),
+        ("model_parallel_size", 1, "zero_topo shards over all ranks, which tensor parallelism would divide"),
+        ("moe_num_experts", 1, "NeoX's MoE does not work with ZeRO-3"),
+    ):
+        value = merged.get(key, least)
+        if not isinstance(value, int) or value > least:
+            yield f"{key} = {as_json(value)}: {why}; set it to {least}"
+
+
+def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
+    extra = merged.get(EXTRA) if isinstance(merged.get(EXTRA), Mapping) else {}
+    stated = merged.get("gradient_clipping", 1.0)
+    if stated == 1.0 and "gradient_clipping" not in (extra or {}):
+        yield (
+            "gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed would not clip; repeat it as "
+            f'"{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
+        )
+
+
+def _contradictions(merged: Mapping[str, Any]) -> Iterator[str]:
+    extra = merged.get(EXTRA)
+    for key, value in extra.items() if isinstance(extra, Mapping) else ():
+        if key != ROOT and key in merged and merged[key] != value:
+            yield (
+                f"{key} = {as_json(merged[key])}, but {EXTRA}.{key} = {as_json(value)}: DeepSpeed gets the latter and "
+                "NeoX the former; make them equal"
+            )
+
+
+def _precision(merged: Mapping[str, Any]) -> Iterator[str]:
+    precision = merged.get("precision")
+    for key, name in (("fp16", "fp16"), ("bf16", "bfloat16")):
+        part = merged.get(key)
+        if isinstance(part, Mapping) and part.get("enabled") and precision not in (None, name):
+            yield f'precision = {as_json(precision)}, but {key} is enabled: NeoX refuses both; set it to "{name}"'
+
+
+def _removed(merged: Mapping[str, Any]) -> Iterator[str]:
+    config = deepspeed_config(merged)
+    for key in REMOVED:
+        if key in config:
+            yield f"{key} = {as_json(config[key])}: DeepSpeed 0.19.8 has it no more and refuses the key; remove it"
+
+
+def _optimizer(merged: Mapping[str, Any]) -> Iterator[str]:
+    optimizer = merged.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("params"), Mapping):
+        yield 'optimizer must name a type and params; write {"type": "Adam", "params": {"lr": 0.0006}}'
+        return
+    kind = str(optimizer.get("type", "Adam")).lower()
+    offload = (merged.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if kind in ("onebitadam", "sm3", "madgrad_wd", "sgd"):
+        yield f'optimizer.type = {as_json(optimizer["type"])}: DeepSpeed has no ZeRO-3 for it; use "Adam" or "AdamS"'
+    elif kind == "adam" and offload.get("device") == "cpu":
+        yield 'optimizer.type = "Adam" with offload_optimizer: NeoX would step on the GPU; set it to "cpu_adam"'
+
+
+def _attention(merged: Mapping[str, Any]) -> Iterator[str]:
+    shown = as_json(merged.get("attention_config"))
+    for kind in ("mamba", "rwkv"):
+        if f'"{kind}"' in shown:
+            yield f"attention_config has {kind}: NeoX trains it up to ZeRO stage 2 only; use global or flash attention"
+
+
+def _batch(merged: Mapping[str, Any]) -> Iterator[str]:
+    if merged.get("train_batch_size") is None and merged.get("train_micro_batch_size_per_gpu") is None:
+        yield "train_micro_batch_size_per_gpu is missing, and train_batch_size too: NeoX needs one; give the former"
+
+
+def _numbers(merged: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in merged.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and SCIENTIFIC.fullmatch(value):
+            yield f'{prefix}{key} = "{value}": YAML 1.1 reads this as text; write it with a point and a sign, 1.0e-8'
+
+
+def _unknown(merged: Mapping[str, Any], known: frozenset[str] | None) -> list[str]:
+    lines = []
+    for key in sorted(set(merged) - (known or set(merged)) - {ROOT}):
+        near = difflib.get_close_matches(key, known or (), 1)
+        hint = f"did you mean {near[0]}?" if near else f"DeepSpeed's own keys go into {EXTRA}"
+        lines.append(f"{key}: NeoX does not know this key and would stop; {hint}")
+    return lines
+
+
+CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
+    _block,
+    _parallelism,
+    _clipping,
+    _contradictions,
+    _precision,
+    _removed,
+    _optimizer,
+    _attention,
+    _batch,
+    _numbers,
+)

@@ -1,0 +1,150 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""NeoX's YAML files: reading and merging them as NeoX does, and the DeepSpeed config that NeoX makes of them. No torch.
+
+Note [Dropped defaults]
+    NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds ``deepspeed_extra_args``, whose
+    values win. NeoX's default for ``gradient_clipping`` is 1.0 and DeepSpeed's is 0: a config that asks for 1.0 trains
+    without clipping unless the extra arguments repeat it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+EXTRA = "deepspeed_extra_args"
+
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": None,
+        "gradient_accumulation_steps": 1,
+        "optimizer": None,
+        "scheduler": None,
+        "fp32_allreduce": False,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "sparse_gradients": False,
+        "fp16": None,
+        "bf16": None,
+        "amp": None,
+        "gradient_clipping": 1.0,
+        "zero_optimization": None,
+        "curriculum_learning": None,
+        "steps_per_print": 10,
+        "wall_clock_breakdown": False,
+        "dump_state": False,
+        "flops_profiler": None,
+        "communication_data_type": None,
+        "autotuning": None,
+        "activation_checkpointing": None,
+        "sparse_attention": None,
+        "data_efficiency": None,
+        "tensorboard": None,
+        "wandb": None,
+        "csv_monitor": None,
+        "elasticity": None,
+        "comms_logger": None,
+        "compression_training": None,
+        "checkpoint": None,
+        "data_types": None,
+    }
+)
+"""NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
+
+
+def load_configs(paths: Iterable[str]) -> dict[str, Any]:
+    """The merged YAML files; ``125M`` stands for ``125M.yml``, and dashes in keys for underscores, as in NeoX.
+
+    Raises:
+        ValueError: for files that cannot be read, and for a key or file name that occurs twice, which NeoX refuses.
+    """
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    names: set[str] = set()
+    for path in map(config_path, paths):
+        if path.name in names:
+            raise ValueError(f"{path}: a second config of that name; NeoX saves them side by side, so rename one")
+        names.add(path.name)
+        for key, value in _load(path).items():
+            plain = str(key).replace("-", "_")
+            if plain in merged:
+                raise ValueError(
+                    f"{plain}: given by {origin[plain]} and by {path}; NeoX takes a key from one file only, so remove "
+                    "it from the other"
+                )
+            merged[plain], origin[plain] = value, str(path)
+    return merged
+
+
+def config_path(name: str) -> Path:
+    """The file that a name on the command line means."""
+    return Path(name if name.endswith((".yml", ".yaml", ".json")) else f"{name}.yml")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise ValueError("PyYAML is not installed, which NeoX needs too; pip install pyyaml") from None
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader(yaml))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12")
+    return value
+
+
+def _strict_loader(yaml: Any) -> Any:
+    """A loader that refuses a repeated key, of which YAML would silently keep the last."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+            if repeated:
+                raise yaml.YAMLError(f"repeated key {', '.join(repeated)} {node.start_mark}; keep one of each")
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def deepspeed_config(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config that NeoX makes of its own; Note [Dropped defaults].
+
+    Args:
+        merged: of :func:`load_configs`.
+    """
+    config = {
+        key: merged[key] for key, default in DEEPSPEED_DEFAULTS.items() if key in merged and merged[key] != default
+    }
+    precision = merged.get("precision")
+    if precision == "fp16":
+        config.setdefault("fp16", {"enabled": True})
+    elif precision == "bfloat16":
+        config.setdefault("bf16", {"enabled": True})
+    config.setdefault("optimizer", {"type": "Adam"})
+    extra = merged.get(EXTRA)
+    return config | (dict(extra) if isinstance(extra, Mapping) else {})
+
+
+def known_keys(neox_path: str | None) -> frozenset[str] | None:
+    """The keys that a checkout of NeoX knows, read from its source text; None without a checkout."""
+    folder = Path(neox_path or "") / "megatron" / "neox_arguments"
+    files = [folder / name for name in ("neox_args.py", "deepspeed_args.py")]
+    if neox_path is None or not all(file.is_file() for file in files):
+        return None
+    classes = (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body)
+    fields = (node for cls in classes if isinstance(cls, ast.ClassDef) for node in cls.body)
+    return frozenset(node.target.id for node in fields if _is_field(node))  # type: ignore[attr-defined]
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)

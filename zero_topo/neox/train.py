@@ -1,0 +1,81 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What each rank runs: NeoX's ``train.py``, with zero_topo under it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from importlib import import_module
+from typing import Any
+
+from zero_topo.neox import adapt, cpu
+from zero_topo.neox.check import require
+from zero_topo.neox.checkout import reach
+from zero_topo.neox.config import config_path
+from zero_topo.neox.options import Options
+
+SLURM = (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+
+
+def train(options: Options) -> None:
+    """Train, from base64 arguments or from YAML files, and end the process.
+
+    Raises:
+        ValueError: for missing arguments or configs that would not train, before a process group exists.
+    """
+    if bool(options.configs) == bool(options.megatron_config):
+        raise ValueError("train needs either CONFIG.yml files or --megatron_config; `launch` writes the latter")
+    if options.configs:
+        require(options)
+    adopt_slurm()
+    reach(options)
+    from zero_topo.examples.process import leave
+
+    neox_args = arguments(options)
+    neox_args.configure_distributed_args()
+    changed = adapt.use_the_only_device(neox_args)
+    if changed and neox_args.rank == 1:
+        print(f"zero_topo.neox: {changed}", flush=True)
+    neox_args.build_tokenizer()
+    neox_args.initialize_tensorboard_writer()
+    neox_args.initialize_comet()
+    import_module("megatron.training").pretrain(neox_args=neox_args)
+    leave()
+
+
+def arguments(options: Options) -> Any:
+    """NeoX's arguments object.
+
+    Raises:
+        ValueError: if the base64 is none.
+    """
+    neox_args = import_module("megatron.neox_arguments").NeoXArgs
+    forced = dict(cpu.OVERRIDES) if options.cpu else {}
+    if options.megatron_config is None:
+        if "WORLD_SIZE" in os.environ:
+            forced["global_num_gpus"] = int(os.environ["WORLD_SIZE"])
+        return neox_args.from_ymls([str(config_path(path)) for path in options.configs], forced)
+    return neox_args.from_dict(decode(options.megatron_config) | forced)
+
+
+def decode(text: str) -> dict[str, Any]:
+    """The dict in URL-safe base64 of JSON.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        value = json.loads(base64.urlsafe_b64decode(text))
+    except (binascii.Error, UnicodeError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"--megatron_config {text[:20]!r}...: not base64 of a JSON object; let `launch` write it")
+    return value
+
+
+def adopt_slurm() -> None:
+    """Under a bare srun, which sets none of the variables that torch.distributed reads."""
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.update({ours: os.environ[theirs] for ours, theirs in SLURM})
