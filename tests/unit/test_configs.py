@@ -12,13 +12,18 @@ import pytest
 
 from tests.launching import ROOT
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.neox.check import require
+from zero_topo.neox.options import Options
 from zero_topo.topology import resolve
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
-JSON_TWIN = {"frontier-20b": "frontier"}  # the others have their JSON's name
+MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
+FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier-20b": 48}  # nodes
+JSON_TWIN = dict.fromkeys(FRONTIER, "frontier")  # the others have their JSON's name
 SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": "topo"}
-SCHEME_OF |= {"topo-q4": "topo", "topo-oktopk": "topo"}
+SCHEME_OF |= dict.fromkeys(["topo-q4", "topo-oktopk", "topo-radius", "topo-scape", "topo-tagc", "laptop"], "topo")
+MODES = {"topo": "dense", "topo-q4": "quantized"} | {f"topo-{m}": m for m in ("oktopk", "radius", "scape", "tagc")}
 TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 
@@ -29,8 +34,8 @@ def by_stem(paths: list[Path]) -> Any:
 
 
 def environment(path: Path) -> dict[str, str]:
-    """A launch that fits a config: 8 ranks for the demo's emulated machine, else two nodes of 8."""
-    return EIGHT_RANKS if path.stem.startswith("demo") else TWO_NODES_OF_8
+    """A launch that fits a config: 8 ranks for an emulated machine, else two nodes of 8."""
+    return EIGHT_RANKS if path.stem.startswith(("demo", "laptop")) else TWO_NODES_OF_8
 
 
 def resolved(path: Path) -> ResolvedConfig:
@@ -52,8 +57,8 @@ def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
     """A reader finds the scheme or machine they look for, and the tests below run on something."""
     names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if not path.stem.startswith("demo")}
     assert names >= set(SCHEMES)
-    assert {"demo", "frontier", "dgx-h100"} <= {path.stem for path in CONFIGS}
-    assert {"frontier-20b", "zero3", "topo"} <= {path.stem for path in TWINS}
+    assert {"demo", "frontier", "dgx-h100", "laptop", *MODES} <= {path.stem for path in CONFIGS}
+    assert {*FRONTIER, *MODES, "zero3", "zeropp", "paper"} == {path.stem for path in TWINS}
 
 
 @by_stem(CONFIGS)
@@ -62,6 +67,35 @@ def test_configs_resolve_on_their_machine(path: Path) -> None:
     config = resolved(path)
     assert config.scheme == SCHEME_OF.get(path.stem, path.stem)
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES.items())
+def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
+    """A file named after a mode of sync runs it, and with the one optimizer it works with."""
+    path = ROOT / "configs" / f"{name}.json"
+    sync = resolved(path).sync
+    assert mode == sync.MODE
+    assert (sync.OPTIMIZER or "AdamW") == load_deepspeed_config(path)["optimizer"]["type"]
+
+
+@pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())
+def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int) -> None:
+    """Each resolves on its nodes: weights over a package, gradients over a node, optimizer states over the world."""
+    path = ROOT / "neox_configs" / f"{name}.yml"
+    assert f"for {nodes} nodes ({8 * nodes} GCDs)" in path.read_text().splitlines()[0]
+    block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
+    assert block is not None
+    env = TWO_NODES_OF_8 | {"WORLD_SIZE": str(8 * nodes)}
+    plan = block.resolve(resolve(block.topology, env, 8 * nodes)).plan
+    assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, 8, 8, 8 * nodes)
+
+
+@by_stem(TWINS)
+def test_neox_would_train_the_twins(path: Path) -> None:
+    """`python -m zero_topo.neox check` is content, beside a model where the file names none."""
+    pytest.importorskip("yaml")
+    model = [] if path.stem in FRONTIER else [str(MODELS[0])]
+    require(Options("check", [str(path), *model]))
 
 
 @by_stem(CONFIGS)
@@ -83,7 +117,8 @@ def test_configs_train_in_bf16_without_compiling_on_a_cpu(path: Path) -> None:
     config = load_deepspeed_config(path)
     assert config["bf16"] == {"enabled": True}
     assert config["gradient_clipping"] == 1.0
-    assert not path.stem.startswith("demo") or config["optimizer"]["params"]["torch_adam"] is True
+    on_cpu = environment(path) is EIGHT_RANKS
+    assert not on_cpu or config["optimizer"]["params"]["torch_adam"] is True
 
 
 def test_the_demo_gathers_every_weight_twice_per_micro_batch() -> None:
@@ -110,8 +145,15 @@ def test_neox_twins_equal_their_json(path: Path) -> None:
     extra = neox["deepspeed_extra_args"]
     assert extra["zero_topo"] == ours["zero_topo"]
     merged = neox | extra
-    same = set(ours) - {"optimizer"}  # GPT-NeoX builds its own
+    same = set(ours) - {"optimizer"}
     assert {key: merged.get(key) for key in same} == {key: ours[key] for key in same}
+    # GPT-NeoX's Adam is AdamW, and takes the decay from a key of its own; learning rates go by size of model.
+    assert neox["optimizer"]["type"] == ours["optimizer"]["type"].replace("AdamW", "Adam")
+    settings = neox["optimizer"]["params"] | {"weight_decay": neox["weight_decay"]}
+    theirs = dict(ours["optimizer"]["params"])
+    if path.stem in FRONTIER:
+        theirs["lr"] = settings["lr"]
+    assert settings == theirs
 
 
 @by_stem(TWINS)

@@ -53,6 +53,8 @@ def stand_in(ranks_per_node: int) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None  # NeoX has just set the CPU's own
     cuda.LongTensor = torch.LongTensor
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def adapt_neox() -> None:

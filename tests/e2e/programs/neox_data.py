@@ -1,0 +1,26 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""NeoX's own preprocessing tool on a text, byte by byte: `neox_data.py CHECKOUT TEXT PREFIX`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+
+def main(checkout: str, text: str, prefix: str) -> None:
+    """Write `PREFIX_text_document.{bin,idx}`."""
+    sys.path.insert(0, checkout)
+    from zero_topo.neox import cpu
+
+    cpu.choose_cpu()
+    cpu.stand_in(1)
+    cpu.adapt_neox()
+    tool = Path(checkout) / "tools/datasets/preprocess_data.py"
+    sys.argv = [str(tool), "--input", text, "--tokenizer-type", "CharLevelTokenizer", "--output-prefix", prefix]
+    sys.argv += ["--vocab-file", "none", "--dataset-impl", "mmap", "--append-eod"]
+    runpy.run_path(str(tool), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

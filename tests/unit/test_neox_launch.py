@@ -1,0 +1,133 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""`python -m zero_topo.neox launch` and `train`: the words they build, without NeoX."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zero_topo.neox.__main__ import main
+from zero_topo.neox.adapt import use_the_only_device, with_adams
+from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, srun_command
+from zero_topo.neox.options import Options
+from zero_topo.neox.train import adopt_slurm, decode
+
+WORDS = ["--num_gpus", "8", "--master_port", "29501", MODULE, "--deepspeed_config", "AA==", "--megatron_config", "BB=="]
+CONFIGS = ["a.yml"]
+
+
+def test_deepspeeds_launcher_gets_a_module_and_no_local_rank() -> None:
+    """Its own options come first; ranks run `train` with what NeoX encoded."""
+    words = deepspeed_arguments(WORDS, Options("launch", CONFIGS, cpu=True, neox_path="/opt/neox"))
+    assert words[:6] == ["--no_local_rank", "--module", "--num_gpus", "8", "--master_port", "29501"]
+    assert words[6:11] == [MODULE, "train", "--neox-path", "/opt/neox", "--cpu"]
+    assert words[11:] == WORDS[5:]
+
+
+def test_ranks_become_the_launchers_number_of_gpus_unless_it_has_one() -> None:
+    """`--ranks` of one machine need no `num_gpus` in the YAML."""
+    plain = [MODULE, *WORDS[5:]]
+    assert deepspeed_arguments(plain, Options("launch", CONFIGS, ranks=4))[2:4] == ["--num_gpus", "4"]
+    assert deepspeed_arguments(WORDS, Options("launch", CONFIGS, ranks=4)).count("--num_gpus") == 1
+    hosts = ["--hostfile", "hosts", *plain]
+    assert "--num_gpus" not in deepspeed_arguments(hosts, Options("launch", CONFIGS, ranks=16))
+
+
+def test_srun_binds_tasks_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher stands between srun and the ranks."""
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    options = Options("launch", CONFIGS, ranks=16, srun="-c7 --gpus-per-task=1 --gpu-bind=closest")
+    words = srun_command(options, WORDS)
+    assert words[:8] == ["srun", "-N", "2", "-n", "16", "-c7", "--gpus-per-task=1", "--gpu-bind=closest"]
+    assert words[8:13] == [sys.executable, "-u", "-m", MODULE, "train"]
+    assert words[13:] == WORDS[5:]
+
+
+def test_srun_needs_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Slurm, or from the command line."""
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    with pytest.raises(ValueError, match="give --ranks 16"):
+        number_of_ranks(Options("launch", CONFIGS, srun=""))
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    assert number_of_ranks(Options("launch", CONFIGS, srun="")) == 64
+    assert number_of_ranks(Options("launch", CONFIGS)) is None
+
+
+def test_arguments_come_back_from_base64() -> None:
+    """And what is none is refused in one line."""
+    encoded = base64.urlsafe_b64encode(json.dumps({"num_layers": 2}).encode()).decode()
+    assert decode(encoded) == {"num_layers": 2}
+    for broken in ("%%%", "AAAA", base64.urlsafe_b64encode(b"[1]").decode()):
+        with pytest.raises(ValueError, match="not base64 of a JSON object"):
+            decode(broken)
+
+
+def test_train_wants_one_source_of_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is imported."""
+    assert main(["train"]) == 2
+    assert "either CONFIG.yml files or --megatron_config" in capsys.readouterr().err
+
+
+def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed wants names of its own; those of a launcher are left alone."""
+    for name, value in {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NTASKS": "16"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    adopt_slurm()
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["11", "3", "16"]
+    monkeypatch.setenv("SLURM_PROCID", "12")
+    adopt_slurm()
+    assert os.environ["RANK"] == "11"
+
+
+@pytest.mark.parametrize(("devices", "seat", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])
+def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices: int, seat: int, told: int) -> None:
+    """With `--gpus-per-task=1` NeoX and DeepSpeed are told 0, and only the node's first task compiles helpers."""
+    import torch
+
+    compiled: list[int] = []
+    helpers: Any = ModuleType("megatron.data.data_utils")
+    helpers.compile_helper = lambda: compiled.append(1)
+    monkeypatch.setitem(sys.modules, "megatron.data.data_utils", helpers)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_RANK", str(seat))
+    args = SimpleNamespace(local_rank=seat)
+    line = use_the_only_device(args)
+    assert (args.local_rank, os.environ["LOCAL_RANK"]) == (told, str(told))
+    assert (line is not None) == (told != seat)
+    helpers.compile_helper()
+    assert bool(compiled) == (told == seat)
+
+
+def test_adams_is_built_where_neox_would_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NeoX's parameter groups and its weight decay; every other optimizer stays NeoX's own."""
+    import torch
+
+    from zero_topo.sync import AdamS
+
+    weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    groups = ({"params": [weight, frozen]}, {"params": [bias], "weight_decay": 0.0})
+    model: Any = ModuleType("megatron.model")
+    model.get_params_for_weight_decay_optimization = lambda *_: groups
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.model", model)
+    settings = {"lr": 0.5, "betas": [0.9, 0.95]}
+    args = SimpleNamespace(
+        optimizer_type="AdamS", no_load_optim=False, weight_decay=0.1, optimizer={"params": settings}
+    )
+    build = with_adams(lambda *_: ("NeoX's own", []))
+    optimizer, _ = build("model", args)
+    assert isinstance(optimizer, AdamS)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["params"] for group in optimizer.param_groups] == [[weight], [bias]]
+    args.optimizer_type = "Adam"
+    assert build("model", args)[0] == "NeoX's own"
