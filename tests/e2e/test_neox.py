@@ -114,12 +114,16 @@ def train(data: Path, name: str, neox_config: dict[str, Any], *options: str) -> 
     path = data / f"{name}.yml"
     path.write_text(json.dumps(neox_config, indent=1))
     words = ["-m", "zero_topo.neox", "launch", "--cpu", "--neox-path", CHECKOUT, "--ranks", str(RANKS), *options]
-    text = run(data, *words, str(path), log=name)
+    try:
+        text = run(data, *words, str(path), log=name)
+    finally:  # DeepSpeed's CPU collectives leave 66 MB a rank in memory, under the port's name
+        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*"):
+            left.unlink(missing_ok=True)
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}, text
 
 
 def test_neox_learns_saves_and_resumes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """INT8 weights and INT4 gradients end within 1% of plain ZeRO-3, and a resumed run repeats the losses exactly."""
+    """INT8 weights, INT4 gradients: the last ten losses are within 1% of plain ZeRO-3, and resuming repeats them."""
     saved = {"save": str(data / "saved")}
     ours, text = train(data, "topo", config(data, TOPO, **saved))
     resumed, _ = train(data, "resumed", config(data, TOPO, iteration=SAVED_AT, load=str(data / "saved"), **saved))
@@ -129,7 +133,9 @@ def test_neox_learns_saves_and_resumes(data: Path, capsys: pytest.CaptureFixture
     assert "zero_topo.neox: 28 of 28 parameters partitioned as they were built" in text
     assert list(ours) == list(plain) == list(range(1, STEPS + 1))
     assert ours[STEPS] < 0.8 * ours[1]
-    assert ours[STEPS] == pytest.approx(plain[STEPS], rel=0.01)
+    assert ours != plain  # else both were the same engine
+    last = range(SAVED_AT + 1, STEPS + 1)
+    assert sum(ours[step] for step in last) == pytest.approx(sum(plain[step] for step in last), rel=0.01)
     assert resumed == {step: loss for step, loss in ours.items() if step > SAVED_AT}
 
 
