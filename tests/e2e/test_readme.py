@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from zero_topo.units import format_bytes
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for body in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in body.splitlines()]
 OF_ZERO_TOPO = [line for line in COMMANDS if line.startswith("zero-topo ")]
+OF_DEEPSPEED = [line for line in COMMANDS if line.startswith("deepspeed ")]
+OF_PYTHON = [line for line in COMMANDS if line.startswith("python -m ")]
 OF_MAKE = sorted({line for line in COMMANDS if line.startswith("make ")})
 PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
 TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5"
@@ -35,7 +38,7 @@ TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5
 
 def test_every_command_is_of_a_kind_that_is_run() -> None:
     """A command in a shell block that none of the tests below would run does not slip in."""
-    assert COMMANDS and sorted(set(COMMANDS)) == sorted({*OF_ZERO_TOPO, *OF_MAKE})
+    assert COMMANDS and sorted(set(COMMANDS)) == sorted({*OF_ZERO_TOPO, *OF_MAKE, *OF_DEEPSPEED, *OF_PYTHON})
     assert {"make demo", "make test"} <= set(OF_MAKE)
 
 
@@ -44,7 +47,7 @@ SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "zero-topo bench cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
     "zero-topo bench sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
-    "zero-topo bench convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
+    "zero-topo bench convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",  # the last one counts
 }
 
 
@@ -64,7 +67,24 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
     out = io.StringIO()
     with redirect_stdout(out):
         assert zero_topo_command(shlex.split(line)[1:]) == 0
-    assert len(out.getvalue().splitlines()) > 5
+    assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 5)
+
+
+@pytest.mark.parametrize("line", OF_DEEPSPEED)
+def test_the_launchers_lines_give_options_that_the_example_has(line: str) -> None:
+    """What they train is trained by ``test_hugging_face.py``, with the same functions."""
+    program, *words = shlex.split(line)[shlex.split(line).index("8") + 1 :]
+    options = [word for word in words if word.startswith("--")]
+    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert options and all(option in done.stdout for option in options)
+
+
+@pytest.mark.parametrize("line", OF_PYTHON)
+def test_python_lines_run(line: str) -> None:
+    """Modules that are run by themselves succeed in the checkout and print something."""
+    done = subprocess.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def dry_run(line: str) -> list[str]:
@@ -170,6 +190,39 @@ def test_the_table_of_losses_is_the_record() -> None:
     """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
     (table,) = re.findall(r"<!-- convergence.*?-->\n(.*?)<!-- end -->", README, re.S)
     assert table.splitlines()[2:] == convergence_rows(), "\n" + "\n".join(convergence_rows())
+
+
+def sparse_training_rows() -> list[str]:
+    """The README's table of trainings with sparse sync, from the record committed; each against its dense optimizer."""
+    content = json.loads((ROOT / "zero_topo/bench/records/sparse-training.json").read_text())
+    blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
+    found = {result["scheme"]: result for result in content["results"]}
+    rows = []
+    for name, result in found.items():
+        if name == "stock":
+            continue
+        dense = found["adams" if name in ("adams", "scape") else "stock"]
+        cells = [f"`{name}`", _sync_cell(blocks[name]), str(len(result["last"]["difference"]["by_seed"]))]
+        for measure in ("last", "evaluation"):
+            of_seed = {seed: 1 + share for seed, share in dense[measure]["difference"]["by_seed"].items()}
+            ours = result[measure]["difference"]["by_seed"].items()
+            shares = [(1 + share) / of_seed[seed] - 1 for seed, share in ours]
+            cells += [f"{100 * sum(shares) / len(shares):+.2f}%", f"{100 * max(shares, key=abs):+.2f}%"]
+        crossing = result["crossing_bytes"]
+        rows.append(f"| {' | '.join([*cells, '-' if crossing is None else format_bytes(round(crossing))])} |")
+    return rows
+
+
+def _sync_cell(block: dict[str, Any] | None) -> str:
+    sync = (block or {}).get("sync", {})
+    words = [f"{key} {value}" for key, value in sync.items() if key != "mode"]
+    return ", ".join(words).replace("_", " ") or "-"
+
+
+def test_the_table_of_sparse_trainings_is_the_record() -> None:
+    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
+    (table,) = re.findall(r"<!-- sparse training.*?-->\n(.*?)<!-- end -->", README, re.S)
+    assert table.splitlines()[2:] == sparse_training_rows(), "\n" + "\n".join(sparse_training_rows())
 
 
 def quantizer_rows() -> list[str]:
