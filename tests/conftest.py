@@ -22,5 +22,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--launcher-k", default="", metavar="EXPRESSION", help="as -k, for the tests in tests/launcher")
     group.addoption("--launcher-ranks", type=int, default=8, metavar="N", help="ranks of the launch (default 8)")
     group.addoption(
-        "--launcher-timeout", type=float, default=1800.0, metavar="S", help="seconds of the whole launch (default 1800)"
+        "--launcher-timeout", type=float, default=3000.0, metavar="S", help="seconds of the whole launch (default 3000)"
     )

@@ -122,7 +122,7 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
         sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, sharded=True)
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4, 8])
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_lost_in_data_parallelism(mode: str, peers: int) -> None:
     """The papers' setting; all ranks get the same bits."""
@@ -133,11 +133,13 @@ def test_nothing_is_lost_in_data_parallelism(mode: str, peers: int) -> None:
         assert all(torch.equal(found[step].rows, results[0][step].rows) for found in results)
 
 
-@pytest.mark.parametrize("density", [1.0, 0.1, 0.01, 0.001])
-@pytest.mark.parametrize("numel", [2, 1000, 30_000])
+SIZES = [(density, numel) for density in (1.0, 0.1, 0.01, 0.001) for numel in (1, 2, 1000, 30_000)]
+
+
+@pytest.mark.parametrize(("density", "numel"), [*SIZES, (0.001, 1_000_000)])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_lost_at_any_size(mode: str, numel: int, density: float) -> None:
-    """From a single element to many, from all of them to one in a thousand."""
+    """From a single element to a million, from all of them to one in a thousand."""
     w = sparse_world(DATA_PARALLEL, 4, mode, (numel,), density=density)
     check_nothing_is_lost(w, run(w, 4))
 
