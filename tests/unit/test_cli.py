@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,29 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.cli import main
+from tests.commands import Run
 from zero_topo.cli.inputs import read_count
 from zero_topo.config import SCHEMES, json_schema
 from zero_topo.topology import Topology
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
-LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line outside of any launcher's job and returns (status, stdout, stderr)."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHER_PREFIXES):
-            monkeypatch.delenv(name)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(words)
-        seen = capsys.readouterr()
-        return status, seen.out, seen.err
-
-    return call
 
 
 @pytest.fixture

@@ -4,39 +4,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.cli import main
 from zero_topo.config import SCHEMES, ZeroTopoConfig
 from zero_topo.units import GB
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48")
-LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line outside of any launcher's job and returns (status, stdout, stderr)."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHER_PREFIXES):
-            monkeypatch.delenv(name)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(words)
-        seen = capsys.readouterr()
-        return status, seen.out, seen.err
-
-    return call
 
 
 def as_json(run: Run, *words: str) -> Any:

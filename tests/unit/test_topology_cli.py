@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.commands import Run
 from zero_topo.cli import main
 from zero_topo.cli.described import this_machine
 from zero_topo.topology import Topology, load_preset
@@ -20,16 +19,11 @@ from zero_topo.topology.captures import Asked, read_captures
 from zero_topo.topology.render_devices import recommended_order, render_devices
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
-LAUNCHER_PREFIXES = ("WORLD_SIZE", "RANK", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MPI", "GROUP_", "CROSS_")
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys: pytest.CaptureFixture[str], no_job: None) -> Run:
     """Runs ``zero-topo topology`` outside of any job; each word is a source unless it is an option or its number."""
-    for name in list(os.environ):
-        if name.startswith(LAUNCHER_PREFIXES):
-            monkeypatch.delenv(name)
 
     def call(*words: str) -> tuple[int, str, str]:
         parts = [("--from", word) if not word.startswith("-") and not word.isdecimal() else (word,) for word in words]
