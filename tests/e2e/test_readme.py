@@ -122,6 +122,12 @@ def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "bytes.png").exists()
 
 
+def shown(name: str) -> list[str]:
+    """The rows of the README's table that a comment of that name precedes."""
+    (table,) = re.findall(rf"<!-- {name}:.*?-->\n(.*?)<!-- end -->", README, re.S)
+    return str(table).splitlines()[2:]
+
+
 def place(config: ResolvedConfig, role: str) -> str:
     """Where a role is held: its domain, and the bits it travels in."""
     degree = config.plan.degrees()[role]
@@ -150,8 +156,7 @@ def scheme_row(name: str) -> str:
 def test_the_table_of_schemes_is_the_formulas() -> None:
     """What the README promises of each scheme is what the cost formulas say; on failure, paste the rows printed."""
     expected = [scheme_row(name) for name in ROWS]
-    (table,) = re.findall(r"<!-- schemes.*?-->\n(.*?)<!-- end -->", README, re.S)
-    assert table.splitlines()[2:] == expected, "\n" + "\n".join(expected)
+    assert shown("schemes") == expected, "\n" + "\n".join(expected)
 
 
 def cluster_rows() -> list[str]:
@@ -169,8 +174,7 @@ def cluster_rows() -> list[str]:
 
 def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
     """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    (table,) = re.findall(r"<!-- cluster.*?-->\n(.*?)<!-- end -->", README, re.S)
-    assert table.splitlines()[2:] == cluster_rows(), "\n" + "\n".join(cluster_rows())
+    assert shown("cluster") == cluster_rows(), "\n" + "\n".join(cluster_rows())
 
 
 def convergence_rows() -> list[str]:
@@ -188,8 +192,7 @@ def convergence_rows() -> list[str]:
 
 def test_the_table_of_losses_is_the_record() -> None:
     """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    (table,) = re.findall(r"<!-- convergence.*?-->\n(.*?)<!-- end -->", README, re.S)
-    assert table.splitlines()[2:] == convergence_rows(), "\n" + "\n".join(convergence_rows())
+    assert shown("convergence") == convergence_rows(), "\n" + "\n".join(convergence_rows())
 
 
 def sparse_training_rows() -> list[str]:
@@ -221,8 +224,7 @@ def _sync_cell(block: dict[str, Any] | None) -> str:
 
 def test_the_table_of_sparse_trainings_is_the_record() -> None:
     """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    (table,) = re.findall(r"<!-- sparse training.*?-->\n(.*?)<!-- end -->", README, re.S)
-    assert table.splitlines()[2:] == sparse_training_rows(), "\n" + "\n".join(sparse_training_rows())
+    assert shown("sparse training") == sparse_training_rows(), "\n" + "\n".join(sparse_training_rows())
 
 
 def quantizer_rows() -> list[str]:
@@ -249,8 +251,7 @@ def quantizer_rows() -> list[str]:
 
 def test_the_table_of_kernel_speeds_is_the_record() -> None:
     """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    (table,) = re.findall(r"<!-- quantizers.*?-->\n(.*?)<!-- end -->", README, re.S)
-    assert table.splitlines()[2:] == quantizer_rows(), "\n" + "\n".join(quantizer_rows())
+    assert shown("quantizers") == quantizer_rows(), "\n" + "\n".join(quantizer_rows())
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:

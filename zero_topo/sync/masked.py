@@ -24,7 +24,7 @@ class Masked(Sparse[State]):
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
 
-    def reduce_masked(self, table: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def reduce_masked(self, table: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
         """Sums over the peers of what the mask holds; collective.
 
         Args:
@@ -32,13 +32,13 @@ class Masked(Sparse[State]):
             mask: bool ``[P, C]``, as many in each row.
 
         Returns:
-            The sums, FP32 ``[P, C]``, zero off the mask, of the own row or of all; and the table with what rounding
-            left in place of what was sent.
+            The sums, FP32 ``[P, C]``, zero off the mask, of the own row or of all; the table with what rounding left in
+            place of what was sent; and how many elements the mask holds.
         """
         reduced = torch.zeros_like(table)
         sums, left = self.reduce_rows(table[mask].view(self.peers.size, -1))
         reduced[mask], table[mask] = sums.view(-1), left.view(-1)
-        return reduced, table
+        return reduced, table, left.numel()
 
     def reduce_rows(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the peers of ``[P, K]`` values, of the own row or of all, and what rounding left; collective."""

@@ -78,9 +78,8 @@ class Radius(Masked[Memory]):
         if state.step < self.config.start or self._resamples(state):
             reduced, left = self.reduce_rows(table)
             return Outcome(reduced, left.view(-1), after, self._numbers(self.numel, resampled=self._resamples(state)))
-        mask = self.mask(state)
-        reduced, left = self.reduce_masked(table, mask)
-        return Outcome(reduced, left.view(-1), after, self._numbers(int(mask.sum()), resampled=False))
+        reduced, left, sent = self.reduce_masked(table, self.mask(state))
+        return Outcome(reduced, left.view(-1), after, self._numbers(sent, resampled=False))
 
     def _resamples(self, state: Memory) -> bool:
         """Whether the step reduces everything and chooses a mask."""

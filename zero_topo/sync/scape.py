@@ -81,12 +81,12 @@ class Scape(Masked[Memory]):
         kept = self._momentum(self.context.moments())
         own = self.peers.index
         score = table[own] + kept[own]
-        reduced, left = self.reduce_masked(table, mask)
-        left[~mask] += kept[~mask]
+        reduced, left, sent = self.reduce_masked(table, mask)
+        left += kept.masked_fill_(mask, 0)
         chosen = torch.zeros_like(mask[own])
         count = share(self.config.density_at(state.step + 1), self._columns)
         chosen[torch.topk(score.abs(), count, sorted=False).indices] = True
-        report = {"density_asked": self.config.density_at(state.step), "density": int(mask.sum()) / self.numel}
+        report = {"density_asked": self.config.density_at(state.step), "density": sent / self.numel}
         return Outcome(reduced, left.view(-1), Memory(state.step + 1, state.bits, self.packed(chosen)), report)
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
