@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch.distributed as dist
 
-from tests.launcher.training import Job, advance, block, close, start
+import zero_topo
+from tests.launcher.training import Job, advance, block, close, running, start, train
 from zero_topo.engine import hook
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -69,6 +73,47 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
     assert len(timed) == (1 if rank == 0 else 0)
     for line in timed:
         assert line.startswith("zero_topo: gather_forward ") and " ms, scatter " in line and " ms, publish " in line
+
+
+@pytest.fixture
+def comms_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """DeepSpeed's only one; as it was before when the test ends."""
+    logger = deepspeed.comm.comms_logger
+    for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    logger.reset_data()
+    yield logger
+    logger.reset_data()
+
+
+def heard(logger: Any) -> dict[tuple[str, str], int]:
+    """(phase, domain) -> bytes sent, from times and rates of the comms logger."""
+    sent: Counter[tuple[str, str]] = Counter()
+    for name, sizes in logger.get_raw_data().items():
+        operation, _, what = name.partition(" | zero_topo ")
+        phase, _, domain = what.partition(" | ")
+        for count, milliseconds, _, bus in sizes.values() if what else ():
+            assert operation in ("all_gather_into_tensor", "all_to_all_single") and count == len(milliseconds)
+            gigabits = sum(ms / 1e3 * rate for ms, rate in zip(milliseconds, bus, strict=True))
+            sent[phase, domain] += round(gigabits * 1e9 / 8)
+    return dict(+sent)
+
+
+@pytest.mark.parametrize("sync", [{"mode": "quantized"}, {"mode": "topk_a", "density": 0.1}])
+def test_the_comms_logger_hears_of_every_exchange(sync: dict[str, Any], comms_logger: Any) -> None:
+    """Every byte that a step's meter counts; stragglers can be compared; losses keep their bits."""
+    job = Job(zero_topo=block("topo", sync=sync), steps=STEPS, micro_batches=MICRO_BATCHES)
+    silent = train(job)
+    switches = {"enabled": True, "prof_all": True, "verbose": False, "debug": False, "prof_ops": []}
+    logged = replace(job, ds={"comms_logger": switches})
+    with running(logged) as engine:
+        losses = advance(logged, engine, 0, STEPS - 1)
+        comms_logger.reset_data()
+        losses += advance(logged, engine, STEPS - 1, STEPS)
+        told = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
+        assert heard(comms_logger) == zero_topo.stats(engine).step_bytes
+    assert set(told["straggler_analysis"]) == set(told["summary"])
+    assert losses == silent
 
 
 def test_an_engine_that_nobody_watches_is_left_alone(rank: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_topo.collectives.exchange import to_all
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
@@ -62,8 +62,8 @@ def _hop_gather(hop: Hop, message: Tensor, meter: Meter, phase: str) -> Handle[T
     """One hop's gather: ``[size, numel]`` in tree order of the members, contiguous."""
     if hop.group is None:
         return Handle(None, (message,), lambda: message[None])
-    meter.record(phase, hop.domain, (hop.size - 1) * message.nbytes)
-    received, work = to_all(hop, message)
+    exchange = Exchange("all_gather", phase, hop.domain, hop.size, (hop.size - 1) * message.nbytes)
+    received, work = meter.exchange(exchange, lambda: to_all(hop, message))
     return Handle(work, (), lambda: received if hop.in_order else received[list(hop.slots)])
 
 

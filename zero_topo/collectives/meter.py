@@ -1,16 +1,52 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes each collective sends, per phase and domain, and the seconds a rank spends on each phase."""
+"""Counts the bytes each exchange sends, per phase and domain, and the seconds a rank spends on each phase."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from zero_topo.collectives.handle import Work
 
 Key = tuple[str, str]
+T = TypeVar("T")
 
 PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of one group, as this rank takes part in it.
+
+    Attributes:
+        op: to all others the same message, or to each its own.
+        phase: one of ``PHASES``.
+        domain: smallest domain that holds the group.
+        members: ranks of the group.
+        nbytes: what this rank sends to the others.
+        even: whether every member sends as much.
+    """
+
+    op: Literal["all_gather", "all_to_all"]
+    phase: str
+    domain: str
+    members: int
+    nbytes: int
+    even: bool = True
+
+
+class Listener(Protocol):
+    """Who wants to know how long each exchange takes."""
+
+    def listens(self, exchange: Exchange) -> bool:
+        """Whether to time this one, which then blocks."""
+
+    def timing(self, exchange: Exchange) -> AbstractContextManager[None]:
+        """Around an exchange, from before it begins until it has finished."""
 
 
 class Meter:
@@ -21,8 +57,13 @@ class Meter:
     a backend inflates (gloo's own reduce-scatter sends twice) is never used.
 
     Args:
-        enabled: False makes every call free of cost.
+        enabled: False counts nothing.
+
+    Attributes:
+        listener: is asked at each exchange whether it wants it timed, counted or not.
     """
+
+    listener: Listener | None = None
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
@@ -41,6 +82,24 @@ class Meter:
         if self._enabled and nbytes:
             self._step[phase, domain] += nbytes
             self.calls[phase] += 1
+
+    def exchange(self, exchange: Exchange, begin: Callable[[], tuple[T, Work]]) -> tuple[T, Work]:
+        """Begin and count an exchange; if somebody listens, also finish it.
+
+        Args:
+            exchange: what it is.
+            begin: starts it.
+
+        Returns:
+            What ``begin`` returned; the work may be waited for again.
+        """
+        self.record(exchange.phase, exchange.domain, exchange.nbytes)
+        if self.listener is None or not self.listener.listens(exchange):
+            return begin()
+        with self.listener.timing(exchange):
+            came, work = begin()
+            work.wait()
+        return came, work
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.collectives.wire import Wire, settle
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
@@ -100,6 +100,7 @@ def _place(send: Tensor, hop: Hop, destination: int) -> Tensor:
 def _exchange(hop: Hop, send: Tensor, sums: Sums) -> Handle[Tensor]:
     if hop.group is None:
         return Handle(None, (), lambda: send)
-    sums.meter.record(sums.phase, hop.domain, (hop.size - 1) * (send.nbytes // hop.size))
-    received, work = to_each(hop, send)
+    nbytes = (hop.size - 1) * (send.nbytes // hop.size)
+    exchange = Exchange("all_to_all", sums.phase, hop.domain, hop.size, nbytes)
+    received, work = sums.meter.exchange(exchange, lambda: to_each(hop, send))
     return Handle(work, (), lambda: received)

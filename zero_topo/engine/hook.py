@@ -33,7 +33,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.engine.compat import Assigned, Required, differences, refuse, unassigned
 from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
 from zero_topo.engine.masters import clean, moments
-from zero_topo.engine.monitor import reporting
+from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.sync import AdamS, Moment
@@ -71,6 +71,7 @@ REQUIRED: tuple[Required, ...] = (
 ATTRIBUTES: tuple[Assigned, ...] = (
     (DeepSpeedEngine, ("_config", "dp_world_size")),
     (deepspeed.DeepSpeedConfig, ("_param_dict",)),
+    (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
@@ -115,8 +116,8 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
         if not isinstance(built, TopoStage3):
             log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
-        elif engine.monitor.enabled or engine.wall_clock_breakdown():
-            engine.step = reporting(engine, log_dist)
+        else:
+            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, dist.get_rank())
         return built
 
@@ -192,6 +193,11 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
             if stock.grad is not None:
                 master.grad = torch.zeros_like(master)
             self.fp32_partitioned_groups_flat[i] = master
+
+    def masters_are_weights(self) -> bool:
+        """Whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
+        weights = self.lp_param_buffer.untyped_storage().data_ptr()
+        return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
 
     def _moments(self) -> list[Moment]:
         groups = [self.optimizer.param_groups[group] for _, group in sorted(self.sub_group_to_group_id.items())]
@@ -388,13 +394,6 @@ class TopoStage3(Stock):  # type: ignore[misc, valid-type]
         self._gathers.release()
         self.topo.destroy()
         del self._gathers, self.topo  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
-
-    # -- accounting ------------------------------------------------------------------------------------------------
-
-    def masters_are_weights(self) -> bool:
-        """Whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
-        weights = self.lp_param_buffer.untyped_storage().data_ptr()
-        return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
 
 
 install()  # importing this module is enough, whichever import of DeepSpeed comes first

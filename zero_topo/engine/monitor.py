@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What zero_topo did in a step, in DeepSpeed's own channels: its monitors, and its log with ``wall_clock_breakdown``.
+"""What zero_topo does, in DeepSpeed's own channels: monitors, the log with ``wall_clock_breakdown``, the comms logger.
 
 Events go to whatever monitors the DeepSpeed config turns on (TensorBoard, W&B, Comet, CSV), after every optimizer step
 and at the same count of samples as DeepSpeed's own, from rank 0, which tells what it did itself.
@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from zero_topo.collectives.meter import PHASES
+from zero_topo.engine.comms_log import CommsLog
 from zero_topo.engine.stage3 import Stage3
 
 Event = tuple[str, float, int]
@@ -46,13 +47,18 @@ def breakdown(seconds: Mapping[str, float]) -> str:
     return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
 
 
-def reporting(engine: Any, log: Callable[..., None]) -> Callable[..., Any]:
-    """``engine.step``, which also reports each optimizer step where the DeepSpeed config asks for reports.
+def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: Any) -> None:
+    """Tell DeepSpeed's comms logger of each exchange, and its monitors and log of each step if the config asks for it.
 
     Args:
-        engine: DeepSpeed's, with a zero_topo optimizer by the time it steps.
+        engine: DeepSpeed's.
+        topo: what works for it.
         log: DeepSpeed's, of a line and the ranks that write it.
+        comms_logger: DeepSpeed's; it decides by its own switches what it wants.
     """
+    topo.meter.listener = CommsLog(comms_logger, log)
+    if not (engine.monitor.enabled or engine.wall_clock_breakdown()):
+        return
     step = engine.step
 
     @wraps(step)
@@ -60,17 +66,17 @@ def reporting(engine: Any, log: Callable[..., None]) -> Callable[..., Any]:
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > before and engine.global_rank == 0:
-            _report(engine, engine.optimizer.topo, log)
+            _report_step(engine, engine.optimizer.topo, log)
         return result
 
-    return wrapper
+    engine.step = wrapper
 
 
-def _report(engine: Any, topo: Stage3, log: Callable[..., None]) -> None:
+def _report_step(engine: Any, topo: Stage3, log: Callable[..., None]) -> None:
     seconds = topo.meter.last_seconds()
     if engine.monitor.enabled:
-        report = topo.gradients.mode.report()
-        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, report, engine.global_samples))
+        told = topo.gradients.mode.report()
+        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, told, engine.global_samples))
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
         log(breakdown(seconds), ranks=[0])

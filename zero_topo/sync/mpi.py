@@ -8,14 +8,15 @@ started. mpi4py is imported when it is asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.exchange import Works
+from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.mesh import Hop
 from zero_topo.sync.peers import Peers, as_bytes
 
@@ -46,9 +47,9 @@ class MpiPeers(Peers):
         if self.size == 1:
             return x[None]
         message = as_bytes(x).cpu()
-        self._count((self.size - 1) * message.numel())
         received = torch.empty(self.size, message.numel(), dtype=torch.uint8)
-        self._comm.Allgather(message.numpy(), received.numpy())
+        exchange = self._exchange("all_gather", (self.size - 1) * message.numel())
+        self._blocking(exchange, lambda: self._comm.Allgather(message.numpy(), received.numpy()))
         return received.view(x.dtype).view(self.size, *x.shape).to(x.device)
 
     def scatter_sizes(self, sizes: Sequence[int]) -> list[int]:
@@ -56,9 +57,9 @@ class MpiPeers(Peers):
         if self.size == 1:
             return list(sizes)
         send = torch.tensor(sizes, dtype=torch.int64)
-        self._count((self.size - 1) * send.itemsize)
         received = torch.empty_like(send)
-        self._comm.Alltoall(send.numpy(), received.numpy())
+        exchange = self._exchange("all_to_all", (self.size - 1) * send.itemsize)
+        self._blocking(exchange, lambda: self._comm.Alltoall(send.numpy(), received.numpy()))
         return [int(n) for n in received.tolist()]
 
     def scatter_known(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -67,9 +68,18 @@ class MpiPeers(Peers):
             return list(parts)
         dtype, device = parts[0].dtype, parts[0].device
         bytes_of = [as_bytes(part).cpu() for part in parts]
-        self._count(sum(part.numel() for member, part in enumerate(bytes_of) if member != self.index))
         send = torch.cat(bytes_of)
         lengths = [size * dtype.itemsize for size in sizes]
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        self._comm.Alltoallv([send.numpy(), [part.numel() for part in bytes_of]], [received.numpy(), lengths])
+        sent = [send.numpy(), [part.numel() for part in bytes_of]]
+        nbytes = sum(part.numel() for member, part in enumerate(bytes_of) if member != self.index)
+        exchange = self._exchange("all_to_all", nbytes, even=False)
+        self._blocking(exchange, lambda: self._comm.Alltoallv(sent, [received.numpy(), lengths]))
         return [part.clone().view(dtype).to(device) for part in received.split(lengths)]
+
+    def _blocking(self, exchange: Exchange, call: Callable[[], None]) -> None:
+        def begin() -> tuple[None, Works]:
+            call()
+            return None, Works(())
+
+        self._meter.exchange(exchange, begin)

@@ -7,13 +7,14 @@ Members are counted in tree order. All calls are collective: every member makes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.exchange import to_all, to_each, to_each_uneven
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.mesh import Hop
 
 
@@ -42,8 +43,8 @@ class Peers:
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
         message = as_bytes(x)
-        self._count((self.size - 1) * message.numel())
-        received, work = to_all(self._hop, message)
+        exchange = self._exchange("all_gather", (self.size - 1) * message.numel())
+        received, work = self._meter.exchange(exchange, lambda: to_all(self._hop, message))
         slots = list(self._hop.slots)
         return Handle(work, (message, received), lambda: received[slots].view(x.dtype).view(self.size, *x.shape))
 
@@ -63,8 +64,8 @@ class Peers:
         send = torch.zeros(self.size, dtype=torch.int64)
         send[list(self._hop.slots)] = torch.tensor(sizes)
         send = send.to(self._device)
-        self._count((self.size - 1) * send.itemsize)
-        received, work = to_each(self._hop, send)
+        exchange = self._exchange("all_to_all", (self.size - 1) * send.itemsize)
+        received, work = self._meter.exchange(exchange, lambda: to_each(self._hop, send))
         work.wait()
         return [int(n) for n in received[list(self._hop.slots)].tolist()]
 
@@ -79,13 +80,14 @@ class Peers:
             placed[slot] = as_bytes(parts[member])
             lengths[slot] = sizes[member] * itemsize
         own = self._hop.slots[self.index]
-        self._count(sum(part.numel() for slot, part in enumerate(placed) if slot != own))
-        received, work = to_each_uneven(self._hop, placed, lengths)
+        nbytes = sum(part.numel() for slot, part in enumerate(placed) if slot != own)
+        exchange = self._exchange("all_to_all", nbytes, even=False)
+        received, work = self._meter.exchange(exchange, lambda: to_each_uneven(self._hop, placed, lengths))
         work.wait()
         return [received[slot].view(dtype) for slot in self._hop.slots]
 
-    def _count(self, nbytes: int) -> None:
-        self._meter.record(self._phase, self._hop.domain, nbytes)
+    def _exchange(self, op: Literal["all_gather", "all_to_all"], nbytes: int, even: bool = True) -> Exchange:
+        return Exchange(op, self._phase, self._hop.domain, self.size, nbytes, even)
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Exchange
 from zero_topo.collectives.pack import Span, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
@@ -166,8 +167,8 @@ class Quantized(SyncMode):
         send = torch.zeros(hop.size, nbytes, dtype=torch.uint8, device=context.device)
         for member, message in messages.items():
             send[hop.slots[member]].copy_(message)
-        context.meter.record("sync", hop.domain, (hop.size - 1) * nbytes)
-        received, work = to_each(hop, send)
+        exchange = Exchange("all_to_all", "sync", hop.domain, hop.size, (hop.size - 1) * nbytes)
+        received, work = context.meter.exchange(exchange, lambda: to_each(hop, send))
         return Handle(work, (), lambda: received)
 
     def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
