@@ -8,7 +8,8 @@ import os
 import pytest
 
 from zero_topo.cli import main
-from zero_topo.cli.measure import PORT, meeting_point
+from zero_topo.cli.measure import meeting_point
+from zero_topo.launch.env import PORT
 
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",
@@ -21,13 +22,13 @@ SLURM = {
 
 
 def test_slurms_tasks_meet_on_their_first_host() -> None:
-    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "nid1", "MASTER_PORT": PORT}
-    assert meeting_point(SLURM) == expected
+    numbers = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert meeting_point(SLURM) == numbers | {"MASTER_ADDR": "nid1", "MASTER_PORT": str(PORT)}
 
 
 def test_what_the_launcher_has_set_is_kept() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
-    assert meeting_point(env) == {"MASTER_PORT": PORT}
+    assert meeting_point(env) == env | {"MASTER_PORT": str(PORT)}
 
 
 @pytest.mark.parametrize(

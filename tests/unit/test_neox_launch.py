@@ -16,7 +16,7 @@ from zero_topo.neox.__main__ import main
 from zero_topo.neox.adapt import use_the_only_device, with_adams
 from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, srun_command
 from zero_topo.neox.options import Options
-from zero_topo.neox.train import adopt_slurm, decode
+from zero_topo.neox.train import adopt_launcher, decode
 
 WORDS = ["--num_gpus", "8", "--master_port", "29501", MODULE, "--deepspeed_config", "AA==", "--megatron_config", "BB=="]
 CONFIGS = ["a.yml"]
@@ -75,17 +75,21 @@ def test_train_wants_one_source_of_arguments(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_bare_srun_is_read_from_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.distributed wants names of its own; those of a launcher are left alone."""
-    for name, value in {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NTASKS": "16"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
-    adopt_slurm()
-    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["11", "3", "16"]
-    monkeypatch.setenv("SLURM_PROCID", "12")
-    adopt_slurm()
-    assert os.environ["RANK"] == "11"
+    """torch.distributed wants names of its own; those of a launcher are left alone, and a batch script is refused."""
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environ)
+    adopt_launcher()
+    assert environ == {}
+    numbers = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"}
+    environ |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "nid[1-2]"}
+    with pytest.raises(ValueError, match="start it with srun or mpirun"):
+        adopt_launcher()
+    environ |= numbers | {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+    adopt_launcher()
+    assert [environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["11", "3", "16", "nid1"]
+    environ["SLURM_PROCID"] = "12"
+    adopt_launcher()
+    assert environ["RANK"] == "11"
 
 
 @pytest.mark.parametrize(("devices", "seat", "told"), [(1, 3, 0), (1, 0, 0), (8, 3, 3)])

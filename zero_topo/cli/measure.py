@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from zero_topo.launch.env import rank_environment
 from zero_topo.topology.launchers import launcher_view
 
 if TYPE_CHECKING:
     from zero_topo.measure import Tick
 
 WRONG_INPUT = 2
-PORT = "29500"
 HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
 
 
@@ -55,7 +55,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
 
 
 def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which ``torch.distributed`` starts, as far as the launcher did not set them.
+    """What :func:`rank_environment` says, in a job of several ranks.
 
     Raises:
         ValueError: outside a job of several ranks, or where nothing says how its ranks meet.
@@ -64,14 +64,7 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
     if view is None or view.world_size == 1:
         there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
         raise ValueError(f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: {HOW}")
-    if view.rank is None:
-        raise ValueError(f"{view.source} does not say which rank this is; start every rank with it: {HOW}")
-    host = env.get("MASTER_ADDR") or (view.hosts[0] if view.hosts else None)
-    if host is None:
-        raise ValueError("MASTER_ADDR is not set and no launcher names the hosts; set it to the host of rank 0")
-    wanted = {"RANK": view.rank, "WORLD_SIZE": view.world_size, "LOCAL_RANK": view.local_rank or 0}
-    found = {**{key: str(value) for key, value in wanted.items()}, "MASTER_ADDR": host, "MASTER_PORT": PORT}
-    return {key: value for key, value in found.items() if not env.get(key)}
+    return rank_environment(env)
 
 
 @contextmanager

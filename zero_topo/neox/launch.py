@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from zero_topo.config.errors import ROOT
+from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
 from zero_topo.neox.check import require
 from zero_topo.neox.checkout import reach
@@ -19,7 +20,6 @@ from zero_topo.neox.config import EXTRA, config_path, load_configs
 from zero_topo.neox.options import Options
 
 MODULE = "zero_topo.neox"
-PORT = "3442"  # Frontier's user guide
 
 
 def launch(options: Options) -> int:
@@ -100,7 +100,7 @@ def _by_srun(command: list[str], dry_run: bool) -> int:
         return 0
     env = dict(os.environ)
     env.setdefault("MASTER_ADDR", socket.gethostbyname(socket.gethostname()))
-    env.setdefault("MASTER_PORT", PORT)
+    env.setdefault("MASTER_PORT", str(PORT))
     return subprocess.run(command, env=env, check=False).returncode
 
 

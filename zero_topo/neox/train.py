@@ -10,13 +10,13 @@ import os
 from importlib import import_module
 from typing import Any
 
+from zero_topo.launch.env import rank_environment
 from zero_topo.neox import adapt, cpu
 from zero_topo.neox.check import require
 from zero_topo.neox.checkout import reach
 from zero_topo.neox.config import config_path
 from zero_topo.neox.options import Options
-
-SLURM = (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+from zero_topo.topology.launchers import launcher_view
 
 
 def train(options: Options) -> None:
@@ -29,14 +29,14 @@ def train(options: Options) -> None:
         raise ValueError("train needs either CONFIG.yml files or --megatron_config; `launch` writes the latter")
     if options.configs:
         require(options)
-    adopt_slurm()
+    adopt_launcher()
     reach(options)
     from zero_topo.examples.process import leave
 
     neox_args = arguments(options)
     neox_args.configure_distributed_args()
     changed = adapt.use_the_only_device(neox_args)
-    if changed and neox_args.rank == 1:
+    if changed and neox_args.rank == neox_args.world_size - 1:  # in every distribution it is not its node's first
         print(f"zero_topo.neox: {changed}", flush=True)
     neox_args.build_tokenizer()
     neox_args.initialize_tensorboard_writer()
@@ -75,7 +75,11 @@ def decode(text: str) -> dict[str, Any]:
     return value
 
 
-def adopt_slurm() -> None:
-    """Under a bare srun, which sets none of the variables that torch.distributed reads."""
-    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
-        os.environ.update({ours: os.environ[theirs] for ours, theirs in SLURM})
+def adopt_launcher() -> None:
+    """Under a bare srun or mpirun, which set none of the variables that torch.distributed reads.
+
+    Raises:
+        ValueError: if what they do set contradicts itself.
+    """
+    if "RANK" not in os.environ and launcher_view(os.environ) is not None:
+        os.environ.update(rank_environment(os.environ))
