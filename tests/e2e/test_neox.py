@@ -114,11 +114,8 @@ def train(data: Path, name: str, neox_config: dict[str, Any], *options: str) -> 
     path = data / f"{name}.yml"
     path.write_text(json.dumps(neox_config, indent=1))
     words = ["-m", "zero_topo.neox", "launch", "--cpu", "--neox-path", CHECKOUT, "--ranks", str(RANKS), *options]
-    try:
-        text = run(data, *words, str(path), log=name)
-    finally:  # DeepSpeed's CPU collectives leave 66 MB a rank in memory, under the port's name
-        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*"):
-            left.unlink(missing_ok=True)
+    text = run(data, *words, str(path), log=name)
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{neox_config['master_port']}_*"))
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}, text
 
 
