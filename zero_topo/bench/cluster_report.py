@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.collectives.meter import PHASES
+from zero_topo.observe.blank import blank_table
 from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"
@@ -50,10 +50,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of equal micro-batches."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("K", "scheme", "step, median", "min - max", f"vs {BASELINE}", "floors", "uplink", "formula", "drops")
-    for column in columns:
-        made.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    made = blank_table(columns, left=("scheme",))
     for count in dict.fromkeys(row["micro_batches"] for row in results):
         rows = [row for row in results if row["micro_batches"] == count]
         for row in rows:
@@ -63,9 +61,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def phase_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Seconds by phase of those results that have them: not stock DeepSpeed's."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("K", "scheme", *PHASES, "rest"):
-        made.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    made = blank_table(("K", "scheme", *PHASES, "rest"), left=("scheme",))
     for row in results:
         seconds = {phase: found["seconds"] for phase, found in row["phases"].items() if "seconds" in found}
         if not seconds:

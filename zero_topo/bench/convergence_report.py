@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zero_topo.bench.cluster_report import COLOURS
+from zero_topo.observe.blank import blank_table
 
 STOCK = "stock"
 CHAOS = "chaos"
@@ -37,12 +37,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each scheme."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    made.add_column("scheme", no_wrap=True)
-    for name in ("last tenth", "whole run", "evaluation"):
-        for column in (name, "mean", "worst"):
-            made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("MB crossing", justify="right", no_wrap=True)
+    names = ("last tenth", "whole run", "evaluation")
+    made = blank_table(("scheme", *(column for name in names for column in (name, "mean", "worst")), "MB crossing"))
     for row in results:
         cells = [row["scheme"]]
         for measure in (row["last"], row["overall"], row["evaluation"]):

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zero_topo.observe.blank import blank_table
 from zero_topo.units import format_bytes
 
 WIDTH = 96
@@ -32,9 +32,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Lines by type, format, backend and threads; a column per operation."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("type", "bits", "block", "backend", "threads", *OPS):
-        made.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
+    made = blank_table(("type", "bits", "block", "backend", "threads", *OPS), left=("backend",))
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in results:
         key = (row["dtype"], row["bits"], row["block_size"], row["backend"], row["threads"])

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zero_topo.observe.blank import blank_table
 from zero_topo.units import format_bytes, format_seconds
 
 WIDTH = 104
@@ -31,10 +31,8 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of one source and number of ranks."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("gradients", "ranks", "density", "mode", "bytes per rank", "words per k", "seconds", "exchange", "error")
-    for column in columns:
-        made.add_column(column, justify="left" if column in ("gradients", "mode") else "right", no_wrap=True)
+    made = blank_table(columns, left=("gradients", "mode"))
     order = sorted(results, key=lambda row: (row["source"], row["ranks"], -row["density"]))
     for place, row in enumerate(order):
         after = order[place + 1] if place + 1 < len(order) else row

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 
 from zero_topo.bench.schemes import BenchScheme, choose
@@ -22,6 +21,7 @@ from zero_topo.cost.model_files import load_model
 from zero_topo.cost.simulator import PHASES, Job, Simulation
 from zero_topo.cost.sweep import Point, Resolve, Sweep, scaling_efficiency
 from zero_topo.cost.time import rates_of
+from zero_topo.observe.blank import blank_table
 from zero_topo.topology import load_preset
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_seconds
@@ -168,20 +168,14 @@ def _show(options: Options, points: Sequence[Point], content: Mapping[str, Any])
 
 def _steps_table(points: Sequence[Point], title: str) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s, and the share of the step that each phase takes."""
-    table = _blank(title, ["", "ranks", "step", "TFLOP/s", "comp.", "fwd", "bwd", "scat.", "sync", "publ.", "opt."])
+    columns = ["", "ranks", "step", "TFLOP/s", "comp.", "fwd", "bwd", "scat.", "sync", "publ.", "opt."]
+    table = blank_table(columns, title)
     for point in points:
         found: Simulation = point.simulation
         shares = (found.breakdown[phase] / found.step_s for phase in PHASES)
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
         step, speed = format_seconds(found.step_s), f"{found.tflops_per_gpu:.1f}"
         table.add_row(point.scheme, f"{point.ranks:,}", step, speed, *cells)
-    return table
-
-
-def _blank(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 
@@ -198,7 +192,7 @@ def _calibrate(options: Options, path: Path) -> None:
     if options.as_json:
         _print_calibration(rates, fitted, predicted)
         return
-    table = _blank(f"{path.name}: seconds of a step", ["", "K", "measured", "model", "ratio", ""])
+    table = blank_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
     for rows, what in ((fitted, "fitted"), (predicted, "predicted")):
         for row in rows:
             cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)

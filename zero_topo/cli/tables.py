@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost import Term
 from zero_topo.cost.planner import Priced
+from zero_topo.observe.blank import blank_table
 from zero_topo.units import format_bytes, format_seconds
 
 SENT_DOMAINS = ("gpu", "node", "world")
@@ -29,7 +29,7 @@ def show(table: Table) -> None:
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
     """Scheme by role: the domain, its number of ranks, and the bits in which it travels."""
-    table = _table(title, ["", *ROLES, "sync"])
+    table = blank_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
         specs = {
             "weights": config.weights_spec,
@@ -52,7 +52,7 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
     roles = [*ROLES, *(["residual"] if any("residual" in held for held in rows.values()) else [])]
-    table = _table("Held by each rank (shards only, no activations)", ["", *roles, "total", "of memory"])
+    table = blank_table(["", *roles, "total", "of memory"], "Held by each rank (shards only, no activations)")
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
@@ -64,7 +64,7 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each collective spans."""
     plural = "es" if micro_batches > 1 else ""
     title = f"Sent by each rank per step of {micro_batches} micro-batch{plural}"
-    table = _table(title, ["", *SENT_DOMAINS, "total"])
+    table = blank_table(["", *SENT_DOMAINS, "total"], title)
     for name, sent in rows.items():
         cells = [_bytes(sent.get(domain, 0)) for domain in SENT_DOMAINS]
         table.add_row(name, *cells, format_bytes(sum(sent.values())))
@@ -73,7 +73,7 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
 
 def ranking_table(plans: Sequence[Priced], title: str) -> Table:
     """Plan by role: the degree and the bits; then its sync, its step and what it holds."""
-    table = _table(title, ["scheme", *ROLES, "sync", "step", "held"])
+    table = blank_table(["scheme", *ROLES, "sync", "step", "held"], title)
     for plan in plans:
         config = plan.candidate.config
         cells = ["-" if degree is None else str(degree) for degree in config.plan.degrees().values()]
@@ -88,7 +88,7 @@ def ranking_table(plans: Sequence[Priced], title: str) -> Table:
 
 def largest_table(rows: Mapping[str, int], title: str) -> Table:
     """Scheme by the parameters of the largest model it trains."""
-    table = _table(title, ["", "parameters"])
+    table = blank_table(["", "parameters"], title)
     for name, params in rows.items():
         table.add_row(name, f"{params:,}" if params else "-")
     return table
@@ -96,7 +96,7 @@ def largest_table(rows: Mapping[str, int], title: str) -> Table:
 
 def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Table:
     """The paper's rows by role, with their sums."""
-    table = _table(title, ["", *ROLES, "total"])
+    table = blank_table(["", *ROLES, "total"], title)
     for name, held in rows.items():
         cells = [format_bytes(float(held[role])) if held[role] else "-" for role in ROLES]
         table.add_row(name, *cells, format_bytes(float(sum(held.values()))))
@@ -106,16 +106,9 @@ def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Tabl
 def paper_volume(rows: Mapping[str, Sequence[Term]], title: str) -> Table:
     """The paper's rows by phase: volume, and the ranks and the domain it spans."""
     phases = [term.phase for term in next(iter(rows.values()))]
-    table = _table(title, ["", *phases])
+    table = blank_table(["", *phases], title)
     for name, terms in rows.items():
         table.add_row(name, *(f"{float(t.volume):.4f} {t.domain} {t.degree}" for t in terms))
-    return table
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zero_topo.observe.blank import blank_table
 from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
@@ -68,7 +68,8 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per domain and phase, with a sum for each domain."""
     batches = measured["micro_batches"]
     per_step = f"per optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
-    table = _table(f"Sent by each rank {per_step}", ["domain", "phase", "measured", "formula", "ZeRO-3"])
+    columns = ("domain", "phase", "measured", "formula", "ZeRO-3")
+    table = blank_table(columns, f"Sent by each rank {per_step}", left=columns[:2])
     for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
         rows = [row for row in measured["sent"] if row["domain"] == domain]
         for row in rows:
@@ -86,20 +87,13 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
 
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
-    table = _table("Held by each rank", ["role", "measured", "formula", "of it padding", "ZeRO-3"])
+    table = blank_table(("role", "measured", "formula", "of it padding", "ZeRO-3"), "Held by each rank")
     keys = ("formula", "padding", "zero3")
     rows = measured["memory"]
     for row in rows:
         table.add_row(row["role"], _range(row), *(_bytes(row[key]) for key in keys))
     total = {key: sum(row[key] or 0 for row in rows) for key in ("min", "max", *keys)}
     table.add_row("[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(_bytes(total[key]) for key in keys))))
-    return table
-
-
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("domain", "phase", "role") else "right", no_wrap=True)
     return table
 
 

@@ -1,0 +1,24 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The look of all tables of zero_topo."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def blank_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
+    """A table without rows.
+
+    Args:
+        columns: their headings.
+        title: above it.
+        left: columns of words, set left, by default the first one; the others, of figures, are set right.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    words = columns[:1] if left is None else left
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
+    return table
