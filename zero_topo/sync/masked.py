@@ -60,6 +60,9 @@ class Masked(Sparse[State]):
         """Bool ``[C]`` as bits, uint8 ``[ceil(C / 8)]``."""
         return self.context.sparse.pack(mask)
 
-    def unpacked(self, bits: Tensor) -> Tensor:
-        """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, C]``."""
-        return torch.stack([self.context.sparse.unpack(row, self._columns) for row in bits])
+    def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+        """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, end - begin]``, all columns by default."""
+        end = self._columns if end is None else end
+        first = begin // 8 * 8
+        rows = [self.context.sparse.unpack(row[first // 8 : -(-end // 8)], end - first) for row in bits]
+        return torch.stack(rows)[:, begin - first :]

@@ -117,11 +117,11 @@ class Scape(Masked[Memory]):
         """See :meth:`SyncMode.before_update`: off the mask the momentum has gone into the residuals."""
         if self._pending is None or self._pending.outcome is None:
             return
-        mask = self.mask(self._state)
+        bits = self._state.bits.wait()
         for moment in self.context.moments():
             if moment.begin == begin:
                 for columns, places in self._within(begin, width):
-                    moment.mean[:, columns] *= mask[:, places].to(moment.mean)
+                    moment.mean[:, columns] *= self.unpacked(bits, places.start, places.stop).to(moment.mean)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """See :meth:`SyncMode.start`."""

@@ -148,9 +148,11 @@ class Sparse(SyncMode, Generic[State]):
 
     def _table(self, shard: Tensor) -> Tensor:
         """The rows of all peers, ``[P, C]`` in FP32, a copy: the shard itself, or its sums inside the node."""
-        if self._inner is None:
-            return torch.cat([shard[:, begin:end] for begin, end in self._spans], dim=1).float().contiguous()
         table = shard.new_zeros(self.peers.size, self._columns, dtype=torch.float32)
+        if self._inner is None:
+            for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+                table[:, first:past].copy_(shard[:, begin:end])
+            return table
         parts = [span_pieces(shard[member :: self._inner.size], self._spans) for member in range(self._inner.size)]
         sums = Sums(span_pieces(table, self._places), self.context.meter, "sync")
         reduce_scatter(self._inner, parts, self._wire, sums).wait()
