@@ -116,6 +116,16 @@ def test_keys_of_the_user_are_kept_by_every_candidate() -> None:
     assert not any(plan.config.meter for plan in found)
 
 
+def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
+    """Bits, sync and degrees of the user's own stand in place of what a name would otherwise promise."""
+    asked = ZeroTopoConfig.parse({"scheme": AUTO, "weights": "gpu", "sync": {"mode": "dense"}, "quantize": {}})
+    found = candidates(asked, FRONTIER)
+    assert any("int4 publish" in plan.name for plan in found)
+    for plan in found:
+        assert "bits" not in plan.name and "sync" not in plan.name
+        assert plan.named or f"weights {FRONTIER.ranks_per_gpu}" in plan.name.split(", ")
+
+
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:
     assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
     assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ["oktopk"])}

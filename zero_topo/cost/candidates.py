@@ -63,7 +63,7 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     fixed = {key: value for key, value in asked.model_dump(exclude_unset=True).items() if key != "scheme"}
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
-    for name, settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
+    for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
         try:
             chosen = ZeroTopoConfig.parse({**settings, **fixed})
             config = chosen.resolve(topology)
@@ -71,28 +71,40 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
             refusal = refusal or error
             continue
         own = {key: value for key, value in settings.items() if key not in fixed}
-        found.setdefault(_effect(config), Candidate(name, MappingProxyType(own), chosen, config))
+        found.setdefault(_effect(config), Candidate(_name(own, config), MappingProxyType(own), chosen, config))
     if not found:
         raise ValueError(f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}')
     return tuple(found.values())
 
 
-def _schemes(sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+def _name(own: Block, config: ResolvedConfig) -> str:
+    """The scheme or the degrees, then what the planner, not the user, added."""
+    degrees = (f"{role} {degree}" for role, degree in config.plan.degrees().items() if degree is not None)
+    parts = [own["scheme"] if "scheme" in own else ", ".join(degrees)]
+    if "quantize" in own:
+        parts.append("paper's bits")
+    if moving := [key for key in ("sync", "publish") if key in own]:
+        mode = own.get("sync", FEW_BITS["sync"])["mode"]
+        parts.append(f"{'int4' if mode == FEW_BITS['sync']['mode'] else mode} {' and '.join(moving)}")
+    return ", ".join(parts)
+
+
+def _schemes(sparse: Sequence[str]) -> Iterator[Block]:
     for name, scheme in SCHEMES.items():
-        yield name, {"scheme": name}
+        yield {"scheme": name}
         between = scheme.quantize.gradients is not None and scheme.sync == DenseSync()
-        for how, settings in _between_nodes(sparse) if between else ():
-            yield f"{name}, {how} sync and publish", {"scheme": name, **settings}
+        for settings in _between_nodes(sparse) if between else ():
+            yield {"scheme": name, **settings}
 
 
-def _between_nodes(sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+def _between_nodes(sparse: Sequence[str]) -> Iterator[Block]:
     """Ways to sync and publish beside the plain ones."""
-    yield "int4", FEW_BITS
+    yield FEW_BITS
     for mode in sparse:
-        yield mode, {"sync": {"mode": mode}, "publish": FEW_BITS["publish"]}
+        yield {"sync": {"mode": mode}, "publish": FEW_BITS["publish"]}
 
 
-def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[tuple[str, Block]]:
+def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
     degrees = aligned_degrees(topology)
     for weights, gradients in product(degrees, repeat=2):
         if gradients % weights:
@@ -106,16 +118,14 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[tuple[str
                     "optimizer": optimizer,
                 }
                 given = {role: degree for role, degree in degrees_of.items() if degree is not None}
-                words = ", ".join(f"{role} {degree}" for role, degree in given.items())
                 block: dict[str, Any] = {role: _place(topology, degree) for role, degree in given.items()}
                 if not bits:
-                    yield words, block
+                    yield block
                     continue
                 block["quantize"] = dict(PAPER_BITS)
-                yield f"{words}, paper's bits", block
-                for how, more in _between_nodes(sparse):
-                    moving = _moving(more, degrees_of, topology)
-                    yield f"{words}, paper's bits, {how} {' and '.join(moving)}", {**block, **moving}
+                yield block
+                for more in _between_nodes(sparse):
+                    yield {**block, **_moving(more, degrees_of, topology)}
 
 
 def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topology) -> Block:
