@@ -162,3 +162,15 @@ def test_check_of_auto_says_how_to_learn_what_it_would_choose(run: Run, tmp_path
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}}))
     status, out, err = run("check", str(path))
     assert (status, out) == (2, "") and "zero-topo plan --params N" in err and err.count("\n") == 1
+
+
+def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: Path) -> None:
+    """The largest model grows when the optimizer's states are in the host's memory."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    words = ("--max-params", "--machine", "frontier", "--nodes", "2", "--scheme", "topo")
+    plain, offloaded = (as_json(run, *words, *more) for more in ((), ("--deepspeed-config", str(path))))
+    most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
+    assert most > 1.2 * least
+    status, _, err = run("plan", *words, "--deepspeed-config", str(tmp_path / "none.json"))
+    assert status == 2 and "none.json" in err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema
 from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import choose, explain
-from zero_topo.cost.footprint import activation_bytes, gathered_bytes, predict_memory
+from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Task, max_params, rank_plans
@@ -78,6 +79,21 @@ def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() 
     assert gathered_bytes(config, small, 2) == 2 * small.params + 2 * (50257 + 1024) * 768
     layer = sum(large.modules()[1][1])
     assert gathered_bytes(config, large, 2) == 2 * (2 * layer) + 2 * layer
+
+
+def test_deepspeeds_own_settings_count() -> None:
+    """Buckets and live parameters as they are set; offloaded states and their gradients are not on the device."""
+    config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
+    flight = InFlight.read({"reduce_bucket_size": 5e7, "stage3_max_live_parameters": 0, "sub_group_size": 1000})
+    assert flight == InFlight(live=0, bucket=50_000_000, sub_group=1000)
+    held, usual = (predict_memory(config, work, Job(NEOX, 1, 1), which) for which in (flight, DEFAULTS))
+    assert (held["bucket"], usual["bucket"]) == (100_000_000, 1_000_000_000)
+    assert held["step"] == 4000 and held["gathered"] < usual["gathered"]
+    offloaded = predict_memory(config, work, Job(NEOX, 1, 1), InFlight.read({"offload_optimizer": {"device": "cpu"}}))
+    assert offloaded == {role: n for role, n in usual.items() if role != "step"} | {"optimizer": 0}
+    assert InFlight.read({"reduce_bucket_size": "auto", "offload_optimizer": None}) == DEFAULTS
+    with pytest.raises(ValueError, match=r"zero_optimization\.reduce_bucket_size is 'x'; it must be a number"):
+        InFlight.read({"reduce_bucket_size": "x"})
 
 
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
@@ -277,13 +293,21 @@ class Parameter(SimpleNamespace):
         return 2
 
 
-def engine(*numels: int) -> Any:
+def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
     parameters = [Parameter(ds_numel=numel) for numel in numels]
     return SimpleNamespace(
         module=SimpleNamespace(parameters=lambda: iter(parameters)),
         train_micro_batch_size_per_gpu=lambda: 2,
         gradient_accumulation_steps=lambda: 4,
+        zero_max_live_parameters=lambda: flight.live,
+        zero_reduce_bucket_size=lambda: flight.bucket,
+        zero_sub_group_size=lambda: flight.sub_group,
+        zero_cpu_offload=lambda: flight.offload,
     )
+
+
+def held_line(notes: Sequence[str]) -> str:
+    return next(note for note in notes if note.startswith("scheme auto: it needs "))
 
 
 def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
@@ -292,6 +316,8 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     assert first == second
     assert first.notes[0].startswith("scheme auto: 1,882,521,600 parameters")
     assert choose_plan(ASKED, TREE, engine(10)).plan.world_size == 8
+    roomy = choose_plan(ASKED, FRONTIER, engine(*numels, flight=InFlight(live=0, bucket=10**6)))
+    assert held_line(roomy.notes) != held_line(first.notes)
     assert choose_plan(ASKED, TREE, None).plan.world_size == 8
 
 

@@ -89,6 +89,6 @@ def _draw(options: PlanOptions) -> None:
     held = {}
     for name in options.scheme or SCHEMES:
         config = ZeroTopoConfig.parse({"scheme": name}).resolve(task.topology)
-        held[name] = predict_memory(config, task.work, task.job)
+        held[name] = predict_memory(config, task.work, task.job, task.flight)
     title = f"{task.job.model.params:,} parameters on {task.topology.world_size} ranks of {task.topology.name}"
     memory_bars(held, task.topology.memory_per_rank, title, options.plot)

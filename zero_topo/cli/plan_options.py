@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.inputs import machine, read_count
-from zero_topo.config import SPARSE_MODES
+from zero_topo.config import SPARSE_MODES, load_deepspeed_config
+from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Task
 from zero_topo.cost.simulator import Job
@@ -51,6 +52,10 @@ class PlanOptions:
     reserve: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the memory to leave free.")] = RESERVE
     sparse: Annotated[
         list[str] | None, typer.Option(metavar="MODE", help="Sparse sync to try too, may be repeated.")
+    ] = None
+    deepspeed_config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Its buckets and offload count, in place of DeepSpeed's defaults."),
     ] = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what each rank holds.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
@@ -127,11 +132,13 @@ def found_task(options: PlanOptions) -> Task:
     """Machine, model and job for the planner.
 
     Raises:
-        ValueError: as the functions above, or for an unknown mode of sync.
+        ValueError: as the functions above, for an unknown mode of sync, or a config that cannot be read.
     """
     known = [mode.MODE for mode in SPARSE_MODES]
     for mode in options.sparse or ():
         if mode not in known:
             raise ValueError(f"--sparse {mode}: no sparse mode of sync; choose among {', '.join(known)}")
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
-    return Task(found_machine(options), job, reserve=options.reserve, sparse=tuple(options.sparse or ()))
+    zero = load_deepspeed_config(options.deepspeed_config or {}).get("zero_optimization") or {}
+    sparse = tuple(options.sparse or ())
+    return Task(found_machine(options), job, reserve=options.reserve, sparse=sparse, flight=InFlight.read(zero))

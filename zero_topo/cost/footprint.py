@@ -13,14 +13,17 @@ Note [In flight]
     DeepSpeed keeps gathered parameters until ``stage3_max_live_parameters`` (10^9 elements by default) are there, but
     at least the module in use and those that are prefetched; messages of the gather are beside them. Its bucket of
     gradients has ``reduce_bucket_size`` elements (5 * 10^8 by default) whatever the model's size. The optimizer steps
-    through ``sub_group_size`` elements (10^9) at a time, whose gradients are copied to FP32.
+    through ``sub_group_size`` elements (10^9) at a time, whose gradients are copied to FP32. With ``offload_optimizer``
+    its states and these copies are in the host's memory, which is not counted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload
@@ -28,19 +31,53 @@ from zero_topo.cost.volume import Workload
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
 
-LIVE_ELEMENTS = 10**9
-BUCKET_ELEMENTS = 5 * 10**8
-SUB_GROUP_ELEMENTS = 10**9
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
+@dataclass(frozen=True)
+class InFlight:
+    """DeepSpeed's settings that memory depends on, in elements; see Note [In flight].
+
+    Attributes:
+        live: ``stage3_max_live_parameters``.
+        bucket: ``reduce_bucket_size``.
+        sub_group: ``sub_group_size``.
+        offload: whether ``offload_optimizer`` names the CPU.
+    """
+
+    live: int = 10**9
+    bucket: int = 5 * 10**8
+    sub_group: int = 10**9
+    offload: bool = False
+
+    @classmethod
+    def read(cls, zero: Mapping[str, Any]) -> InFlight:
+        """Of the ``zero_optimization`` object of a DeepSpeed config; what is absent or "auto" has its default.
+
+        Raises:
+            ValueError: for what is no number.
+        """
+        keys = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
+        found = {name: zero[key] for name, key in keys.items() if zero.get(key, AUTO) != AUTO}
+        for name, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"zero_optimization.{keys[name]} is {value!r}; it must be a number of elements")
+        device = (zero.get("offload_optimizer") or {}).get("device", "none")
+        return cls(**{name: int(value) for name, value in found.items()}, offload=device == "cpu")
+
+
+DEFAULTS = InFlight()
+"""DeepSpeed's own."""
+
+
+def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS) -> dict[str, int]:
     """Bytes per rank at the peak of a step, by role.
 
     Args:
         config: plan and formats.
         work: the parameters, for the shards.
         job: the model's shape and the micro-batch, for what is in flight.
+        flight: DeepSpeed's settings.
 
     Returns:
         The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes, "gathered" parameters,
@@ -52,17 +89,25 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job) -> dict[str
     held = memory_bytes(config, work, accumulated, states)
     plan = config.plan
     columns = sum(plan.shard_numel(m) for m in work.numels)
+    stepped = (
+        0
+        if flight.offload or work.itemsize == 4
+        else min(flight.sub_group, plan.world_size // plan.optimizer * columns)
+    )
+    held |= {"optimizer": 0} if flight.offload else {}
     beside = {
         "masks": mask_bytes(config.sync, plan, columns),
-        "gathered": gathered_bytes(config, job.model, work.itemsize, job.prefetch),
-        "bucket": BUCKET_ELEMENTS * work.itemsize,
-        "step": min(SUB_GROUP_ELEMENTS, plan.world_size // plan.optimizer * columns) * 4 if work.itemsize < 4 else 0,
+        "gathered": gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live),
+        "bucket": flight.bucket * work.itemsize,
+        "step": stepped * 4,
         "activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize),
     }
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
-def gathered_bytes(config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1) -> int:
+def gathered_bytes(
+    config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
+) -> int:
     """Bytes of whole parameters on a rank and of the messages they come in; see Note [In flight].
 
     Args:
@@ -70,10 +115,11 @@ def gathered_bytes(config: ResolvedConfig, model: Transformer, itemsize: int, pr
         model: its modules are gathered one by one.
         itemsize: bytes per weight.
         prefetch: modules gathered ahead.
+        live: elements that may be whole at once.
     """
     sizes = [sum(numels) for _, numels in model.modules()]
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
-    whole = min(model.params, max(LIVE_ELEMENTS, ahead))
+    whole = min(model.params, max(live, ahead))
     if config.plan.weights == 1:
         return whole * itemsize
     spec = config.weights_spec

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost.candidates import Candidate, candidates
-from zero_topo.cost.footprint import predict_memory
+from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.simulator import Job, simulate
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, step_bytes
@@ -50,6 +50,7 @@ class Task:
         numels: elements of each parameter, where they are known better than from the shape.
         reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
         sparse: modes of sync to try beside dense and quantized; they change how training converges.
+        flight: DeepSpeed's settings that memory depends on.
     """
 
     topology: Topology
@@ -57,6 +58,7 @@ class Task:
     numels: tuple[int, ...] | None = None
     reserve: float = RESERVE
     sparse: tuple[str, ...] = ()
+    flight: InFlight = DEFAULTS
 
     @cached_property
     def machine(self) -> Topology:
@@ -179,7 +181,7 @@ def rank_plans(asked: ZeroTopoConfig, task: Task, seconds: Seconds | None = None
     refused: list[Priced] = []
     for candidate in candidates(asked, task.machine, task.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, predict_memory(candidate.config, task.work, task.job), wire)
+        priced = Priced(candidate, predict_memory(candidate.config, task.work, task.job, task.flight), wire)
         (refused if task.limit is not None and priced.held > task.limit else fitting).append(priced)
     finalists = sorted(fitting, key=lambda plan: (not plan.candidate.named, plan.wire))
     last = sum(plan.candidate.named for plan in fitting) + FINALISTS
@@ -220,7 +222,7 @@ def max_params(config: ResolvedConfig, task: Task) -> int | None:
     def fits(params: int) -> bool:
         job = replace(task.job, model=scaled(params, sequence=task.job.model.sequence))
         work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches)
-        return sum(predict_memory(config, work, job).values()) <= limit
+        return sum(predict_memory(config, work, job, task.flight).values()) <= limit
 
     low = LEAST_PARAMS
     if not fits(low):

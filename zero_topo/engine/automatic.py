@@ -13,6 +13,7 @@ from typing import Any
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost.candidates import candidates
 from zero_topo.cost.explain import choose
+from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.planner import Task
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
@@ -44,7 +45,13 @@ def choose_plan(block: ZeroTopoConfig, topology: Topology, engine: Any | None) -
         engine.gradient_accumulation_steps(),
         itemsize=max((p.element_size() for p in parameters), default=4),
     )
-    chosen = choose(block, Task(topology, job, numels))
+    flight = InFlight(
+        engine.zero_max_live_parameters(),
+        engine.zero_reduce_bucket_size(),
+        engine.zero_sub_group_size(),
+        engine.zero_cpu_offload(),
+    )
+    chosen = choose(block, Task(topology, job, numels, flight=flight))
     shape = f"{job.model.layers} layers of width {job.model.hidden}, {job.model.sequence} tokens a sequence"
     assumed = f"scheme auto: {sum(numels):,} parameters, counted as a transformer of {shape}"
     resolved = chosen.config.resolve(topology)
