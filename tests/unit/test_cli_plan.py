@@ -172,5 +172,6 @@ def test_a_deepspeed_config_brings_its_buckets_and_offload(run: Run, tmp_path: P
     plain, offloaded = (as_json(run, *words, *more) for more in ((), ("--deepspeed-config", str(path))))
     most, least = (found["schemes"]["topo"]["max_params"] for found in (offloaded, plain))
     assert most > 1.2 * least
-    status, _, err = run("plan", *words, "--deepspeed-config", str(tmp_path / "none.json"))
-    assert status == 2 and "none.json" in err
+    missing = str(tmp_path / ("a-folder" * 20) / "none.json")
+    status, _, err = run("plan", *words, "--deepspeed-config", missing)
+    assert status == 2 and f'"{missing}": no such file' in err

@@ -37,7 +37,8 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     path = Path(source)
     if _is_file(path):
         return _parse_object(path.read_text(encoding="utf-8"), f"DeepSpeed config {path}")
-    shown = as_json(str(source))
+    # base64 may be cut, the name of a file not: dots and slashes are not in the alphabet of the former
+    shown = f'"{source}"' if set("./") & set(str(source)) else as_json(str(source))
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
