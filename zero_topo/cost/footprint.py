@@ -89,17 +89,13 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     held = memory_bytes(config, work, accumulated, states)
     plan = config.plan
     columns = sum(plan.shard_numel(m) for m in work.numels)
-    stepped = (
-        0
-        if flight.offload or work.itemsize == 4
-        else min(flight.sub_group, plan.world_size // plan.optimizer * columns)
-    )
+    copied = work.itemsize < 4 and not flight.offload
     held |= {"optimizer": 0} if flight.offload else {}
     beside = {
         "masks": mask_bytes(config.sync, plan, columns),
         "gathered": gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live),
         "bucket": flight.bucket * work.itemsize,
-        "step": stepped * 4,
+        "step": min(flight.sub_group, plan.world_size // plan.optimizer * columns) * 4 if copied else 0,
         "activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize),
     }
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}

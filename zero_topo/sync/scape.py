@@ -117,11 +117,15 @@ class Scape(Masked[Memory]):
         """See :meth:`SyncMode.before_update`: off the mask the momentum has gone into the residuals."""
         if self._pending is None or self._pending.outcome is None:
             return
-        bits = self._state.bits.wait()
+        within = list(self._within(begin, width))
+        if not within:
+            return
+        low, high = within[0][1].start, within[-1][1].stop
+        mask = self.unpacked(self._state.bits.wait(), low, high)
         for moment in self.context.moments():
             if moment.begin == begin:
-                for columns, places in self._within(begin, width):
-                    moment.mean[:, columns] *= self.unpacked(bits, places.start, places.stop).to(moment.mean)
+                for columns, places in within:
+                    moment.mean[:, columns] *= mask[:, places.start - low : places.stop - low].to(moment.mean)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """See :meth:`SyncMode.start`."""

@@ -148,7 +148,7 @@ class Sparse(SyncMode, Generic[State]):
 
     def _table(self, shard: Tensor) -> Tensor:
         """The rows of all peers, ``[P, C]`` in FP32, a copy: the shard itself, or its sums inside the node."""
-        table = shard.new_zeros(self.peers.size, self._columns, dtype=torch.float32)
+        table = shard.new_empty(self.peers.size, self._columns, dtype=torch.float32)
         if self._inner is None:
             for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
                 table[:, first:past].copy_(shard[:, begin:end])
