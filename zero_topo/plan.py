@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Degree = int | str
 
+PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")
+"""What ranks talk for, in the order of an optimizer step; "gather_exact" is of weights that are kept whole."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -176,6 +179,28 @@ class Plan:
             for base in range(0, self.world_size, hi)
             for k in range(lo)
         ]
+
+    def hop(self, phase: str) -> tuple[int, int]:
+        """The hop ``(lo, hi)`` of one of :data:`PHASES`; that of sync is its way up, to one row each."""
+        copy = self.weights if self.secondary is None or self.weights == 1 else self.secondary
+        return {
+            "gather_forward": (1, self.weights),
+            "gather_backward": (1, copy),
+            "gather_exact": (1, self.weights),
+            "scatter": (1, self.gradients),
+            "sync": (self.gradients, self.world_size),
+            "publish": (self.weights, self.optimizer),
+        }[phase]
+
+    def hops(self) -> list[tuple[int, int]]:
+        """Every hop that an engine of this plan may travel, in the order in which its ranks create the groups.
+
+        Those of the phases; from one row each to the optimizer shard, for sync's way back and the FP32 masters; and
+        from the world shards to the weights, for a start.
+        """
+        hop, world = self.hop, self.world_size
+        first = [hop("gather_forward"), hop("scatter"), hop("sync"), (self.optimizer, world), hop("publish")]
+        return list(dict.fromkeys([*first, (self.weights, world), hop("gather_backward")]))
 
     def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """The hops by which a collective over the hop ``(lo, hi)`` goes, innermost first (Note [Routes])."""

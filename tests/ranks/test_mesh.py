@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.harness import fake_world, run_threads
 from tests.ranks.worlds import shuffled
-from zero_topo.engine.stage3 import travelled
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.presets import emulated, load_preset
@@ -24,7 +23,7 @@ def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
     plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
     rank = 40_003
     with fake_world(machine.world_size, rank):
-        mesh = Mesh(plan, machine, travelled(plan))
+        mesh = Mesh(plan, machine, plan.hops())
         pair, node = mesh.hop(1, 2), mesh.hop(1, 8)
         across, publish = mesh.hop(8, machine.world_size), mesh.route(2, machine.world_size)
         assert dist.get_process_group_ranks(pair.group) == [40_002, 40_003]
@@ -43,9 +42,9 @@ def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
     plan = Plan.build(machine, ("gpu", None, "node", "world"))
 
     def rank_main(rank: int) -> bool:
-        mesh = Mesh(plan, machine, travelled(plan))
+        mesh = Mesh(plan, machine, plan.hops())
         right = []
-        for lo, hi in (pair for whole in travelled(plan) for pair in plan.route(*whole)):
+        for lo, hi in (pair for whole in plan.hops() for pair in plan.route(*whole)):
             hop = mesh.hop(lo, hi)
             if hop.group is None:
                 continue
@@ -53,7 +52,7 @@ def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
             dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
             right.append([int(seen[slot]) for slot in hop.slots] == plan.group(rank, lo, hi))
             right.append(plan.group(rank, lo, hi)[hop.index] == rank)
-        for lo, hi in travelled(plan):
+        for lo, hi in plan.hops():
             right.append(plan.group(rank, lo, hi)[mesh.route(lo, hi).index] == rank)
         return all(right)
 
@@ -68,7 +67,7 @@ def test_ranks_that_are_in_unequally_many_groups_of_their_own_do_not_hang_ours()
     def rank_main(rank: int) -> list[int]:
         dist.new_group([0, 1, 5])
         dist.new_group([2, 5])
-        hop = Mesh(plan, machine, travelled(plan)).hop(1, 2)
+        hop = Mesh(plan, machine, plan.hops()).hop(1, 2)
         seen = torch.empty(2, dtype=torch.int64)
         dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
         return seen.tolist()

@@ -93,22 +93,9 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
 
 def _hop(config: ResolvedConfig, phase: str, domain: str) -> Hop:
     """The hop of a phase whose group spans the domain."""
-    fitting = [hop for hop in _route(config.plan, phase) if config.topology.domain(hop[1]) == domain]
+    fitting = [hop for hop in config.plan.route(*config.plan.hop(phase)) if config.topology.domain(hop[1]) == domain]
     assert fitting, f"{phase} has no hop in the {domain}"
     return fitting[-1]
-
-
-def _route(plan: Plan, phase: str) -> list[Hop]:
-    backward = plan.secondary if plan.secondary is not None and plan.weights > 1 else plan.weights
-    routes = {
-        "gather_forward": (1, plan.weights),
-        "gather_backward": (1, backward),
-        "gather_exact": (1, plan.weights),
-        "scatter": (1, plan.gradients),
-        "sync": (plan.gradients, plan.world_size),
-        "publish": (plan.weights, plan.optimizer),
-    }
-    return plan.route(*routes[phase])
 
 
 def _outside(plan: Plan, hop: Hop, unit: int) -> float:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from zero_topo.collectives.handle import Work
+from zero_topo.plan import PHASES
+
+__all__ = ["PHASES", "Exchange", "Listener", "Meter"]
 
 Key = tuple[str, str]
 T = TypeVar("T")
-
-PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")
 
 
 @dataclass(frozen=True)

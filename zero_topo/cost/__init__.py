@@ -7,7 +7,6 @@ from zero_topo.cost import scape  # noqa: F401  (registers its formulas)
 from zero_topo.cost.memory import (
     ADAM_BYTES,
     ADAM_BYTES_FP32,
-    ideal_bytes,
     memory_bytes,
     padding_bytes,
     paper_memory_table,
@@ -15,7 +14,7 @@ from zero_topo.cost.memory import (
 from zero_topo.cost.radius import between_bytes, resampling_bytes
 from zero_topo.cost.sparse import sent_picks
 from zero_topo.cost.tagc import bytes_from_owner, bytes_to_owner
-from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes, table_units
+from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes
 
 __all__ = [
     "ADAM_BYTES",
@@ -26,7 +25,6 @@ __all__ = [
     "by_domain",
     "bytes_from_owner",
     "bytes_to_owner",
-    "ideal_bytes",
     "memory_bytes",
     "padding_bytes",
     "paper_memory_table",
@@ -34,5 +32,4 @@ __all__ = [
     "resampling_bytes",
     "sent_picks",
     "step_bytes",
-    "table_units",
 ]

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import Books, backward_source, book_sync, message_bytes, rows_message
+from zero_topo.cost.volume import Books, backward_spec, book_sync, message_bytes, rows_message
+from zero_topo.quant.spec import BlockSpec
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
@@ -117,29 +117,28 @@ class Packets:
 
     def _gather_forward(self, numels: tuple[int, ...]) -> Packet:
         spec = self.config.weights_spec
-        return self._gather("gather_forward", numels, (self.config.plan.weights, spec), packs=spec is not None)
+        return self._gather("gather_forward", numels, spec, packs=spec is not None)
 
     def _gather_backward(self, numels: tuple[int, ...]) -> Packet:
-        degree, spec = backward_source(self.config)
-        stored = self.config.plan.secondary is not None
-        return self._gather("gather_backward", numels, (degree, spec), packs=spec is not None and not stored)
+        spec, stored = backward_spec(self.config), self.config.plan.secondary is not None
+        return self._gather("gather_backward", numels, spec, packs=spec is not None and not stored)
 
-    def _gather(self, phase: str, numels: Sequence[int], source: tuple[int, Any], packs: bool) -> Packet:
-        degree, spec = source
-        rows, itemsize = self.config.plan.world_size // degree, self.job.itemsize
+    def _gather(self, phase: str, numels: Sequence[int], spec: BlockSpec | None, packs: bool) -> Packet:
+        hop = self.config.plan.hop(phase)
+        rows, itemsize = self.config.plan.world_size // hop[1], self.job.itemsize
         widths = self._columns(numels)
         message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
         whole = rows * sum(widths) * itemsize
         books = Books(self.config.plan)
-        books.gather(phase, (1, degree), message)
-        return self._packet(phase, books, (whole + message) * packs, degree * (message + whole))
+        books.gather(phase, hop, message)
+        return self._packet(phase, books, (whole + message) * packs, hop[1] * (message + whole))
 
     def _scatter(self, numels: tuple[int, ...]) -> Packet:
         plan, itemsize = self.config.plan, self.job.itemsize
         columns = sum(self._columns(numels))
         message = message_bytes(plan.world_size // plan.gradients * columns, self.config.gradients_spec, itemsize)
         books = Books(plan)
-        books.reduce("scatter", (1, plan.gradients), message)
+        books.reduce("scatter", plan.hop("scatter"), message)
         touched = plan.world_size * columns * itemsize + sum(hop.sent for hop in books.hops())
         return self._packet("scatter", books, touched, touched)
 
@@ -157,7 +156,7 @@ class Packets:
         rows = plan.world_size // plan.optimizer
         message = rows_message(rows, self._columns(numels), config.publish.spec, itemsize)
         books = Books(plan)
-        books.gather("publish", (plan.weights, plan.optimizer), message)
+        books.gather("publish", plan.hop("publish"), message)
         touched = sum(hop.sent for hop in books.hops())
         return self._packet("publish", books, message, touched)
 

@@ -100,22 +100,20 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     shards = [plan.shard_numel(m) for m in work.numels]
     gathered = [n for n, kept in zip(shards, work.persistent, strict=True) if not kept]
     kept_whole = [n for n, kept in zip(shards, work.persistent, strict=True) if kept]
-    backward_degree, backward_spec = backward_source(config)
-
     books = Books(plan)
 
-    def gather(phase: str, degree: int, sizes: Iterable[int], spec: BlockSpec | None, times: int = 1) -> None:
-        nbytes = sum(message_bytes(plan.world_size // degree * n, spec, work.itemsize) for n in sizes)
-        books.gather(phase, (1, degree), times * nbytes)
+    def gather(phase: str, sizes: Iterable[int], spec: BlockSpec | None, times: int = 1) -> None:
+        rows = plan.world_size // plan.hop(phase)[1]
+        books.gather(phase, plan.hop(phase), times * sum(message_bytes(rows * n, spec, work.itemsize) for n in sizes))
 
-    gather("gather_forward", plan.weights, gathered, config.weights_spec, work.micro_batches)
-    gather("gather_backward", backward_degree, gathered, backward_spec, work.micro_batches)
-    gather("gather_exact", plan.weights, kept_whole, None)
+    gather("gather_forward", gathered, config.weights_spec, work.micro_batches)
+    gather("gather_backward", gathered, backward_spec(config), work.micro_batches)
+    gather("gather_exact", kept_whole, None)
     rows = plan.world_size // plan.gradients
     for bucket in work.parameter_buckets():
         numel = rows * sum(shards[i] for i in bucket)
         scattered = message_bytes(numel, config.gradients_spec, work.scatter_itemsize)
-        books.reduce("scatter", (1, plan.gradients), work.micro_batches * scattered)
+        books.reduce("scatter", plan.hop("scatter"), work.micro_batches * scattered)
     sizes = [plan.world_size * n for n in shards]
     for run in packed_runs(sizes, None if config.sync.WHOLE else work.run_numel):
         book_sync(config.sync, books, [shards[i] for i in run], work.sync_itemsize)
@@ -123,7 +121,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     for run in packed_runs(sizes, work.run_numel):
         widths = [shards[i] for i in run]
         published = rows_message(rows, widths, config.publish.spec, work.publish_itemsize)
-        books.gather("publish", (plan.weights, plan.optimizer), published)
+        books.gather("publish", plan.hop("publish"), published)
     sent: Counter[Key] = Counter()
     for phase, degree, nbytes in books.moves:
         sent[phase, config.topology.domain(degree)] += int(nbytes)
@@ -198,8 +196,9 @@ def book_sync(mode: object, books: Books, widths: Sequence[int], itemsize: int) 
 def _(mode: DenseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
     """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
     plan, row = books.plan, sum(widths) * itemsize
-    books.reduce("sync", (plan.gradients, plan.world_size), row)
-    books.gather("sync", (_sync_target(mode, plan), plan.world_size), row)
+    books.reduce("sync", plan.hop("sync"), row)
+    whole = mode.reduce == "all_reduce"
+    books.gather("sync", (plan.gradients if whole else plan.optimizer, plan.world_size), row)
 
 
 @book_sync.register
@@ -215,13 +214,8 @@ def _(mode: QuantizedSync, books: Books, widths: Sequence[int], itemsize: int) -
 
 def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
     """The hop of a quantized sync inside the node, if gradients are spread over less than one, and that across."""
-    *inner, outer = plan.route(plan.gradients, plan.world_size)
+    *inner, outer = plan.route(*plan.hop("sync"))
     return (inner[0] if inner else None), outer
-
-
-def _sync_target(mode: object, plan: Plan) -> int:
-    whole = isinstance(mode, DenseSync) and mode.reduce == "all_reduce"
-    return plan.gradients if whole else plan.optimizer
 
 
 def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
@@ -231,12 +225,9 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
     return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
-def backward_source(config: ResolvedConfig) -> tuple[int, BlockSpec | None]:
-    """Degree and wire format of the gather before a backward: the secondary copy's if there is one."""
-    plan = config.plan
-    if plan.secondary is None or plan.weights == 1:
-        return plan.weights, config.weights_spec
-    return plan.secondary, config.secondary_spec
+def backward_spec(config: ResolvedConfig) -> BlockSpec | None:
+    """Wire format of the gather before a backward: the secondary copy's if there is one."""
+    return config.weights_spec if config.plan.secondary is None else config.secondary_spec
 
 
 def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
@@ -261,38 +252,6 @@ class Term:
     volume: Fraction
     degree: int
     domain: str
-
-
-def table_units(config: ResolvedConfig) -> tuple[Term, ...]:
-    """The paper's Table VII for any plan: per micro-batch gathers and scatter, per step sync and publish.
-
-    Unquantized values are counted as 16 bits; phases in which nothing moves are left out.
-    """
-    plan, n = config.plan, config.plan.world_size
-    books = Books(plan)
-
-    def book(phase: str, move: Callable[..., None], pair: tuple[int, int], spec: BlockSpec | None) -> None:
-        move(phase, pair, Fraction(1, pair[1]) * _share_of_16_bits(spec))
-
-    backward_degree, backward_spec = backward_source(config)
-    book("gather_forward", books.gather, (1, plan.weights), config.weights_spec)
-    book("gather_backward", books.gather, (1, backward_degree), backward_spec)
-    book("scatter", books.reduce, (1, plan.gradients), config.gradients_spec)
-    book("sync", books.reduce, (plan.gradients, n), getattr(config.sync, "spec", None))
-    book("sync", books.gather, (_sync_target(config.sync, plan), n), None)
-    book("publish", books.gather, (plan.weights, plan.optimizer), config.publish.spec)
-    merged: dict[tuple[str, int], Fraction] = {}
-    for phase, degree, volume in books.moves:
-        merged[phase, degree] = merged.get((phase, degree), Fraction(0)) + volume
-    return tuple(
-        Term(phase, volume, degree, config.topology.domain(degree))
-        for (phase, degree), volume in merged.items()
-        if volume
-    )
-
-
-def _share_of_16_bits(spec: BlockSpec | None) -> Fraction:
-    return Fraction(1) if spec is None else Fraction(spec.bits, 16)
 
 
 def paper_volume_table(nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2) -> dict[str, tuple[Term, ...]]:

@@ -25,7 +25,6 @@ from zero_topo.engine.owed import STATE, found
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
-from zero_topo.plan import Plan
 from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
@@ -111,7 +110,7 @@ class Stage3:
         self.setup = setup
         self.meter = Meter(config.meter)
         self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
-        self.mesh = Mesh(config.plan, config.topology, travelled(config.plan))
+        self.mesh = Mesh(config.plan, config.topology, config.plan.hops())
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
@@ -274,14 +273,6 @@ class Stage3:
         kept = self.gradients.mode.state_bytes()
         shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
         return {**shards, "residual": kept} if kept else shards
-
-
-def travelled(plan: Plan) -> list[tuple[int, int]]:
-    """Every ``(lo, hi)`` an engine of this plan may communicate over, in the order in which ranks create the groups."""
-    world = plan.world_size
-    pairs = [(1, plan.weights), (1, plan.gradients), (plan.gradients, world), (plan.optimizer, world)]
-    pairs += [(plan.weights, plan.optimizer), (plan.weights, world)]
-    return [*pairs, (1, plan.secondary)] if plan.secondary is not None else pairs
 
 
 def _dtype(name: str | None, default: torch.dtype) -> torch.dtype:

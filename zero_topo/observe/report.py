@@ -18,11 +18,11 @@ from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render
+from zero_topo.plan import PHASES
 
 __all__ = ["RankBytes", "Result", "RunStats", "build_report", "read_report", "render"]
 
 DOMAINS = ("gpu", "node", "world")
-PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")  # in a step's order
 
 
 class RunStats(Protocol):
