@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Times of collectives: by hand on small machines, never slower on faster links, refused where nothing is known."""
+"""Times of hops: by hand on small machines, never slower on faster links, refused where nothing is known."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_topo.cost.time import Collective, Network, collective_seconds, rates_of
+from zero_topo.cost.time import Network, rates_of
 from zero_topo.topology import Link, Topology, emulated, load_preset
 from zero_topo.topology.presets import load_machine, preset_names
-from zero_topo.topology.rates import Rates
+from zero_topo.topology.rates import PATTERNS, Rates
 
 RATES = Rates(1e12, 1.0, 1e12, 1.0)
 GPU, NODE, WORLD = Link(1000.0, 0.5), Link(100.0, 1.0), Link(10.0, 2.0)
 TREE = Topology("tree", 3, 2, 2, links={"gpu": GPU, "node": NODE, "world": WORLD})
-KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
-def seconds(kind: str, lo: int, hi: int, message: float, algorithm: str, rates: Rates = RATES) -> float:
-    return collective_seconds(Network(TREE, rates), Collective(kind, lo, hi, message), algorithm)
+def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -> float:
+    return Network(TREE, rates).hop(lo, hi, sent, pattern).seconds
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "direct", "hierarchical"])
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
-def test_two_dies_take_the_latency_and_one_message(kind: str, algorithm: str) -> None:
-    assert seconds(kind, 1, 2, 3000.0, algorithm) == pytest.approx(0.5 + 3)
-
-
-def test_one_rank_alone_takes_no_time() -> None:
-    assert seconds("all_gather", 4, 4, 1e9, "ring") == 0
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_two_dies_take_the_latency_and_one_message(pattern: str) -> None:
+    assert seconds(1, 2, 3000.0, pattern) == pytest.approx(0.5 + 3)
 
 
 def test_direct_messages_use_the_link_of_the_smallest_domain_that_holds_both_ends() -> None:
@@ -64,43 +58,21 @@ def test_latencies_add_up_around_a_ring() -> None:
     )
 
 
-def test_a_hierarchical_gather_is_its_two_hops() -> None:
-    # 2 messages from the other nodes at 10 bytes/s, then 3 inside of 3 each.
-    network = Network(TREE, replace(RATES, gather="direct"))
-    found = collective_seconds(network, Collective("all_gather", 1, 12, 100.0))
-    assert found == pytest.approx((2.0 + 2 * 100 / 10) + (1.0 + 2 * 300 / 100))
-
-
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
-    parts = sum(seconds(kind, 1, 12, 10.0, "ring") for kind in ("reduce_scatter", "all_gather"))
-    assert seconds("all_reduce", 1, 12, 120.0, "ring") == pytest.approx(parts)
-
-
-def test_a_tree_pays_logarithmic_latency_for_twice_the_message() -> None:
-    assert seconds("all_reduce", 4, 12, 100.0, "tree") == pytest.approx(2 * 2 * 2.0 + 200 / 10)
-
-
-def test_an_all_to_all_in_two_hops_sums_nothing_on_the_way() -> None:
-    reduced, exchanged = (seconds(kind, 1, 12, 100.0, "hierarchical") for kind in ("reduce_scatter", "all_to_all"))
-    assert exchanged > reduced
-
-
 @settings(max_examples=100, deadline=None)
 @given(
-    kind=st.sampled_from(KINDS),
-    algorithm=st.sampled_from(["ring", "direct", "hierarchical"]),
+    pattern=st.sampled_from(PATTERNS),
     pair=st.sampled_from([(1, 2), (1, 4), (2, 4), (1, 12), (2, 12), (4, 12)]),
-    message=st.floats(0, 1e9),
+    sent=st.floats(0, 1e9),
     domain=st.sampled_from(["gpu", "node", "world"]),
     faster=st.floats(1, 100),
 )
 def test_a_faster_link_and_a_smaller_message_are_never_slower(
-    kind: str, algorithm: str, pair: tuple[int, int], message: float, domain: str, faster: float
+    pattern: str, pair: tuple[int, int], sent: float, domain: str, faster: float
 ) -> None:
-    before = seconds(kind, *pair, message, algorithm)
-    after = seconds(kind, *pair, message, algorithm, replace(RATES, link_efficiency={domain: faster}))
+    before = seconds(*pair, sent, pattern)
+    after = seconds(*pair, sent, pattern, replace(RATES, link_efficiency={domain: faster}))
     assert after <= before * (1 + 1e-9)
-    assert seconds(kind, *pair, message / 2, algorithm) <= before
+    assert seconds(*pair, sent / 2, pattern) <= before
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "single-node"])
@@ -112,23 +84,10 @@ def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     assert rates_of(load_preset(name, 8)) == machine.rates
 
 
-@pytest.mark.parametrize(
-    ("what", "algorithm", "complaint"),
-    [
-        (Collective("all_gathr", 1, 2, 1.0), "ring", "did you mean 'all_gather'"),
-        (Collective("all_gather", 1, 2, 1.0), "rign", "did you mean 'ring'"),
-        (Collective("all_gather", 1, 2, 1.0), "tree", "choose ring or hierarchical"),
-    ],
-)
-def test_an_unknown_collective_or_algorithm_is_refused(what: Collective, algorithm: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        collective_seconds(Network(TREE, RATES), what, algorithm)
-
-
 def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:
     bare = emulated(2, 2, 2)
     with pytest.raises(ValueError, match="says nothing of the 'gpu' link"):
-        collective_seconds(Network(bare, RATES), Collective("all_gather", 1, 2, 1.0))
+        Network(bare, RATES).hop(1, 2, 1.0, "ring")
     with pytest.raises(ValueError, match="how fast a rank of 'emulated' computes is not known; take a preset"):
         rates_of(bare)
 

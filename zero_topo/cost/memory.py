@@ -14,7 +14,6 @@ from functools import singledispatch
 from zero_topo.config import ROLES, QuantizedSync, ResolvedConfig
 from zero_topo.cost.volume import Workload, sync_hops
 from zero_topo.plan import Plan
-from zero_topo.quant.spec import BlockSpec
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 RESIDUAL_BYTES = 4  # FP32
@@ -138,26 +137,3 @@ def paper_memory_table(
         "ZeRO-topo sec 8": row(ranks_per_gpu, psi / ranks_per_node, ranks_per_node),
         "ZeRO-topo sec 2": row(ranks_per_gpu, psi / ranks_per_gpu, ranks_per_node),
     }
-
-
-def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
-    """The paper's memory formulas for any plan: 16-bit training with Adam, no padding, no scales.
-
-    An unquantized secondary inside the weight shard costs nothing, as in :func:`memory_bytes`.
-    """
-    plan, psi = config.plan, Fraction(parameters)
-    secondary = Fraction(0)
-    if plan.secondary is not None and plan.weights > 1:
-        secondary = _ideal_item(config.secondary_spec, plan.secondary % plan.weights == 0) * psi / plan.secondary
-    return {
-        "weights": 2 * psi / plan.weights,
-        "secondary": secondary,
-        "gradients": 2 * psi / plan.gradients,
-        "optimizer": ADAM_BYTES * psi / plan.optimizer,
-    }
-
-
-def _ideal_item(spec: BlockSpec | None, is_view: bool) -> Fraction:
-    if spec is None:
-        return Fraction(0 if is_view else 2)
-    return Fraction(spec.bits, 8)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How long a collective takes on a machine: latency and bytes over bandwidth, link by link.
+"""How long a hop takes on a machine: latency and bytes over bandwidth, link by link.
 
 Note [Links]
     A byte uses the link of the smallest domain that holds both ends: the GPU's between dies, the node's between GPUs,
@@ -12,8 +12,7 @@ Note [Patterns]
     Of a hop of ``d`` members, ``g`` of them in one unit, in which a rank sends ``B`` bytes in all:
     *direct*, to each member ``B / (d - 1)``, all under way at once: ``B (d - g) / (d - 1)`` leave the unit, and the
     latency is paid once. *ring*, all to the next member, as NCCL and RCCL gather: each unit's link carries ``B`` for
-    each group, and latencies add up around the ring. *tree*, for an all-reduce only: twice the message, and
-    ``2 ceil(log2 d)`` latencies.
+    each group, and latencies add up around the ring.
 
 Source: the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH" (2005), per level of the tree.
@@ -25,9 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from zero_topo.cost.volume import Books
-from zero_topo.plan import Plan
-from zero_topo.topology.checks import nearest
 from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import load_machine, preset_names
 from zero_topo.topology.rates import Rates
@@ -87,17 +83,18 @@ class Network:
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
 
     def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
-        """Time of a hop ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes; see Note [Patterns].
+        """Time of a hop ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
+
+        Args:
+            lo, hi: the hop.
+            sent: bytes, to all other members together.
+            pattern: "direct" or "ring", see Note [Patterns].
 
         Raises:
-            ValueError: for an unknown pattern, or a link without a bandwidth.
+            ValueError: for a link without a bandwidth.
         """
         key = (lo, hi, sent, pattern)
         if key not in self._known:
-            if pattern not in _TIMES:
-                raise ValueError(
-                    f"unknown pattern {pattern!r}; did you mean {nearest(pattern, _TIMES)!r}? (known: {list(_TIMES)})"
-                )
             self._known[key] = _TIMES[pattern](self, _Group(self.topology, lo, hi), sent)
         return self._known[key]
 
@@ -150,120 +147,7 @@ def _ring(network: Network, group: _Group, sent: float) -> HopTime:
     return HopTime(group.widest, latency, busy, sent)
 
 
-def _tree(network: Network, group: _Group, sent: float) -> HopTime:
-    ring = _ring(network, group, sent)
-    depth = (group.size - 1).bit_length()
-    slowest = max((network.link(domain).latency for domain in ring.busy), default=0.0)
-    return HopTime(ring.domain, 2 * depth * slowest, ring.busy, sent)
-
-
-_TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxyType(
-    {"direct": _direct, "ring": _ring, "tree": _tree}
-)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective over the hop ``(lo, hi)``.
-
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_to_all" or "all_reduce".
-        lo, hi: the group, as in ``plan.py``.
-        message: bytes that a member sends to each other one; for an all-reduce, of the whole tensor.
-    """
-
-    kind: str
-    lo: int
-    hi: int
-    message: float
-
-    @property
-    def size(self) -> int:
-        """Members."""
-        return self.hi // self.lo
-
-
-def collective_seconds(network: Network, what: Collective, algorithm: str = "hierarchical") -> float:
-    """Seconds of a collective on links that nothing else uses.
-
-    Args:
-        network: the machine.
-        what: the collective.
-        algorithm: "ring", "direct", "tree" (all-reduce only), or "hierarchical": by the routes of ``plan.py``, inside
-            the node and between nodes apart.
-
-    Raises:
-        ValueError: for an unknown kind or algorithm, or a tree of something else than an all-reduce.
-    """
-    if what.kind not in _KINDS:
-        raise ValueError(
-            f"unknown collective {what.kind!r}; did you mean {nearest(what.kind, _KINDS)!r}? (known: {list(_KINDS)})"
-        )
-    if what.size == 1:
-        return 0.0
-    if algorithm == "hierarchical":
-        hops = _KINDS[what.kind](_routed(network.topology), what)
-        pattern = network.rates.gather
-        return sum(
-            network.hop(lo, hi, sent, pattern if gathers else "direct").seconds for lo, hi, sent, gathers in hops
-        )
-    if algorithm == "tree":
-        if what.kind != "all_reduce":
-            raise ValueError(f"a tree is an algorithm for all_reduce, not for {what.kind}; choose ring or hierarchical")
-        return network.hop(what.lo, what.hi, 2 * what.message, "tree").seconds
-    hops = _KINDS[what.kind](_straight(network.topology), what)
-    return sum(network.hop(lo, hi, sent, algorithm).seconds for lo, hi, sent, _ in hops)
-
-
-_Hops = list[tuple[int, int, float, bool]]
-
-
-def _straight(topology: Topology) -> Plan:
-    return Plan(topology.world_size, 1, None, topology.world_size, topology.world_size)
-
-
-def _routed(topology: Topology) -> Plan:
-    world = topology.world_size
-    return Plan(world, 1, None, world, world, inner=topology.degree("node"))
-
-
-def _booked(books: Books) -> _Hops:
-    return [(hop.lo, hop.hi, float(hop.sent), hop.gathers) for hop in books.hops()]
-
-
-def _all_gather(plan: Plan, what: Collective) -> _Hops:
-    books = Books(plan)
-    books.gather(what.kind, (what.lo, what.hi), what.message)  # type: ignore[arg-type]
-    return _booked(books)
-
-
-def _reduce_scatter(plan: Plan, what: Collective) -> _Hops:
-    books = Books(plan)
-    books.reduce(what.kind, (what.lo, what.hi), what.message)  # type: ignore[arg-type]
-    return _booked(books)
-
-
-def _all_to_all(plan: Plan, what: Collective) -> _Hops:
-    """Nothing is summed on the way, so every hop carries the messages of all members beyond it."""
-    return [
-        (lo, hi, (hi // lo - 1) * (what.size // (hi // lo)) * what.message, False)
-        for lo, hi in plan.route(what.lo, what.hi)
-    ]
-
-
-def _all_reduce(plan: Plan, what: Collective) -> _Hops:
-    part = Collective("all_reduce", what.lo, what.hi, what.message / what.size)
-    return [*_reduce_scatter(plan, part), *_all_gather(plan, part)]
-
-
-_KINDS: Mapping[str, Callable[[Plan, Collective], _Hops]] = MappingProxyType(
-    {
-        "all_gather": _all_gather,
-        "reduce_scatter": _reduce_scatter,
-        "all_to_all": _all_to_all,
-        "all_reduce": _all_reduce,
-    }
-)
+_TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxyType({"direct": _direct, "ring": _ring})
 
 
 def rates_of(topology: Topology) -> Rates:
