@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.collectives.meter import PHASES
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"
@@ -30,8 +30,7 @@ LINKS = {"gcd": "of a die", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record's table, with what is needed to read it."""
-    console = console or Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console = wide_console(WIDTH, console)
     spec = Spec.from_json("spec", content["spec"])
     rates = " / ".join(str(getattr(spec.rates, level)) for level in LEVELS)
     console.print(
@@ -51,7 +50,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of equal micro-batches."""
     columns = ("K", "scheme", "step, median", "min - max", f"vs {BASELINE}", "floors", "uplink", "formula", "drops")
-    made = blank_table(columns, left=("scheme",))
+    made = figures_table(columns, left=("scheme",))
     for count in dict.fromkeys(row["micro_batches"] for row in results):
         rows = [row for row in results if row["micro_batches"] == count]
         for row in rows:
@@ -61,7 +60,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def phase_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Seconds by phase of those results that have them: not stock DeepSpeed's."""
-    made = blank_table(("K", "scheme", *PHASES, "rest"), left=("scheme",))
+    made = figures_table(("K", "scheme", *PHASES, "rest"), left=("scheme",))
     for row in results:
         seconds = {phase: found["seconds"] for phase, found in row["phases"].items() if "seconds" in found}
         if not seconds:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_topo.bench.cluster_report import COLOURS
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 
 STOCK = "stock"
 CHAOS = "chaos"
@@ -26,8 +26,7 @@ NOTE = (
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record's table, with what is needed to read it."""
-    console = console or Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console = wide_console(WIDTH, console)
     settings = content["settings"]
     seeds = len({job["seed"] for job in settings["jobs"]})
     console.print(f"{settings['steps']} optimizer steps, {seeds} seed{'s' * (seeds > 1)}, losses in nats per byte")
@@ -38,7 +37,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each scheme."""
     names = ("last tenth", "whole run", "evaluation")
-    made = blank_table(("scheme", *(column for name in names for column in (name, "mean", "worst")), "MB crossing"))
+    made = figures_table(("scheme", *(column for name in names for column in (name, "mean", "worst")), "MB crossing"))
     for row in results:
         cells = [row["scheme"]]
         for measure in (row["last"], row["overall"], row["evaluation"]):

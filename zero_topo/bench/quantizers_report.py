@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes
 
 WIDTH = 96
@@ -20,8 +20,7 @@ OPS = ("quantize", "dequantize", "dequantize_reduce")
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record: one line per buffer and kernel, GB/s and the share of a copy's traffic in brackets."""
-    console = console or Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console = wide_console(WIDTH, console)
     where = content["device"] or content["machine"]["processor"]
     size = format_bytes(content["settings"]["nbytes"])
     console.print(f"{where}; buffers of {size}; GB/s read and written (share of a plain copy's in the same run)")
@@ -32,7 +31,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Lines by type, format, backend and threads; a column per operation."""
-    made = blank_table(("type", "bits", "block", "backend", "threads", *OPS), left=("backend",))
+    made = figures_table(("type", "bits", "block", "backend", "threads", *OPS), left=("backend",))
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in results:
         key = (row["dtype"], row["bits"], row["block_size"], row["backend"], row["threads"])

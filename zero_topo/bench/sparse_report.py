@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
 WIDTH = 104
@@ -23,8 +23,7 @@ NOTE = (
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record."""
-    console = console or Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console = wide_console(WIDTH, console)
     console.print(table(content["results"]))
     console.print(NOTE)
 
@@ -32,7 +31,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each result, in sections of one source and number of ranks."""
     columns = ("gradients", "ranks", "density", "mode", "bytes per rank", "words per k", "seconds", "exchange", "error")
-    made = blank_table(columns, left=("gradients", "mode"))
+    made = figures_table(columns, left=("gradients", "mode"))
     order = sorted(results, key=lambda row: (row["source"], row["ranks"], -row["density"]))
     for place, row in enumerate(order):
         after = order[place + 1] if place + 1 < len(order) else row

@@ -21,7 +21,7 @@ from zero_topo.cost.model_files import load_model
 from zero_topo.cost.simulator import PHASES, Job, Simulation
 from zero_topo.cost.sweep import Point, Resolve, Sweep, scaling_efficiency
 from zero_topo.cost.time import rates_of
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table
 from zero_topo.topology import load_preset
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_seconds
@@ -169,7 +169,7 @@ def _show(options: Options, points: Sequence[Point], content: Mapping[str, Any])
 def _steps_table(points: Sequence[Point], title: str) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s, and the share of the step that each phase takes."""
     columns = ["", "ranks", "step", "TFLOP/s", "comp.", "fwd", "bwd", "scat.", "sync", "publ.", "opt."]
-    table = blank_table(columns, title)
+    table = figures_table(columns, title)
     for point in points:
         found: Simulation = point.simulation
         shares = (found.breakdown[phase] / found.step_s for phase in PHASES)
@@ -192,7 +192,7 @@ def _calibrate(options: Options, path: Path) -> None:
     if options.as_json:
         _print_calibration(rates, fitted, predicted)
         return
-    table = blank_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
+    table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
     for rows, what in ((fitted, "fitted"), (predicted, "predicted")):
         for row in rows:
             cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)

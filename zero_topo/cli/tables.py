@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from rich.console import Console
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost import Term
 from zero_topo.cost.planner import Priced
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
 SENT_DOMAINS = ("gpu", "node", "world")
@@ -21,15 +20,14 @@ NARROWEST = 80
 
 def show(table: Table) -> None:
     """Print a table to stdout."""
-    console = Console(highlight=False)
-    console.width = max(console.width, NARROWEST)  # a cut number is worse than a broken line
+    console = wide_console(NARROWEST)
     console.print(table)
     console.print()
 
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
     """Scheme by role: the domain, its number of ranks, and the bits in which it travels."""
-    table = blank_table(["", *ROLES, "sync"], title)
+    table = figures_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
         specs = {
             "weights": config.weights_spec,
@@ -52,7 +50,7 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
     roles = [*ROLES, *(["residual"] if any("residual" in held for held in rows.values()) else [])]
-    table = blank_table(["", *roles, "total", "of memory"], "Held by each rank (shards only, no activations)")
+    table = figures_table(["", *roles, "total", "of memory"], "Held by each rank (shards only, no activations)")
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
@@ -64,7 +62,7 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each collective spans."""
     plural = "es" if micro_batches > 1 else ""
     title = f"Sent by each rank per step of {micro_batches} micro-batch{plural}"
-    table = blank_table(["", *SENT_DOMAINS, "total"], title)
+    table = figures_table(["", *SENT_DOMAINS, "total"], title)
     for name, sent in rows.items():
         cells = [_bytes(sent.get(domain, 0)) for domain in SENT_DOMAINS]
         table.add_row(name, *cells, format_bytes(sum(sent.values())))
@@ -73,7 +71,7 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
 
 def ranking_table(plans: Sequence[Priced], title: str) -> Table:
     """Plan by role: the degree and the bits; then its sync, its step and what it holds."""
-    table = blank_table(["scheme", *ROLES, "sync", "step", "held"], title)
+    table = figures_table(["scheme", *ROLES, "sync", "step", "held"], title)
     for plan in plans:
         config = plan.candidate.config
         cells = ["-" if degree is None else str(degree) for degree in config.plan.degrees().values()]
@@ -88,7 +86,7 @@ def ranking_table(plans: Sequence[Priced], title: str) -> Table:
 
 def largest_table(rows: Mapping[str, int], title: str) -> Table:
     """Scheme by the parameters of the largest model it trains."""
-    table = blank_table(["", "parameters"], title)
+    table = figures_table(["", "parameters"], title)
     for name, params in rows.items():
         table.add_row(name, f"{params:,}" if params else "-")
     return table
@@ -96,7 +94,7 @@ def largest_table(rows: Mapping[str, int], title: str) -> Table:
 
 def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Table:
     """The paper's rows by role, with their sums."""
-    table = blank_table(["", *ROLES, "total"], title)
+    table = figures_table(["", *ROLES, "total"], title)
     for name, held in rows.items():
         cells = [format_bytes(float(held[role])) if held[role] else "-" for role in ROLES]
         table.add_row(name, *cells, format_bytes(float(sum(held.values()))))
@@ -106,7 +104,7 @@ def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Tabl
 def paper_volume(rows: Mapping[str, Sequence[Term]], title: str) -> Table:
     """The paper's rows by phase: volume, and the ranks and the domain it spans."""
     phases = [term.phase for term in next(iter(rows.values()))]
-    table = blank_table(["", *phases], title)
+    table = figures_table(["", *phases], title)
     for name, terms in rows.items():
         table.add_row(name, *(f"{float(t.volume):.4f} {t.domain} {t.degree}" for t in terms))
     return table

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.blank import blank_table
+from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.observe.runlog import read_report
 from zero_topo.units import format_bytes, format_seconds
 
@@ -24,8 +24,7 @@ def render(folder: Path, console: Console | None = None) -> None:
     Raises:
         ValueError: if there is none.
     """
-    console = console or Console(highlight=False)
-    console.width = max(console.width, WIDTH)  # a cut number is worse than a broken line
+    console = wide_console(WIDTH, console)
     report = read_report(folder)
     measured = report["zero_topo"]
     _print_run(console, report)
@@ -69,7 +68,7 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
     batches = measured["micro_batches"]
     per_step = f"per optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
     columns = ("domain", "phase", "measured", "formula", "ZeRO-3")
-    table = blank_table(columns, f"Sent by each rank {per_step}", left=columns[:2])
+    table = figures_table(columns, f"Sent by each rank {per_step}", left=columns[:2])
     for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
         rows = [row for row in measured["sent"] if row["domain"] == domain]
         for row in rows:
@@ -87,7 +86,7 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
 
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
-    table = blank_table(("role", "measured", "formula", "of it padding", "ZeRO-3"), "Held by each rank")
+    table = figures_table(("role", "measured", "formula", "of it padding", "ZeRO-3"), "Held by each rank")
     keys = ("formula", "padding", "zero3")
     rows = measured["memory"]
     for row in rows:

@@ -1,15 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The look of all tables of zero_topo."""
+"""The look of all that zero_topo prints: tables of figures, and a console that is wide enough for them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 
-def blank_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
+def figures_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
     """A table without rows.
 
     Args:
@@ -22,3 +23,10 @@ def blank_table(columns: Sequence[str], title: str | None = None, left: Collecti
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table
+
+
+def wide_console(width: int, console: Console | None = None) -> Console:
+    """A console, by default of stdout, of at least so many columns: a cut number is worse than a broken line."""
+    console = console or Console(highlight=False)
+    console.width = max(console.width, width)
+    return console
