@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.emulated_cluster import commands, network
+from benchmarks.emulated_cluster.counters import between
+from benchmarks.emulated_cluster.network import NAMESPACES, Network
+from benchmarks.emulated_cluster.spec import LEVELS, MBIT, Rates, Spec
 from tests.launching import ROOT
-from zero_topo.bench.emulated_cluster import commands, network
-from zero_topo.bench.emulated_cluster.counters import between
-from zero_topo.bench.emulated_cluster.network import NAMESPACES, Network
-from zero_topo.bench.emulated_cluster.spec import LEVELS, MBIT, Rates, Spec
-from zero_topo.cli import main
 
 REASON = network.refusal()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -105,8 +105,8 @@ def test_clusters_stand_side_by_side_and_leave_nothing(cluster: Network) -> None
 
 CRASHES = """
 import os
-from zero_topo.bench.emulated_cluster.network import Network
-from zero_topo.bench.emulated_cluster.spec import Rates, Spec
+from benchmarks.emulated_cluster.network import Network
+from benchmarks.emulated_cluster.spec import Rates, Spec
 with Network(Spec("tiny", 2, 1, 1, Rates(1, 1, 1))) as built:
     print(built.prefix, flush=True)
     os.kill(os.getpid(), 9)
@@ -117,7 +117,7 @@ def test_clean_removes_what_a_crash_left(cluster: Network, capsys: pytest.Captur
     """`--clean` finds the namespaces of a killed run, and leaves those of living ones."""
     prefix = subprocess.run([sys.executable, "-c", CRASHES], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert len(list(NAMESPACES.glob(f"{prefix}-*"))) == 3
-    assert main(["bench", "cluster", "--clean"]) == 0
+    assert main(["cluster", "--clean"]) == 0
     assert "network namespaces of crashed runs" in capsys.readouterr().out
     assert not list(NAMESPACES.glob(f"{prefix}-*")) and cluster.space(0).exists()
 
@@ -132,7 +132,7 @@ def bench(folder: Path) -> list[str]:
     path = folder / "spec.json"
     path.write_text(json.dumps(TRAINING.to_json()))
     files = ["--record", str(folder / "record.json"), "--plots", str(folder)]
-    return [sys.executable, "-m", "zero_topo.cli", "bench", "cluster", "--spec", str(path), *WORDS, *files]
+    return [sys.executable, "-m", "benchmarks", "cluster", "--spec", str(path), *WORDS, *files]
 
 
 def ours(pid: int) -> list[str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.emulated_cluster import network
+from benchmarks.emulated_cluster.network import Network
+from benchmarks.emulated_cluster.spec import SPECS, Spec
 from tests.launching import LaunchSettings, launch
-from zero_topo.bench.emulated_cluster import network
-from zero_topo.bench.emulated_cluster.network import Network
-from zero_topo.bench.emulated_cluster.spec import SPECS, Spec
 from zero_topo.bench.ranks import Address, Ranks, place
 from zero_topo.topology import Topology
 

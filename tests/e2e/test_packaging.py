@@ -17,6 +17,8 @@ from zero_topo._version import __version__
 
 NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "tests")
 
+LARGEST = 550_000  # bytes of the wheel
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,6 +56,14 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+
+
+def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:
+    """Measurements stay in the checkout, with what repeats them; the wheel is code and descriptions of machines."""
+    names = zipfile.ZipFile(wheel).namelist()
+    records = {path.name for path in (ROOT / "benchmarks/records").glob("*.json")}
+    assert records and not [name for name in names if Path(name).name in records or "benchmarks" in name]
+    assert wheel.stat().st_size < LARGEST
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:

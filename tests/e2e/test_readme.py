@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks_command
 from tests.launching import ROOT
 from zero_topo.cli.app import run as zero_topo_command
 from zero_topo.config import ROLES, SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config
@@ -30,7 +31,8 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for body in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in body.splitlines()]
 OF_ZERO_TOPO = [line for line in COMMANDS if line.startswith("zero-topo ")]
 OF_DEEPSPEED = [line for line in COMMANDS if line.startswith("deepspeed ")]
-OF_PYTHON = [line for line in COMMANDS if line.startswith("python -m ")]
+OF_BENCHMARKS = [line for line in COMMANDS if line.startswith("python -m benchmarks ")]
+OF_PYTHON = [line for line in COMMANDS if line.startswith("python -m ") and line not in OF_BENCHMARKS]
 OF_MAKE = sorted({line for line in COMMANDS if line.startswith("make ")})
 PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
 TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5"
@@ -38,16 +40,19 @@ TINY = "--layers 1 --width 32 --context 16 --steps 2 --eval-batches 1 --sample 5
 
 def test_every_command_is_of_a_kind_that_is_run() -> None:
     """A command in a shell block that none of the tests below would run does not slip in."""
-    assert COMMANDS and sorted(set(COMMANDS)) == sorted({*OF_ZERO_TOPO, *OF_MAKE, *OF_DEEPSPEED, *OF_PYTHON})
+    assert COMMANDS and sorted(set(COMMANDS)) == sorted(
+        {*OF_ZERO_TOPO, *OF_BENCHMARKS, *OF_MAKE, *OF_DEEPSPEED, *OF_PYTHON}
+    )
     assert {"make demo", "make test"} <= set(OF_MAKE)
 
 
 # Added to a benchmark's command, so that it takes seconds.
 SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
-    "zero-topo bench cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
+    "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
     "zero-topo bench sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
-    "zero-topo bench convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",  # the last one counts
+    # of an option that is given twice, the last one counts
+    "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
 
 
@@ -57,16 +62,17 @@ def smaller(line: str, folder: Path) -> str:
     return f"{line} {found[0]} --record {folder}/record.json" if found else line
 
 
-@pytest.mark.parametrize("line", OF_ZERO_TOPO)
+@pytest.mark.parametrize("line", [*OF_ZERO_TOPO, *OF_BENCHMARKS])
 def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each `zero-topo` command succeeds in the checkout and prints something."""
-    if "bench cluster" in line and (os.geteuid() or not shutil.which("tc")):
+    """Each `zero-topo` command and each benchmark succeeds in the checkout and prints something."""
+    if "benchmarks cluster" in line and (os.geteuid() or not shutil.which("tc")):
         pytest.skip("the emulated cluster needs root and tc")
     monkeypatch.chdir(ROOT)
     line = smaller(line, tmp_path)
     out = io.StringIO()
     with redirect_stdout(out):
-        assert zero_topo_command(shlex.split(line)[1:]) == 0
+        program, words = (benchmarks_command, 3) if line in OF_BENCHMARKS else (zero_topo_command, 1)
+        assert program(shlex.split(line)[words:]) == 0
     assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 5)
 
 
@@ -161,7 +167,7 @@ def test_the_table_of_schemes_is_the_formulas() -> None:
 
 def cluster_rows() -> list[str]:
     """The README's table of the emulated cluster, from the record committed."""
-    content = json.loads((ROOT / "zero_topo/bench/records/cluster-t8.json").read_text())
+    content = json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text())
     rows = []
     for result in content["results"]:
         name, count, step = result["scheme"], result["micro_batches"], result["step_s"]
@@ -179,7 +185,7 @@ def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
 
 def convergence_rows() -> list[str]:
     """The README's table of losses, from the record committed."""
-    content = json.loads((ROOT / "zero_topo/bench/records/convergence.json").read_text())
+    content = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())
     rows = []
     for result in content["results"]:
         cells = [f"{result['evaluation']['loss']:.3f}"]
@@ -197,7 +203,7 @@ def test_the_table_of_losses_is_the_record() -> None:
 
 def sparse_training_rows() -> list[str]:
     """The README's table of trainings with sparse sync, from the record committed; each against its dense optimizer."""
-    content = json.loads((ROOT / "zero_topo/bench/records/sparse-training.json").read_text())
+    content = json.loads((ROOT / "benchmarks/records/sparse-training.json").read_text())
     blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
     found = {result["scheme"]: result for result in content["results"]}
     rows = []
@@ -229,7 +235,7 @@ def test_the_table_of_sparse_trainings_is_the_record() -> None:
 
 def quantizer_rows() -> list[str]:
     """The README's table of the kernels' speed, from the record committed."""
-    results = json.loads((ROOT / "zero_topo/bench/records/quantizers-cpu.json").read_text())["results"]
+    results = json.loads((ROOT / "benchmarks/records/quantizers-cpu.json").read_text())["results"]
     single = [row for row in results if row["threads"] == 1]
 
     def cell(row: dict[str, Any]) -> str:

@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cluster_report
+from benchmarks.__main__ import main
+from benchmarks.cluster import ClusterBench, assemble, dropped
+from benchmarks.emulated_cluster import commands, network
+from benchmarks.emulated_cluster.counters import Traffic, between, parse_drops, parse_links, take
+from benchmarks.emulated_cluster.spec import LEVELS, SPECS, Rates, Spec, load_spec
+from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
-from zero_topo.bench import cluster_report
-from zero_topo.bench.cluster import ClusterBench, assemble, dropped
-from zero_topo.bench.emulated_cluster import commands, network
-from zero_topo.bench.emulated_cluster.counters import Traffic, between, parse_drops, parse_links, take
-from zero_topo.bench.emulated_cluster.spec import LEVELS, SPECS, Rates, Spec, load_spec
-from zero_topo.bench.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
 from zero_topo.bench.schemes import KNOWN, BenchScheme, choose, load_blocks
-from zero_topo.bench.training_setup import TrainingSetup, width_for
-from zero_topo.cli import main
+from zero_topo.cli import main as zero_topo_command
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost import Workload
 
@@ -285,10 +286,10 @@ def test_without_root_it_ends_with_one_line(
     def must_not_run(*_: object) -> None:
         raise AssertionError("the benchmark ran")
 
-    monkeypatch.setattr("zero_topo.bench.cluster.run", must_not_run)
+    monkeypatch.setattr("benchmarks.cluster.run", must_not_run)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for words in ([], ["--clean"]):
-        assert main(["bench", "cluster", *words]) == 2
+        assert main(["cluster", *words]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "needs root" in error
 
@@ -335,9 +336,17 @@ def test_leftovers_are_those_of_dead_processes(tmp_path: Path, monkeypatch: pyte
 )
 def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 and a line that names the value, before anything is built."""
-    assert main(["bench", "cluster", *words]) == 2
+    assert main(["cluster", *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
+
+
+@pytest.mark.parametrize("name", ["cluster", "convergence"])
+def test_the_command_of_before_names_the_one_of_now(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who types `zero-topo bench cluster` with its options gets status 2 and one line with what to run instead."""
+    assert zero_topo_command(["bench", name, "--micro-batches", "1", "--json"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"python -m benchmarks {name}" in error
 
 
 @pytest.mark.parametrize(
@@ -352,10 +361,10 @@ def test_what_was_measured_before_a_failure_is_kept(
         keep({"results": [bench.spec.name]})
         raise error
 
-    monkeypatch.setattr("zero_topo.bench.cluster.run", run)
+    monkeypatch.setattr("benchmarks.cluster.run", run)
     monkeypatch.setattr(network, "refusal", lambda: None)
     path = tmp_path / "record.json"
-    status = main(["bench", "cluster", "--record", str(path)])
+    status = main(["cluster", "--record", str(path)])
     assert json.loads(path.read_text()) == {"results": ["t8"]}
     said = capsys.readouterr().err
     assert str(path) in said and "Traceback" not in said

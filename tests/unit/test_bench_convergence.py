@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from zero_topo.bench import convergence_report
-from zero_topo.bench.convergence import CHANGE, Convergence, compare
-from zero_topo.bench.convergence_training import change, warm_up_and_cosine
+from benchmarks import convergence_report
+from benchmarks.__main__ import main
+from benchmarks.convergence import CHANGE, Convergence, compare
+from benchmarks.convergence_training import change, warm_up_and_cosine
+from benchmarks.training import build_model
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.schemes import choose
-from zero_topo.bench.training import build_model
-from zero_topo.bench.training_setup import TrainingSetup
-from zero_topo.cli import main
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
@@ -110,6 +110,6 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
 )
 def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 and a line, before any rank starts."""
-    assert main(["bench", "convergence", *words]) == 2
+    assert main(["convergence", *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error

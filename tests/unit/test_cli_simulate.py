@@ -8,15 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
+from tests.launching import ROOT
 from zero_topo.cli import main
 from zero_topo.cost.simulator import PHASES
 
-RECORD = str(resources.files("zero_topo.bench").joinpath("records/cluster-t8.json"))
+RECORD = str(ROOT / "benchmarks/records/cluster-t8.json")
 SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
 Run = Callable[..., tuple[int, str, str]]
 

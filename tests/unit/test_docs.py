@@ -19,7 +19,7 @@ DOCUMENTS = sorted(path for path in ROOT.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'(?:src|srcset)="([^"]+)"')
-PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder)/[\w./-]*\w)")
+PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op_builder|benchmarks|docs)/[\w./-]*\w)")
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
 
 

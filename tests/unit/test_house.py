@@ -23,7 +23,7 @@ SEAM = "zero_topo/engine/hook.py"
 
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}
 
-PACKAGE = sources("zero_topo", "op_builder")
+PACKAGE = sources("zero_topo", "op_builder", "benchmarks")
 EVERYTHING = [*PACKAGE, *sources("tests")]
 
 

@@ -94,6 +94,12 @@ def test_planning_modules_do_not_reach_torch() -> None:
             todo += [(found, f"{chain} -> {found}") for found in imported if found.startswith("zero_topo")]
 
 
+def test_the_package_needs_no_checkout() -> None:
+    """Benchmarks and tests import the package, never the reverse: neither is installed with it."""
+    found = {module: {name.split(".")[0] for name in source.imports_for_types()} for module, source in MODULES.items()}
+    assert not {module for module, names in found.items() if names & {"benchmarks", "tests"}}
+
+
 WITHOUT_TORCH = """
 import importlib, sys
 

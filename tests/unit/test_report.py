@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks import tree_figure
 from tests.launching import ROOT
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
-from zero_topo.observe import tree_figure
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import (
     RankBytes,
@@ -204,9 +204,9 @@ def test_run_folders_are_named_after_config_and_time() -> None:
 
 def test_the_readmes_picture_is_what_the_script_draws() -> None:
     """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture again."""
-    committed = (ROOT / "zero_topo" / "observe" / "figures" / "tree.svg").read_text()
+    committed = (ROOT / "docs" / "tree.svg").read_text()
     assert committed == tree_figure.tree_svg(tree_figure.readme_config()), (
-        "run: python -m zero_topo.observe.tree_figure zero_topo/observe/figures/tree.svg"
+        "run: python -m benchmarks.tree_figure docs/tree.svg"
     )
 
 

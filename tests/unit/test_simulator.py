@@ -7,13 +7,13 @@ import json
 import time
 from collections import Counter
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.launching import ROOT
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import calibrate
 from zero_topo.cost.events import COMPUTE, Task, schedule
@@ -254,7 +254,7 @@ def test_scaling_efficiency_and_break_even() -> None:
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    text = resources.files("zero_topo.bench").joinpath("records/cluster-t8.json").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks/records/cluster-t8.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
@@ -304,7 +304,7 @@ def test_a_fit_finds_the_rates_that_made_the_times() -> None:
 
 
 def test_a_record_of_something_else_is_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not a record of 'zero-topo bench cluster"):
+    with pytest.raises(ValueError, match="not a record of 'python -m benchmarks cluster"):
         calibrate.read_record({"benchmark": "quantizers"})
     with pytest.raises(ValueError, match="did you mean 'zero3'"):
         calibrate.choose(calibrate.read_record(record), ["zero4"])

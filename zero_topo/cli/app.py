@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import typer
@@ -63,12 +63,16 @@ def _no_options() -> None:
     pass
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status."""
+def run(
+    arguments: Sequence[str] | None = None,
+    make: Callable[[str], typer.Typer] = build,
+    program: str = "zero-topo",
+) -> int:
+    """Run a command line and return the exit status; ``make`` gives the application for its first word."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        application = build(words[0] if words else "")
-        status = application(args=words or ["--help"], prog_name="zero-topo", standalone_mode=False)
+        application = make(words[0] if words else "")
+        status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
     except _CommandLineError as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]
     except BrokenPipeError:  # the reader, such as head, has seen enough; spare the flush at exit

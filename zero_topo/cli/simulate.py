@@ -49,7 +49,7 @@ class Options:
         typer.Option(metavar="FILE.json", help="One step of each scheme for a trace viewer, and FILE.png beside it."),
     ] = None
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="RECORD.json", help="Fit rates to a record of 'bench cluster' instead.")
+        Path | None, typer.Option(metavar="RECORD.json", help="Fit rates to a record of 'benchmarks cluster' instead.")
     ] = None
     on: Annotated[str, typer.Option(help="With --calibrate: schemes to fit.")] = "zero3,topo"
     predict: Annotated[str, typer.Option(help="With --calibrate: schemes to predict; default: all others.")] = ""

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Fits a machine's rates to measured steps, and predicts those of other schemes.
 
-A record of ``zero-topo bench cluster --json`` holds what is needed: the cluster's links, the model, each scheme's
+A record of ``python -m benchmarks cluster --json`` holds what is needed: the cluster's links, the model, each scheme's
 block, and the median step at each number of micro-batches.
 
 Note [Fit]
@@ -86,7 +86,7 @@ def read_record(record: Mapping[str, Any]) -> list[Measured]:
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"not a record of 'zero-topo bench cluster --json': {type(error).__name__} {error}; give one"
+            f"not a record of 'python -m benchmarks cluster --json': {type(error).__name__} {error}; give one"
         ) from None
     if not found:
         raise ValueError("the record holds no results of schemes that the model knows; measure some first")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
 from zero_topo.bench.control import Control
-from zero_topo.bench.emulated_cluster.ring import ring_reduce_scatter_tensor
 
 
 def ring(settings: dict[str, Any], control: Control | None) -> None:

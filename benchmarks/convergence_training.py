@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``bench convergence`` runs: one training run after another, all of the same data."""
+"""What each rank of ``benchmarks convergence`` runs: one training run after another, all of the same data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
+from benchmarks.training import build_model, engine_of, prepare
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.control import Control
-from zero_topo.bench.training import build_model, engine_of, prepare
-from zero_topo.bench.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT
 from zero_topo.examples.process import behave, leave
@@ -26,7 +26,7 @@ EVALUATION_BATCHES = 8
 
 
 def train_all(settings: dict[str, Any], control: Control | None) -> None:
-    """Train every job of the settings; the program of ``bench convergence``.
+    """Train every job of the settings; the program of ``benchmarks convergence``.
 
     Args:
         settings: ``setup``, ``steps``, ``warmup``, ``micro_batches``, and ``jobs``: objects of ``scheme``, ``block``,

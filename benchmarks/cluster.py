@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo bench cluster``: optimizer steps of every scheme on an emulated cluster, counted by the kernel.
+"""``python -m benchmarks cluster``: optimizer steps of every scheme on an emulated cluster, counted by the kernel.
 
 1. build the network, start the ranks once;
 2. for every scheme and number of micro-batches: warm up, wait until no byte moves, read the counters, take the steps,
@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from zero_topo.bench.emulated_cluster.counters import Snapshot, Traffic, between
-from zero_topo.bench.emulated_cluster.network import FAST, Network
-from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.counters import Snapshot, Traffic, between
+from benchmarks.emulated_cluster.network import FAST, Network
+from benchmarks.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.ranks import Address, Place, Ranks, place
 from zero_topo.bench.records import Spread, machine, record
 from zero_topo.bench.schemes import BenchScheme
-from zero_topo.bench.training_setup import TrainingSetup
 from zero_topo.config import deepspeed_problems
 
-PROGRAM = "zero_topo.bench.training:measure_all"
+PROGRAM = "benchmarks.training:measure_all"
 PORT = 29500
 FEWEST_STEPS = 5
 Tick = Callable[[str, int], None]

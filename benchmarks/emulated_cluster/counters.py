@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.spec import LEVELS, Spec
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Draws the machine as a tree with what each rank holds, as SVG; the README's picture is
 
-    python -m zero_topo.observe.tree_figure zero_topo/observe/figures/tree.svg
+    python -m benchmarks.tree_figure docs/tree.svg
 
 Each bar is the whole model cut into one world shard per rank; filled pieces are what the rank above it holds. What is
 filled comes from the plan's own index arithmetic, so the picture cannot disagree with the engine.
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
         SystemExit: unless exactly one file is named.
     """
     if len(arguments) != 1:
-        raise SystemExit("usage: python -m zero_topo.observe.tree_figure FILE.svg")
+        raise SystemExit("usage: python -m benchmarks.tree_figure FILE.svg")
     Path(arguments[0]).write_text(tree_svg(readme_config()), encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What each rank of a benchmark runs: the example's GPT under one scheme after another, in one process.
 
-``measure_all`` times optimizer steps for ``bench cluster``. Its rank 0 asks the benchmark to read the kernel's counters
-while every rank stands still, before and after the measured steps.
+``measure_all`` times optimizer steps for ``benchmarks cluster``. Its rank 0 asks the benchmark to read the kernel's
+counters while every rank stands still, before and after the measured steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_topo
+from benchmarks.emulated_cluster.ring import ring_under_deepspeed
+from benchmarks.emulated_cluster.spec import Spec
+from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.control import Control
-from zero_topo.bench.emulated_cluster.ring import ring_under_deepspeed
-from zero_topo.bench.emulated_cluster.spec import Spec
-from zero_topo.bench.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
-from zero_topo.bench.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
@@ -111,7 +111,7 @@ class Bench:
 
 
 def measure_all(settings: dict[str, Any], control: Control | None) -> None:
-    """Measure every job of the settings, one after the other; the program of ``bench cluster``.
+    """Measure every job of the settings, one after the other; the program of ``benchmarks cluster``.
 
     Args:
         settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``, ``block``, ``ring``

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench cluster`` as a table and as pictures. matplotlib is imported when one is drawn."""
+"""A record of ``benchmarks cluster`` as a table and as pictures. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.collectives.meter import PHASES
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import MB, format_bytes, format_seconds

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero_topo.bench.emulated_cluster.spec import Rates, Spec
+from benchmarks.emulated_cluster.spec import Rates, Spec
 
 Command = tuple[str, ...]
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zero_topo.bench.emulated_cluster import commands
-from zero_topo.bench.emulated_cluster.commands import Command
-from zero_topo.bench.emulated_cluster.counters import Snapshot, take
-from zero_topo.bench.emulated_cluster.spec import Rates, Spec
+from benchmarks.emulated_cluster import commands
+from benchmarks.emulated_cluster.commands import Command
+from benchmarks.emulated_cluster.counters import Snapshot, take
+from benchmarks.emulated_cluster.spec import Rates, Spec
 
 NAMESPACES = Path("/run/netns")
 FAST = Rates(10_000, 10_000, 10_000)

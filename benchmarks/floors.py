@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_topo.bench.emulated_cluster.spec import LEVELS, Spec
+from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.plan import Plan

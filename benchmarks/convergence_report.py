@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench convergence`` as a table and as a picture. matplotlib is imported when it is drawn."""
+"""A record of ``benchmarks convergence`` as a table and as a picture. matplotlib is imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.bench.cluster_report import COLOURS
+from benchmarks.cluster_report import COLOURS
 from zero_topo.observe.console import figures_table, wide_console
 
 STOCK = "stock"

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo bench convergence``: the loss of every scheme against stock ZeRO-3, run by run the same data.
+"""``python -m benchmarks convergence``: the loss of every scheme against stock ZeRO-3, run by run the same data.
 
 Every scheme starts from the same weights as stock and sees the same batches, once for each seed. A difference says
 something only beside the *chaos floor*: stock against itself after a change of the initial weights by 1e-6, which
@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import record
 from zero_topo.bench.schemes import BenchScheme
-from zero_topo.bench.training_setup import TrainingSetup
 from zero_topo.topology.presets import emulated
 
-PROGRAM = "zero_topo.bench.convergence_training:train_all"
+PROGRAM = "benchmarks.convergence_training:train_all"
 STOCK = "stock"
 CHAOS = "chaos"
 CHANGE = 1e-6

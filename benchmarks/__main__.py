@@ -1,0 +1,155 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks``: what proves this repository's claims. To add one, write its command here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zero_topo.cli.app import run as run_command
+from zero_topo.cli.inputs import read_count, read_shape
+from zero_topo.cli.options import taking
+from zero_topo.cli.recording import (
+    FAILED,
+    Json,
+    Keeper,
+    Plots,
+    Record,
+    failures_told,
+    finish,
+    progress,
+    record_file,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from benchmarks.cluster import ClusterBench
+
+app = typer.Typer(
+    help="Measure what this repository claims.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Blocks = Annotated[Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")]
+Params = Annotated[str, typer.Option(help="Parameters of the GPT, about.")]
+Layers = Annotated[int, typer.Option(min=1, help="Its layers.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark; the exit status, as ``zero-topo`` gives it."""
+    return run_command(arguments, lambda word: app, "python -m benchmarks")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Of ``benchmarks cluster``."""
+
+    spec: Annotated[str, typer.Option(metavar="t8|t32|FILE", help="The cluster to emulate.")] = "t8"
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4"
+    micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,4,8"
+    steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 5
+    params: Params = "20e6"
+    layers: Layers = 4
+    context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16
+    bucket: Annotated[int, typer.Option(min=1, help="DeepSpeed's reduce_bucket_size.")] = 5_000_000
+    prefetch: Annotated[int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")] = 0
+    blocks: Blocks = None
+    as_json: Json = False
+    record: Record = None
+    plots: Plots = None
+    clean: Annotated[bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")] = False
+
+
+@app.command()
+@taking(ClusterOptions)
+def cluster(options: ClusterOptions) -> None:
+    """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links (needs root)."""
+    from benchmarks import cluster_report
+    from benchmarks.cluster import dropped, run
+    from benchmarks.emulated_cluster import network
+
+    if options.clean:
+        print(f"removed {len(network.clean())} network namespaces of crashed runs")
+        return
+    measured = _cluster_bench(options)
+    network.require()
+    keep = Keeper(record_file(options, "cluster"))
+    with failures_told(keep), progress(measured.ticks()) as tick:
+        content = run(measured, tick, keep)
+    finish(content, options, cluster_report, keep.file)
+    spoiled = dropped(content["results"])
+    if spoiled:
+        typer.echo(f"zero-topo: {spoiled}", err=True)
+        raise typer.Exit(FAILED)
+
+
+def _cluster_bench(options: ClusterOptions) -> ClusterBench:
+    from benchmarks.cluster import ClusterBench
+    from benchmarks.emulated_cluster.spec import load_spec
+    from benchmarks.training_setup import TrainingSetup, width_for
+    from zero_topo.bench.schemes import choose, load_blocks
+
+    setup = TrainingSetup(
+        layers=options.layers,
+        width=width_for(read_count(options.params, "--params"), options.layers),
+        context=options.context,
+        batch=1,
+        bucket_numel=options.bucket,
+        prefetch_numel=options.prefetch,
+    )
+    schemes = tuple(choose(words_of(options.schemes), load_blocks(options.blocks)))
+    counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
+    return ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
+
+
+@dataclass(frozen=True)
+class ConvergenceOptions:
+    """Of ``benchmarks convergence``."""
+
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
+    steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each scheme.")] = 3
+    micro_batches: Annotated[int, typer.Option(min=1, help="Per optimizer step.")] = 1
+    params: Params = "400e3"
+    layers: Layers = 2
+    context: Annotated[int, typer.Option(min=1, help="Bytes of each sample.")] = 64
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
+    lr: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 2e-3
+    shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
+    blocks: Blocks = None
+    as_json: Json = False
+    record: Record = None
+    plots: Plots = None
+
+
+@app.command()
+@taking(ConvergenceOptions)
+def convergence(options: ConvergenceOptions) -> None:
+    """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
+    from benchmarks import convergence_report
+    from benchmarks.convergence import Convergence, run
+    from benchmarks.training_setup import TrainingSetup, width_for
+    from zero_topo.bench.schemes import choose, load_blocks
+
+    width = width_for(read_count(options.params, "--params"), options.layers)
+    setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
+    schemes = tuple(choose(words_of(options.schemes), load_blocks(options.blocks)))
+    seeds = tuple(range(options.seeds))
+    shape = read_shape(options.shape)
+    wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches, shape=shape)
+    keep = Keeper(record_file(options, "convergence"))
+    with failures_told(keep), progress(wanted.ticks()) as tick:
+        content = run(wanted, tick, keep)
+    finish(content, options, convergence_report, keep.file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
