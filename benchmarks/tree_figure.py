@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from zero_topo.config import ROLES, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ROLES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
 COLOURS = {"weights": "#2f6db5", "secondary": "#7fb0e0", "gradients": "#d9822b", "optimizer": "#3f9c55"}
@@ -45,7 +45,7 @@ def tree_svg(config: ResolvedConfig) -> str:
     """The picture of a plan on its machine, readable for up to 16 ranks.
 
     Args:
-        config: from ``ZeroTopoConfig.resolve``; ranks are drawn in tree order.
+        config: from ``resolve_config``; ranks are drawn in tree order.
     """
     width = _span(config, 0, config.plan.world_size)[1] + 3 * GAP
     height = TOP + ROW * len(ROLES) + 142
@@ -131,7 +131,7 @@ def _bits(spec: object) -> str:
 
 def readme_config() -> ResolvedConfig:
     """The scheme ``topo`` on 2 nodes x 2 GPUs x 2 dies, as in ``configs/demo.json``."""
-    return ZeroTopoConfig.parse({"scheme": "topo"}).resolve(emulated(2, 2, 2))
+    return resolve_config(ZeroTopoConfig.parse({"scheme": "topo"}), emulated(2, 2, 2))
 
 
 def main(arguments: list[str]) -> None:

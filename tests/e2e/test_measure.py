@@ -19,6 +19,7 @@ from benchmarks.emulated_cluster.spec import SPECS, Spec
 from tests.launching import LaunchSettings, launch
 from zero_topo.bench.ranks import Address, Ranks, place
 from zero_topo.topology import Topology
+from zero_topo.topology.render import render_tree
 
 REASON = network.refusal()
 needs_cluster = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -46,7 +47,7 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
     places = list(range(spec.world_size))
     random.Random(5).shuffle(places)
     found = measured(spec, places)
-    print(found.render())
+    print(render_tree(found))
     assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == (2, 2, 2)
     for degree in (2, 4):  # who shares a unit; which unit comes first cannot be known
         for a in range(spec.world_size):

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tests.launching import ROOT
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
 PROGRAM = ROOT / "tests/e2e/programs/mpi_peers.py"
@@ -48,4 +48,4 @@ def test_mpi_without_mpi4py_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = ZeroTopoConfig.parse({"sync": {"mode": "oktopk", "transport": "mpi"}})
     with pytest.raises(ValueError, match="mpi4py is not installed; pip install mpi4py"):
-        config.resolve(emulated(2, 2, 2))
+        resolve_config(config, emulated(2, 2, 2))

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.__main__ import main as benchmarks_command
 from tests.launching import ROOT
 from zero_topo.cli.app import run as zero_topo_command
-from zero_topo.config import ROLES, SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config
+from zero_topo.config import ROLES, SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.examples.train_gpt import parse_arguments
 from zero_topo.topology import preset_names
@@ -150,7 +150,7 @@ ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "pub
 
 def scheme_row(name: str) -> str:
     """A row of the README's table of schemes, from the formulas."""
-    config = ZeroTopoConfig.parse(ROWS[name]).resolve(load_preset("frontier", RANKS))
+    config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), load_preset("frontier", RANKS))
     work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
     held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
     sent = by_domain(step_bytes(config, work))
@@ -266,7 +266,7 @@ def test_the_remark_on_single_micro_batches_is_true() -> None:
     sent = {}
     few = "`topo` with INT4 sync and publish"
     for name in ("`zero++`", "`topo`", few):
-        config = ZeroTopoConfig.parse(ROWS[name]).resolve(topology)
+        config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), topology)
         for batches in (1, MICRO_BATCHES):
             work = Workload.uniform([PARAMETERS], micro_batches=batches)
             sent[name, batches] = by_domain(step_bytes(config, work))["world"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.sync import Moment
 from zero_topo.topology.model import Topology
@@ -83,7 +83,7 @@ class World:
 
 def world(block: dict[str, object], machine: Topology | None = None) -> World:
     """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 dies."""
-    return World(ZeroTopoConfig.parse(block).resolve(machine or emulated(2, 2, 2)))
+    return World(resolve_config(ZeroTopoConfig.parse(block), machine or emulated(2, 2, 2)))
 
 
 def shuffled(machine: Topology, seed: int = 3) -> Topology:

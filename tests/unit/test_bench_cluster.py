@@ -25,7 +25,7 @@ from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
 from zero_topo.bench.schemes import KNOWN, BenchScheme, choose, load_blocks
 from zero_topo.cli import main as zero_topo_command
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
 
 DATA = ROOT / "tests" / "data" / "emulated_cluster"
@@ -139,7 +139,7 @@ def test_traffic_is_what_crossed_between_two_snapshots() -> None:
 
 def resolved(name: str, spec: Spec) -> Any:
     """A scheme's plan on a cluster."""
-    return ZeroTopoConfig.parse({"scheme": name}).resolve(spec.topology())
+    return resolve_config(ZeroTopoConfig.parse({"scheme": name}), spec.topology())
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

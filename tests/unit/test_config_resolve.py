@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zero_topo.config import DenseSync, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import DenseSync, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
@@ -17,7 +17,7 @@ INT8, INT4 = BlockSpec(8), BlockSpec(4)
 
 
 def resolve(topology: Topology = TREE, **block: Any) -> ResolvedConfig:
-    return ZeroTopoConfig.parse(block).resolve(topology)
+    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 def degrees(config: ResolvedConfig) -> tuple[int | None, ...]:

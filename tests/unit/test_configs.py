@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config import (
+    SCHEMES,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    check_deepspeed_config,
+    load_deepspeed_config,
+    resolve_config,
+)
 from zero_topo.neox.check import require
 from zero_topo.neox.options import Options
-from zero_topo.topology import resolve
+from zero_topo.topology import resolve_topology
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
@@ -44,7 +51,9 @@ def resolved(path: Path) -> ResolvedConfig:
     check_deepspeed_config(config)
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
-    return block.resolve(resolve(block.topology, environment(path), int(environment(path)["WORLD_SIZE"])))
+    return resolve_config(
+        block, resolve_topology(block.topology, environment(path), int(environment(path)["WORLD_SIZE"]))
+    )
 
 
 def neox_config(path: Path) -> dict[str, Any]:
@@ -86,7 +95,7 @@ def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int)
     block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
     assert block is not None
     env = TWO_NODES_OF_8 | {"WORLD_SIZE": str(8 * nodes)}
-    plan = block.resolve(resolve(block.topology, env, 8 * nodes)).plan
+    plan = resolve_config(block, resolve_topology(block.topology, env, 8 * nodes)).plan
     assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, 8, 8, 8 * nodes)
 
 

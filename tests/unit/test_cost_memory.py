@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.memory import ADAM_BYTES_FP32, memory_bytes, padding_bytes, paper_memory_table
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
@@ -22,7 +22,7 @@ SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
 
 
 def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return ZeroTopoConfig.parse(block).resolve(topology)
+    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:

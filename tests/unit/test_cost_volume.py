@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig, SyncMode, ZeroTopoConfig
+from zero_topo.config import (
+    DenseSync,
+    QuantizedSync,
+    ResolvedConfig,
+    SyncSettings,
+    ZeroTopoConfig,
+    resolve_config,
+)
 from zero_topo.cost.volume import Books, Workload, backward_spec, book_sync, paper_volume_table, step_bytes
 from zero_topo.plan import Plan, divisors
 from zero_topo.topology.model import Topology
@@ -23,7 +30,7 @@ TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
 
 
 def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return ZeroTopoConfig.parse(block).resolve(topology)
+    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 # -- the brute force ---------------------------------------------------------------------------------------------------
@@ -267,7 +274,7 @@ def test_two_hops_move_as_much_but_less_of_it_crosses_nodes() -> None:
 
 
 def test_an_unknown_mode_of_sync_is_an_error_not_a_zero() -> None:
-    class Odd(SyncMode):
+    class Odd(SyncSettings):
         MODE = "odd"
 
     with pytest.raises(ValueError, match="no volume formula for the sync mode Odd"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import choose, explain
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, predict_memory
@@ -33,7 +33,7 @@ NEOX = load_model("gpt-neox-20b")
 
 
 def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return ZeroTopoConfig.parse(block).resolve(topology)
+    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 def task(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Task:
@@ -186,7 +186,7 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
         with pytest.raises(ValueError, match="use more nodes"):
             _ = ranking.best
         return
-    chosen = ranking.best.candidate.chosen.resolve(topology)
+    chosen = resolve_config(ranking.best.candidate.chosen, topology)
     assert wanted.limit is not None
     assert sum(predict_memory(chosen, wanted.work, wanted.job).values()) <= wanted.limit
 
@@ -272,14 +272,14 @@ def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> N
 def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
     assert ASKED.scheme == AUTO and '"auto"' in str(json_schema()).replace("'", '"')
     with pytest.raises(ValueError, match="zero-topo plan --params N") as raised:
-        ASKED.resolve(TREE)
+        resolve_config(ASKED, TREE)
     assert "\n" not in str(raised.value)
 
 
 def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
     chosen = choose(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), task())
     assert chosen.config.scheme != AUTO and chosen.config.debug_checks
-    assert chosen.config.resolve(FRONTIER).plan.world_size == 384
+    assert resolve_config(chosen.config, FRONTIER).plan.world_size == 384
     assert all(note.startswith("scheme auto: ") for note in chosen.notes)
 
 

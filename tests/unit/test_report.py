@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import tree_figure
 from tests.launching import ROOT
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import (
@@ -47,7 +47,7 @@ class FakeStats:
 
 def stats(micro_batches: int = 2, **block: Any) -> FakeStats:
     """A run of the scheme topo on 2 nodes x 2 GPUs x 2 dies, with parameters that do not divide evenly."""
-    config = ZeroTopoConfig.parse({"scheme": "topo", **block}).resolve(emulated(2, 2, 2))
+    config = resolve_config(ZeroTopoConfig.parse({"scheme": "topo", **block}), emulated(2, 2, 2))
     return FakeStats(config, Workload.uniform([100_003, 50, 7], micro_batches=micro_batches), micro_batches)
 
 
@@ -77,7 +77,7 @@ def test_report_sets_measured_bytes_beside_the_formula_and_zero3(tmp_path: Path)
     run = stats()
     log_steps(tmp_path)
     report = build_report(tmp_path, RESULT, run, [measured(run)] * 8)
-    zero3 = ZeroTopoConfig.parse({"scheme": "zero3"}).resolve(run.config.topology)
+    zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), run.config.topology)
     rows = {(row["phase"], row["domain"]): row for row in report["zero_topo"]["sent"]}
     own, stock = step_bytes(run.config, run.work), step_bytes(zero3, run.work)
     assert set(rows) == set(own) | set(stock)

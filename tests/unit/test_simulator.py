@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.launching import ROOT
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import calibrate
 from zero_topo.cost.events import COMPUTE, Task, schedule
 from zero_topo.cost.model_files import load_model
@@ -38,7 +38,7 @@ COMPARED = ("zero3", "zero++", "paper", "topo")
 
 
 def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return ZeroTopoConfig.parse(block).resolve(topology)
+    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 # -- programs by hand ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from zero_topo.cli import main
 from zero_topo.cli.described import this_machine
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.captures import Asked, read_captures
+from zero_topo.topology.render import render_tree
 from zero_topo.topology.render_devices import recommended_order, render_devices
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
@@ -125,13 +126,13 @@ def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
 
 
 def test_a_machine_without_tools_is_drawn_as_before(run: Run) -> None:
-    assert run("frontier")[1] == load_preset("frontier", 8).render() + "\n"
+    assert run("frontier")[1] == render_tree(load_preset("frontier", 8)) + "\n"
     assert run()[1].startswith("none: 1 rank\n") and "node:" not in run()[1]
 
 
 def test_the_order_without_numa_nodes_keeps_packages_together() -> None:
     matrix = read_captures([("f", (SAMPLES / "frontier_matrix.txt").read_text())])
-    assert recommended_order(matrix.choose([0, 2, 4, 6, 1, 3, 5, 7])) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert recommended_order(matrix.select([0, 2, 4, 6, 1, 3, 5, 7])) == (0, 4, 1, 5, 2, 6, 3, 7)
     assert "NUMA" not in render_devices(matrix)
 
 

@@ -337,12 +337,12 @@ def test_a_failing_nvml_is_a_value_error_and_is_closed() -> None:
 def test_a_package_that_lacks_a_die_is_an_error_that_names_the_device() -> None:
     whole = sample("frontier_rocm_smi.txt")
     with pytest.raises(ValueError, match=r"device 6 \(0000:d9:00.0\) is in a package of 1 where others have 2"):
-        whole.choose(range(7)).shape()
+        whole.select(range(7)).shape()
 
 
 @given(st.permutations(range(8)))
 def test_places_put_dies_of_a_package_next_to_each_other(devices: list[int]) -> None:
-    chosen = sample("frontier_amd_smi.json").choose(devices)
+    chosen = sample("frontier_amd_smi.json").select(devices)
     places = chosen.places()
     assert sorted(places) == list(range(8))
     for a in range(8):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_topo.topology import Topology, discover, emulated, load_preset, resolve
+from zero_topo.topology import Topology, discover, emulated, load_preset, resolve_topology
 
 SAMPLES = Path(__file__).parents[1] / "data" / "launchers"
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
@@ -140,27 +140,27 @@ def test_contradicting_launchers_are_refused(name: str, changes: dict[str, str],
 
 def test_auto_is_what_is_discovered() -> None:
     env = sample("deepspeed")
-    assert resolve("auto", env, 16) == resolve("auto", env) == discover(env)
+    assert resolve_topology("auto", env, 16) == resolve_topology("auto", env) == discover(env)
 
 
 def test_auto_refuses_another_number_of_ranks() -> None:
     with pytest.raises(
         ValueError, match=r"the job has 8 ranks but its environment describes 16 \(deepspeed: WORLD_SIZE\)"
     ):
-        resolve("auto", sample("deepspeed"), 8)
+        resolve_topology("auto", sample("deepspeed"), 8)
 
 
 def test_auto_without_a_launcher_takes_the_group_for_one_warned_node() -> None:
-    topology = resolve("auto", {}, 4)
+    topology = resolve_topology("auto", {}, 4)
     assert shape(topology) == (1, 4, 1)
     assert "one flat node" in topology.sources["warning"]
-    assert "warning" not in resolve("auto", {}, 1).sources
+    assert "warning" not in resolve_topology("auto", {}, 1).sources
 
 
 def test_a_preset_takes_its_nodes_from_the_ranks() -> None:
-    assert resolve("frontier", {}, 16) == load_preset("frontier", 16)
-    assert resolve("dgx-a100", sample("deepspeed")).nodes == 2
-    assert resolve("single-node", {}).world_size == 1
+    assert resolve_topology("frontier", {}, 16) == load_preset("frontier", 16)
+    assert resolve_topology("dgx-a100", sample("deepspeed")).nodes == 2
+    assert resolve_topology("single-node", {}).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -180,21 +180,21 @@ def test_a_preset_takes_its_nodes_from_the_ranks() -> None:
 )
 def test_wrong_settings_are_refused(setting: Any, world_size: int, complaint: str) -> None:
     with pytest.raises(ValueError) as error:
-        resolve(setting, {}, world_size)
+        resolve_topology(setting, {}, world_size)
     assert complaint in str(error.value)
 
 
 def test_without_a_given_world_size_the_launcher_is_the_judge() -> None:
     with pytest.raises(ValueError, match="8 ranks but the job has 16"):
-        resolve(EMULATED, sample("deepspeed"))
-    assert resolve(EMULATED, {}) == emulated(2, 2, 2)
+        resolve_topology(EMULATED, sample("deepspeed"))
+    assert resolve_topology(EMULATED, {}) == emulated(2, 2, 2)
 
 
 def test_a_stated_tree_gets_the_launchers_placement() -> None:
     stated = {"nodes": 3, "gpus_per_node": 4, "ranks_per_gpu": 2}
     env = sample("slurm_frontier_cyclic")
     for setting in ("frontier", stated):
-        topology = resolve(setting, env, 24)
+        topology = resolve_topology(setting, env, 24)
         assert topology.order == discover(env).order and topology.hosts == discover(env).hosts
         assert topology.sources["order"] == "slurm: SLURM_DISTRIBUTION=cyclic"
 
@@ -202,23 +202,23 @@ def test_a_stated_tree_gets_the_launchers_placement() -> None:
 def test_a_stated_order_is_kept_even_where_launchers_contradict_each_other() -> None:
     env = sample("slurm_env_script", RANK="1")
     order = [3, 2, 1, 0]
-    topology = resolve({"nodes": 2, "gpus_per_node": 2, "ranks_per_gpu": 1, "order": order}, env, 4)
+    topology = resolve_topology({"nodes": 2, "gpus_per_node": 2, "ranks_per_gpu": 1, "order": order}, env, 4)
     assert topology.order == tuple(order)
 
 
 def test_an_emulated_tree_is_left_alone() -> None:
     env = sample("slurm_frontier_cyclic")
     setting = {"emulated": {"nodes": 3, "gpus_per_node": 4, "gcds_per_gpu": 2}}
-    assert resolve(setting, env, 24) == resolve(setting, env) == emulated(3, 4, 2)
+    assert resolve_topology(setting, env, 24) == resolve_topology(setting, env) == emulated(3, 4, 2)
 
 
 @pytest.mark.parametrize("name", ["machine.json", "machine"])
 def test_a_path_is_read(tmp_path: Path, name: str) -> None:
     topology = load_preset("lumi-g", 8)
     (tmp_path / name).write_text(json.dumps(topology.to_json()), encoding="utf-8")
-    assert resolve(str(tmp_path / name), {}, 8) == topology
+    assert resolve_topology(str(tmp_path / name), {}, 8) == topology
     (tmp_path / name).write_text(json.dumps(EMULATED), encoding="utf-8")
-    assert resolve(str(tmp_path / name), {}, 8) == emulated(2, 2, 2)
+    assert resolve_topology(str(tmp_path / name), {}, 8) == emulated(2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes | None, complaint: s
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError) as error:
-        resolve(str(path), {}, 4)
+        resolve_topology(str(path), {}, 4)
     assert complaint in str(error.value) and str(path) in str(error.value)
 
 
 def test_a_folder_is_no_topology(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        resolve(f"{tmp_path}/", {}, 4)
+        resolve_topology(f"{tmp_path}/", {}, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero_topo.topology import Topology, check_hosts, emulated, load_preset, resolve
+from zero_topo.topology import Topology, check_hosts, emulated, load_preset, resolve_topology
 
 TWO_BY_TWO = Topology("test", 2, 2, 1)
 
@@ -56,7 +56,7 @@ def test_many_nodes_on_one_machine_must_be_said_to_be_emulated() -> None:
     ) as error:
         check_hosts(topology, ["laptop"] * 16)
     advice = json.loads(str(error.value).split('"topology": ')[1])
-    check_hosts(resolve(advice, {}, 16), ["laptop"] * 16)
+    check_hosts(resolve_topology(advice, {}, 16), ["laptop"] * 16)
 
 
 def test_emulated_hosts_are_not_checked() -> None:

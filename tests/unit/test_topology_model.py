@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.topology.model import DOMAINS, Link, Topology
-from zero_topo.topology.render import compress
+from zero_topo.topology.render import compress, render_tree
 from zero_topo.units import GB
 
 SIZES = st.integers(1, 4)
@@ -104,7 +104,7 @@ def test_topologies_are_values(topology: Topology) -> None:
     """They compare, hash, pickle and draw themselves."""
     copy: Topology = pickle.loads(pickle.dumps(topology))
     assert copy == topology and hash(copy) == hash(topology)
-    assert topology.render().startswith(topology.name)
+    assert render_tree(topology).startswith(topology.name)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_the_picture_draws_equal_branches_once() -> None:
         memory_per_rank=64 * GB,
         sources={"nodes": "here"},
     )
-    assert topology.render().splitlines() == [
+    assert render_tree(topology).splitlines() == [
         "test: 16 ranks",
         "world              16 ranks  12.50 GB/s per rank, 14.0 us",
         "`- 2 x node        8 ranks",
@@ -205,7 +205,7 @@ def test_the_picture_draws_equal_branches_once() -> None:
 def test_the_picture_names_hosts_and_ranks_that_are_not_plain() -> None:
     order = tuple(rank % 6 * 2 + rank // 6 for rank in range(12))
     topology = Topology("c", 6, 2, 1, order=order, hosts=tuple("abcdef"), emulated=True, sources={"warning": "beware"})
-    lines = topology.render().splitlines()
+    lines = render_tree(topology).splitlines()
     assert lines[0] == "c: 12 ranks (emulated)"
     assert "  node 1 (b): ranks 1,7" in lines
     assert "  ... and 2 nodes more, the last is f" in lines

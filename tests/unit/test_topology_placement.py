@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.plan import Plan
-from zero_topo.topology import Topology, discover, load_preset, resolve
+from zero_topo.topology import Topology, discover, load_preset, resolve_topology
 from zero_topo.topology.captures import Asked, ask_tools, read_captures
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.placement import local_devices, reorder
@@ -153,7 +153,7 @@ def test_dies_in_use_that_do_not_fill_packages_leave_every_rank_a_gpu() -> None:
 
 def test_a_node_in_full_use_that_lacks_a_die_is_refused() -> None:
     with pytest.raises(ValueError, match=r"device 6 .* is in a package of 1 where others have 2"):
-        discover(step(1, 7), says(tree().choose(range(7))))
+        discover(step(1, 7), says(tree().select(range(7))))
 
 
 def test_a_tool_that_contradicts_the_launcher_is_noted_and_not_believed() -> None:
@@ -170,7 +170,7 @@ def test_visible_devices_that_the_tool_does_not_see_are_noted() -> None:
 
 
 def test_a_tool_gives_links_and_says_so() -> None:
-    topology = resolve("auto", step(2, 8), 16, says(tree("dgx_h100_nvidia_smi.txt")))
+    topology = resolve_topology("auto", step(2, 8), 16, says(tree("dgx_h100_nvidia_smi.txt")))
     assert shape(topology) == (2, 8, 1) and topology.links["node"].bandwidth == 450e9
     assert topology.sources["links"] == "nvidia-smi, NVLink taken for 25 GB/s a link; latency assumed"
     assert topology.sources["nodes"].startswith("ranks (slurm")
@@ -178,13 +178,13 @@ def test_a_tool_gives_links_and_says_so() -> None:
 
 
 def test_a_group_without_a_launcher_is_still_asked_for_its_devices() -> None:
-    assert shape(resolve("auto", {}, 8, says(tree()))) == (1, 4, 2)
+    assert shape(resolve_topology("auto", {}, 8, says(tree()))) == (1, 4, 2)
 
 
 def test_no_tool_runs_where_the_machine_is_known() -> None:
     machine = {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}
     for setting in ("frontier", machine, {"emulated": {"nodes": 2, "gpus_per_node": 4, "gcds_per_gpu": 2}}):
-        resolve(setting, step(2, 8), 16, never)
+        resolve_topology(setting, step(2, 8), 16, never)
     preset = discover(step(2, 8, SLURM_CLUSTER_NAME="frontier"), never)
     assert preset.links == load_preset("frontier", 16).links
     assert discover({}, never).world_size == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.topology import Topology
 from zero_topo.topology.checks import nearest
 
@@ -41,7 +41,7 @@ class BenchScheme:
         Raises:
             ValueError: the config's own refusal of the block.
         """
-        return None if self.block is None else ZeroTopoConfig.parse(dict(self.block)).resolve(topology)
+        return None if self.block is None else resolve_config(ZeroTopoConfig.parse(dict(self.block)), topology)
 
 
 def _quantized(bits: int) -> dict[str, Any]:

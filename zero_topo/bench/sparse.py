@@ -18,7 +18,7 @@ from typing import Any
 
 from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import record
-from zero_topo.config import SPARSE_MODES, ZeroTopoConfig
+from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
 PROGRAM = "zero_topo.bench.sparse_ranks:measure_all"
@@ -64,7 +64,7 @@ class SparseBench:
         if min(self.ranks, default=0) < 2 or self.numel < 1 or self.steps < 1:
             raise ValueError(f"ranks {self.ranks}, {self.numel} elements, {self.steps} steps: give at least 2, 1 and 1")
         for block in (job["block"] for job in self.jobs()):
-            ZeroTopoConfig.parse(block).resolve(emulated(min(self.ranks), 1, 1))
+            resolve_config(ZeroTopoConfig.parse(block), emulated(min(self.ranks), 1, 1))
 
     def jobs(self) -> Iterator[dict[str, Any]]:
         """Each mode at each density, on each source of gradients."""

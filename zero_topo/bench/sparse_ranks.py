@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_topo.bench.control import Control
 from zero_topo.bench.records import Spread
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
@@ -154,7 +154,7 @@ class Optimizer:
 def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...]) -> tuple[Stage3, Optimizer]:
     """An engine in FP32 without weights worth the name, of which only the gradients are used; and its optimizer."""
     optimizer = Optimizer()
-    config = ZeroTopoConfig.parse(block).resolve(emulated(dist.get_world_size(), 1, 1))
+    config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
     setup = Setup(
         numels=numels,
         names=tuple(str(index) for index in range(len(numels))),

@@ -10,7 +10,8 @@ import typer
 
 from zero_topo.cli.inputs import machine
 from zero_topo.cli.tables import places_table, show
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
+from zero_topo.topology.render import render_tree
 
 
 def check(
@@ -27,11 +28,11 @@ def check(
     if block is None:
         raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{"scheme": "topo"}}')
     found = machine(block.topology, world_size)
-    resolved = block.resolve(found)
+    resolved = resolve_config(block, found)
     if as_json:
         print(json.dumps({"topology": found.to_json(), **resolved.to_json()}, indent=2))
         return
-    print(found.render())
+    print(render_tree(found))
     print()
     show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
     for note in resolved.notes:

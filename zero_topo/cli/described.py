@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_topo.cli.inputs import machine
-from zero_topo.topology import Topology, preset_names, resolve
+from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_nobody, ask_tools, read_captures, recognise
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.launchers import launcher_view
@@ -38,7 +38,7 @@ def this_machine(world_size: int | None, ask: Ask = ask_tools) -> Described:
     asked = ask()
     if asked.tree is not None and world_size is None and launcher_view(os.environ) is None:
         return Described(asked.tree.topology(), asked.tree, asked.notes)
-    return Described(resolve("auto", os.environ, world_size, lambda: asked), asked.tree)
+    return Described(resolve_topology("auto", os.environ, world_size, lambda: asked), asked.tree)
 
 
 def described(sources: Sequence[str], world_size: int | None) -> Described:
@@ -97,7 +97,7 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> Des
     """A stated machine, completed by captured devices."""
     if source == "auto":
         ask = ask_nobody if tree is None else lambda: Asked(tree)
-        return Described(resolve("auto", os.environ, world_size, ask), tree)
+        return Described(resolve_topology("auto", os.environ, world_size, ask), tree)
     is_file = Path(source).expanduser().is_file() and "/" not in source
     found = machine(f"./{source}" if is_file and source not in preset_names() else source, world_size)
     if tree is None:

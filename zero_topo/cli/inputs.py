@@ -11,7 +11,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.topology import Topology, preset_names, resolve
+from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 
@@ -65,4 +65,4 @@ def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topolog
     if world_size is None and setting in preset_names() and launcher_view(os.environ) is None:
         assert isinstance(setting, str)
         world_size = load_machine(setting).ranks_per_node
-    return resolve(setting, os.environ, world_size)
+    return resolve_topology(setting, os.environ, world_size)

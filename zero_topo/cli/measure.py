@@ -13,6 +13,7 @@ import typer
 
 from zero_topo.launch.env import rank_environment
 from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.render import render_tree
 
 if TYPE_CHECKING:
     from zero_topo.measure import Tick
@@ -50,7 +51,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
         if dist.get_rank() == 0:
             raise
         raise typer.Exit(WRONG_INPUT) from None
-    print(json.dumps(found.to_json(), indent=2) if as_json else found.render())
+    print(json.dumps(found.to_json(), indent=2) if as_json else render_tree(found))
     leave()
 
 

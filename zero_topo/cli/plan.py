@@ -15,7 +15,7 @@ from zero_topo.cli.options import taking
 from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params, found_task
 from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
 from zero_topo.topology import Topology
@@ -71,7 +71,7 @@ def schemes(options: PlanOptions) -> None:
 
 
 def _cost(scheme: str, found: Topology, work: Workload) -> Costed:
-    config = ZeroTopoConfig.parse({"scheme": scheme}).resolve(found)
+    config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), found)
     return Costed(config, memory_bytes(config, work, accumulation_itemsize=ITEMSIZE), step_bytes(config, work))
 
 
@@ -88,7 +88,7 @@ def _draw(options: PlanOptions) -> None:
     task = found_task(options)
     held = {}
     for name in options.scheme or SCHEMES:
-        config = ZeroTopoConfig.parse({"scheme": name}).resolve(task.topology)
+        config = resolve_config(ZeroTopoConfig.parse({"scheme": name}), task.topology)
         held[name] = predict_memory(config, task.work, task.job, task.flight)
     title = f"{task.job.model.params:,} parameters on {task.topology.world_size} ranks of {task.topology.name}"
     memory_bars(held, task.topology.memory_per_rank, title, options.plot)

@@ -12,7 +12,7 @@ from typing import Any
 
 from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_task
 from zero_topo.cli.tables import largest_table, paper_memory, paper_volume, ranking_table, show
-from zero_topo.config import SCHEMES, ZeroTopoConfig
+from zero_topo.config import SCHEMES, ZeroTopoConfig, resolve_config
 from zero_topo.config.errors import ROOT
 from zero_topo.cost import paper_memory_table, paper_volume_table
 from zero_topo.cost.explain import explain
@@ -85,7 +85,9 @@ def largest_models(options: PlanOptions) -> None:
             "in a .json file of the machine, or take a preset"
         )
     names = options.scheme or list(SCHEMES)
-    found = {name: max_params(ZeroTopoConfig.parse({"scheme": name}).resolve(task.machine), task) for name in names}
+    found = {
+        name: max_params(resolve_config(ZeroTopoConfig.parse({"scheme": name}), task.machine), task) for name in names
+    }
     if options.as_json:
         head = {
             "topology": task.topology.to_json(),

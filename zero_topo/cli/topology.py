@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.topology.render import render_tree
 from zero_topo.topology.render_devices import render_devices
 
 FROM_HELP = (
@@ -34,7 +35,7 @@ def topology(
 
 def sections(found: Described) -> list[str]:
     """The parts of the picture: the tree, one node's devices, doubts."""
-    parts = [found.topology.render()]
+    parts = [render_tree(found.topology)]
     if found.devices is not None:
         parts += ["", render_devices(found.devices)]
     return [*parts, *(f"warning: {warning}" for warning in found.warnings)]

@@ -7,7 +7,7 @@ from zero_topo.config.deepspeed_json import check_deepspeed_config, deepspeed_pr
 from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.radius_config import RadiusSync
-from zero_topo.config.resolve import AUTO, ROLES, ResolvedConfig
+from zero_topo.config.resolve import AUTO, ROLES, ResolvedConfig, resolve_config
 from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
@@ -19,7 +19,7 @@ from zero_topo.config.sparse_config import (
     TopkDsaSync,
 )
 from zero_topo.config.sync_config import SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
-from zero_topo.config.sync_mode import SyncMode
+from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "ScapeSync",
     "Scheme",
     "SparseSync",
-    "SyncMode",
+    "SyncSettings",
     "TagcSync",
     "TopkASync",
     "TopkDsaSync",
@@ -49,4 +49,5 @@ __all__ = [
     "deepspeed_problems",
     "json_schema",
     "load_deepspeed_config",
+    "resolve_config",
 ]

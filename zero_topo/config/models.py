@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from zero_topo.config.errors import ROOT, StrictModel, as_json, describe
 from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
-from zero_topo.config.resolve import ResolvedConfig, resolve
 from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
-
-if TYPE_CHECKING:
-    from zero_topo.topology.model import Topology
 
 SchemeName = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo"]
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "auto"]
@@ -129,15 +125,6 @@ class ZeroTopoConfig(StrictModel):
             ValueError: as :meth:`parse`.
         """
         return cls.parse(ds_config[ROOT]) if ROOT in ds_config else None
-
-    def resolve(self, topology: Topology) -> ResolvedConfig:
-        """The plan and the wire formats on a machine, with a note for each choice made for the user.
-
-        Raises:
-            ValueError: for an unaligned degree or a broken dependency rule, with the way out, and for the scheme
-                "auto", which a planner that knows the model must replace first.
-        """
-        return resolve(self, topology)
 
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:

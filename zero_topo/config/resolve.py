@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zero_topo.config.errors import ROOT, StrictModel
+from zero_topo.config.models import ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
-from zero_topo.config.sync_mode import SyncMode
+from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
-
-if TYPE_CHECKING:
-    from zero_topo.config.models import ZeroTopoConfig
-    from zero_topo.topology.model import Topology
+from zero_topo.topology.model import Topology
 
 _Settings = TypeVar("_Settings", bound=StrictModel)
 ROLES = ("weights", "secondary", "gradients", "optimizer")
@@ -45,7 +43,7 @@ class ResolvedConfig:
         accumulation_dtype: type of the gradient buffer, or None for the model's own.
         overlap: whether sync runs under the last backward pass and publish under the next forward pass.
         meter: whether collectives count their bytes.
-        seed: seed of the modes' random choices, or None.
+        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them alone.
         debug_checks: whether replicas are compared after each step.
         notes: one line for each choice made for the user.
     """
@@ -56,7 +54,7 @@ class ResolvedConfig:
     weights_spec: BlockSpec | None
     secondary_spec: BlockSpec | None
     gradients_spec: BlockSpec | None
-    sync: SyncMode
+    sync: SyncSettings
     publish: PublishConfig
     accumulation_dtype: str | None
     overlap: bool
@@ -97,10 +95,10 @@ class _Choice:
     scheme: str | None
     places: tuple[str | int, str | int | None, str | int, str | int]
     quantize: QuantizeConfig
-    sync: SyncMode
+    sync: SyncSettings
 
 
-def resolve(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
+def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     """Plan, wire formats and notes of a config on a machine; see the module's four steps.
 
     Raises:
@@ -207,5 +205,5 @@ def _all_weights_note(place: str | int, topology: Topology) -> str:
     return f'{unit} on this machine: every rank holds all weights; set "weights": "{wider}" to shard them'
 
 
-def _sync_words(sync: SyncMode) -> str:
+def _sync_words(sync: SyncSettings) -> str:
     return " ".join(str(value) for value in sync.model_dump(exclude_none=True).values())

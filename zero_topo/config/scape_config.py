@@ -32,7 +32,7 @@ class ScapeSync(SparseSync):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """See :meth:`SyncMode.problem`."""
+        """See :meth:`SyncSettings.problem`."""
         if plan.optimizer == plan.gradients:
             return None
         return (

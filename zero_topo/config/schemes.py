@@ -13,7 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from zero_topo.config.parts import QuantizeConfig
-from zero_topo.config.sync_config import DenseSync, SyncMode
+from zero_topo.config.sync_config import DenseSync, SyncSettings
 
 
 class Follow(Enum):
@@ -42,7 +42,7 @@ class Scheme:
     gradients: Place
     optimizer: Place
     quantize: QuantizeConfig = _PLAIN
-    sync: SyncMode = _STRAIGHT
+    sync: SyncSettings = _STRAIGHT
 
 
 _SAME = Follow.WEIGHTS

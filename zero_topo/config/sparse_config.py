@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from zero_topo.config.sync_mode import Dtype, SyncMode
+from zero_topo.config.sync_settings import Dtype, SyncSettings
 
 if TYPE_CHECKING:
     from zero_topo.plan import Plan
 
 
-class SparseSync(SyncMode):
+class SparseSync(SyncSettings):
     """What all sparse modes have in common; one optimizer step syncs all parameters at once."""
 
     WHOLE: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class OkTopkSync(SparseSync):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """See :meth:`SyncMode.problem`."""
+        """See :meth:`SyncSettings.problem`."""
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             return 'sync.transport = "mpi": mpi4py is not installed; pip install mpi4py, or set "transport": "torch"'
         if not self.sharded or plan.optimizer == plan.world_size:

@@ -16,12 +16,12 @@ from pydantic_core import CoreSchema, core_schema
 from zero_topo.config.radius_config import RadiusSync
 from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
-from zero_topo.config.sync_mode import Dtype, SyncMode
+from zero_topo.config.sync_settings import Dtype, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant.spec import BlockSpec
 
 
-class DenseSync(SyncMode):
+class DenseSync(SyncSettings):
     """Every element of the gradient shard is reduced, unquantized."""
 
     MODE: ClassVar[str] = "dense"
@@ -37,7 +37,7 @@ class DenseSync(SyncMode):
     )
 
 
-class QuantizedSync(SyncMode):
+class QuantizedSync(SyncSettings):
     """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
 
     MODE: ClassVar[str] = "quantized"
@@ -70,7 +70,7 @@ SPARSE_MODES: tuple[type[SparseSync], ...] = (
     ScapeSync,
     TagcSync,
 )
-SYNC_MODES: tuple[type[SyncMode], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
+SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 
 class _OneOfModes:
@@ -83,9 +83,9 @@ class _OneOfModes:
 
 
 def _mode_of(value: object) -> str | None:
-    if isinstance(value, SyncMode):
+    if isinstance(value, SyncSettings):
         return value.MODE
     return str(value.get("mode", DenseSync.MODE)) if isinstance(value, Mapping) else None
 
 
-SyncConfig = Annotated[SyncMode, _OneOfModes()]
+SyncConfig = Annotated[SyncSettings, _OneOfModes()]

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from zero_topo.config.sparse_config import SparseSync
-from zero_topo.config.sync_mode import Dtype
+from zero_topo.config.sync_settings import Dtype
 
 RATIOS = (10, 4, 2)
 PAPER_ZEROS = ((2, 0.80), (4, 0.90), (10, 0.9875))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.simulator import Job, simulate
 from zero_topo.cost.transformer import Transformer
 from zero_topo.topology.checks import nearest
@@ -125,7 +125,7 @@ def topology_of(spec: Mapping[str, Any]) -> Topology:
 
 def _config(block: Mapping[str, Any], cluster: Topology) -> ResolvedConfig:
     keys = {key: value for key, value in block.items() if key != "topology"}
-    return ZeroTopoConfig.parse(keys).resolve(cluster)
+    return resolve_config(ZeroTopoConfig.parse(keys), cluster)
 
 
 def _job(setup: Mapping[str, Any], row: Mapping[str, Any]) -> Job:

@@ -17,7 +17,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.plan import divisors
 from zero_topo.topology.model import DOMAINS, Topology
 
@@ -66,7 +66,7 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
         try:
             chosen = ZeroTopoConfig.parse({**settings, **fixed})
-            config = chosen.resolve(topology)
+            config = resolve_config(chosen, topology)
         except ValueError as error:
             refusal = refusal or error
             continue

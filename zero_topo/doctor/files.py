@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.topology import resolve
+from zero_topo.topology import resolve_topology
 from zero_topo.units import MB, format_bytes, format_seconds
 
 STALE_S = 15 * 60  # longer than anything compiles
@@ -82,7 +82,7 @@ def config(seen: Surroundings) -> Iterator[Finding]:
         problems = deepspeed_problems(loaded)
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
-            block.resolve(resolve(block.topology, seen.env))
+            resolve_config(block, resolve_topology(block.topology, seen.env))
     except ValueError as error:
         problems, block = [str(error)], None
     for problem in problems:

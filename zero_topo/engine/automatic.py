@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import candidates
 from zero_topo.cost.explain import choose
 from zero_topo.cost.footprint import InFlight
@@ -54,5 +54,5 @@ def choose_plan(block: ZeroTopoConfig, topology: Topology, engine: Any | None) -
     chosen = choose(block, Task(topology, job, numels, flight=flight))
     shape = f"{job.model.layers} layers of width {job.model.hidden}, {job.model.sequence} tokens a sequence"
     assumed = f"scheme auto: {sum(numels):,} parameters, counted as a transformer of {shape}"
-    resolved = chosen.config.resolve(topology)
+    resolved = resolve_config(chosen.config, topology)
     return replace(resolved, notes=(assumed, *chosen.notes, *resolved.notes))

@@ -10,11 +10,17 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config import (
+    AUTO,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    check_deepspeed_config,
+    load_deepspeed_config,
+    resolve_config,
+)
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.automatic import choose_plan
-from zero_topo.topology.discover import MEASURED
-from zero_topo.topology.discover import resolve as resolve_topology
+from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
 CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
@@ -163,7 +169,7 @@ def resolve_block(
             "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
         )
     topology = _machine(block.topology, env, world_size, engine)
-    return choose_plan(block, topology, engine) if block.scheme == AUTO else block.resolve(topology)
+    return choose_plan(block, topology, engine) if block.scheme == AUTO else resolve_config(block, topology)
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:

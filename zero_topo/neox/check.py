@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
 from zero_topo.config.errors import ROOT, as_json
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
 from zero_topo.neox.options import Options
@@ -46,7 +46,7 @@ def check(options: Options) -> str:
         return f"ok: {name}; --ranks N shows the plan"
     from zero_topo.cli.inputs import machine
 
-    plan = block.resolve(machine(block.topology, options.ranks)).plan
+    plan = resolve_config(block, machine(block.topology, options.ranks)).plan
     secondary = f", secondary {plan.secondary}" if plan.secondary else ""
     degrees = f"weights {plan.weights}{secondary}, gradients {plan.gradients}, optimizer {plan.optimizer}"
     return f"ok: {name} on {options.ranks} ranks: {degrees}"

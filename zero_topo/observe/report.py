@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
@@ -116,7 +116,7 @@ def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Se
 
 def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
     config, work = stats.config, stats.work
-    zero3 = ZeroTopoConfig.parse({"scheme": "zero3"}).resolve(config.topology)
+    zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
     return {
         "config": config.to_json(),
         "topology": config.topology.to_json(),

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What the machine is: the tree of nodes, GPUs and ranks, known machines, and discovery (never imports torch)."""
 
-from zero_topo.topology.discover import discover, resolve
+from zero_topo.topology.discover import discover, resolve_topology
 from zero_topo.topology.hosts import check_hosts
 from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import emulated, load_preset, preset_names
@@ -15,5 +15,5 @@ __all__ = [
     "emulated",
     "load_preset",
     "preset_names",
-    "resolve",
+    "resolve_topology",
 ]

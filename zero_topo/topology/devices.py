@@ -153,7 +153,7 @@ class DeviceTree:
         link = None if a == b else self.link(a, b)
         return (link.bandwidth if link else None) or 0.0
 
-    def choose(self, devices: Sequence[int]) -> DeviceTree:
+    def select(self, devices: Sequence[int]) -> DeviceTree:
         """The tree of some of the devices, numbered anew in the given order.
 
         Raises:
@@ -240,7 +240,7 @@ def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
     if tree.bus_ids and like.bus_ids:
         missing = [bus for bus in like.bus_ids if bus not in tree.bus_ids]
         if not missing:
-            return tree.choose([tree.bus_ids.index(bus) for bus in like.bus_ids])
+            return tree.select([tree.bus_ids.index(bus) for bus in like.bus_ids])
         raise ValueError(f"{tree.tool} does not list device {missing[0]} of {like.tool}; capture both on one node")
     if tree.count != like.count:
         raise ValueError(

@@ -16,14 +16,11 @@ from typing import Any
 
 from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.checks import check_int, nearest
-from zero_topo.topology.hosts import check_hosts
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
 from zero_topo.topology.placement import with_devices
 from zero_topo.topology.presets import Machine, emulated_from_json, load_preset, machine_of_cluster, preset_names
 from zero_topo.topology.probes import LauncherView, slurm
-
-__all__ = ["check_hosts", "discover", "resolve"]
 
 MEASURED = "measured"
 INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
@@ -51,7 +48,7 @@ def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
     return found if found.links or found.world_size == 1 else with_devices(found, ask(), env)
 
 
-def resolve(
+def resolve_topology(
     setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None, ask: Ask = ask_tools
 ) -> Topology:
     """The topology that the configuration asks for, checked against the number of ranks.

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from zero_topo.topology.model import Topology
 from zero_topo.topology.render import compress
-
-if TYPE_CHECKING:
-    from zero_topo.topology.model import Topology
 
 
 def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 from zero_topo.topology.checks import check_int, check_keys, check_mapping, check_number, check_strings, nearest
-from zero_topo.topology.render import render_tree
 
 DOMAINS = ("rank", "gpu", "node", "world")
 """The domains, from the smallest to the largest; each is a set of ranks that share one unit of the machine."""
@@ -213,10 +212,6 @@ class Topology:
         """The ranks of a node in tree order."""
         first = node * self.ranks_per_node
         return [self.rank_at(position) for position in range(first, first + self.ranks_per_node)]
-
-    def render(self) -> str:
-        """The tree as plain text, equal branches drawn once; for logs and the terminal."""
-        return render_tree(self)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which :meth:`from_json` builds an equal topology; fields at their default are left out."""

@@ -43,7 +43,7 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
     devices, how = local_devices(env, tree, flat.ranks_per_node)
     if devices is None:
         return _noted(flat, [*notes, f"{tree.tool} not used: {how}"])
-    used = tree.choose(devices)
+    used = tree.select(devices)
     try:
         gpus, dies = used.shape()
     except ValueError as error:

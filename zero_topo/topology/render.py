@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from zero_topo.topology.model import Topology
 from zero_topo.units import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from zero_topo.topology.model import Topology
 
 NODES_SHOWN = 4
 """Nodes listed by name and ranks before the rest is summed up in one line."""

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.examples.process import leave
 from zero_topo.sync.sparse import Sparse
@@ -24,7 +24,7 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     places = {"scheme": "topo"} if sharded else {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
     sync = {"mode": "oktopk", "tau": 3, "tau_prime": 2, "density": 0.02, "sharded": sharded, "transport": transport}
     plain = {"weights": None, "secondary": None, "gradients": None}
-    config = ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}).resolve(emulated(size, 1, 1))
+    config = resolve_config(ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}), emulated(size, 1, 1))
     setup = Setup((NUMEL,), ("w",), (2,), torch.empty(0), torch.float32, torch.float32, 1 << 20, lambda: 1.0, tuple)
     engine = Stage3(config, setup)
     found = []

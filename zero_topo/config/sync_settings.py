@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
-class SyncMode(StrictModel):
+class SyncSettings(StrictModel):
     """The name of the mode.
 
     Attributes:
