@@ -43,12 +43,12 @@ def _triton() -> str | None:
 def _seam() -> dict[str, Any]:
     """Whether the seam fits the installed DeepSpeed: ``seam`` is None if it does, else one line."""
     try:
-        from zero_topo.engine import hook
+        from zero_topo.engine import seam
 
-        hook.check_deepspeed()
+        seam.check_deepspeed()
     except ImportError as error:
         return {"seam": str(error).replace("\n", " "), "supported": None}
-    return {"seam": None, "supported": hook.VERSION}
+    return {"seam": None, "supported": seam.VERSION}
 
 
 def _kernels() -> dict[str, str]:

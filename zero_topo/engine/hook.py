@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The seam to DeepSpeed 0.19.8: the only file that names its privates.
+"""How the engine gets into DeepSpeed 0.19.8; with ``seam.py`` the only place that names its privates.
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
@@ -20,9 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -30,59 +28,13 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.compat import Assigned, Required, differences, refuse, unassigned
 from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
 from zero_topo.engine.masters import clean, moments
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.seam import Stock, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.sync import AdamS, Moment
-
-Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
-
-VERSION = "0.19.8"
-MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
-# Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
-REQUIRED: tuple[Required, ...] = (
-    (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
-    (Init, "_convert_to_deepspeed_param", ("self", "param")),
-    *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
-    *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
-    *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
-    *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
-    (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
-    (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
-    (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
-    (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
-    *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
-    (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
-    (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
-    (Stock, "step", ("self", "closure")),
-    (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
-    (Stock, "zero_grad", ("self", "set_to_none")),
-    (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
-    (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
-    (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
-    (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
-    *((Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key")) for part in ("full", "local")),
-    *((Stock, name, ("self", "param")) for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")),
-)
-# Attributes of instances relied on: some method of the class must set them.
-ATTRIBUTES: tuple[Assigned, ...] = (
-    (DeepSpeedEngine, ("_config", "dp_world_size")),
-    (deepspeed.DeepSpeedConfig, ("_param_dict",)),
-    (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
-    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
-    (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
-    (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
-    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
-    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-)
-
-
-def check_deepspeed() -> None:
-    """Raise ImportError naming every private that is missing or changed."""
-    refuse([*differences(REQUIRED), *unassigned(ATTRIBUTES)], VERSION, deepspeed.__version__)
 
 
 def install() -> None:
@@ -124,7 +76,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class TopoStage3(Stock):  # type: ignore[misc, valid-type]
+class TopoStage3(Stock):
     """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`."""
 
     topo: Stage3

@@ -1,0 +1,111 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What of DeepSpeed 0.19.8 is relied on, and whether the installed one has it.
+
+With ``hook.py``, which overrides what is listed here, this is the seam: the one place that names DeepSpeed's privates.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
+from deepspeed.runtime.zero import stage3 as ds_stage3
+from deepspeed.runtime.zero.partition_parameters import Init
+
+Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
+
+VERSION = "0.19.8"
+MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+# Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
+REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
+    (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
+    (Init, "_convert_to_deepspeed_param", ("self", "param")),
+    *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
+    *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
+    *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
+    *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
+    (Stock, "_create_fp16_partitions_with_defragmentation", ("self", "fp16_param_groups")),
+    (Stock, f"{MANGLED}__avg_scatter_grads", ("self", "params_to_reduce", "communication_data_type")),
+    (Stock, "partition_grads", ("self", "params_to_release", "grad_partitions")),
+    (Stock, "_constant_buffered_norm2", ("self", "input", "buffer_size")),
+    *((Stock, name, ("self", "sub_group_id")) for name in ("_unflatten_partitioned_parameters", "_optimizer_step")),
+    (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
+    (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
+    (Stock, "step", ("self", "closure")),
+    (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
+    (Stock, "zero_grad", ("self", "set_to_none")),
+    (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
+    (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
+    (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
+    (Stock, "set_fp32_grad_for_param", ("self", "value", "param")),
+    *((Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key")) for part in ("full", "local")),
+    *((Stock, name, ("self", "param")) for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")),
+)
+# Attributes of instances relied on: some method of the class must set them.
+ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (DeepSpeedEngine, ("_config", "dp_world_size")),
+    (deepspeed.DeepSpeedConfig, ("_param_dict",)),
+    (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
+    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
+    (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
+    (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
+    (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
+    (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
+)
+
+
+def check_deepspeed() -> None:
+    """Compare the installed DeepSpeed with :data:`REQUIRED` and :data:`ATTRIBUTES`.
+
+    Raises:
+        ImportError: naming everything that is missing or changed, and the way out.
+    """
+    problems = [*_changed_methods(), *_missing_attributes()]
+    if problems:
+        raise ImportError(
+            f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
+            f"matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
+        )
+
+
+def _changed_methods() -> Iterator[str]:
+    """One phrase for each method that is gone or takes other parameters."""
+    for owner, name, expected in REQUIRED:
+        found = getattr(owner, name, None)
+        if found is None:
+            yield f"{owner.__name__}.{name} is gone"
+        elif expected is not None and _parameters(found) != expected:
+            actual = ", ".join(_parameters(found))
+            yield f"{owner.__name__}.{name}({actual}) was expected as ({', '.join(expected)})"
+
+
+def _missing_attributes() -> Iterator[str]:
+    """One phrase for each attribute that is gone."""
+    for owner, names in ATTRIBUTES:
+        there = attributes(owner)
+        yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
+
+
+def attributes(owner: type) -> set[str]:
+    """Attributes of a class and, since those of its instances exist on instances only, all that its methods name."""
+    methods = [f for base in owner.__mro__ for f in vars(base).values() if inspect.isfunction(f)]
+    return {*dir(owner), *(name for method in methods for f in _layers(method) for name in f.__code__.co_names)}
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of parameters; DeepSpeed's tracing decorator takes any, so it is looked through."""
+    every = [tuple(inspect.signature(layer).parameters) for layer in _layers(function)]
+    return next((names for names in every if names != ("args", "kwargs")), every[-1])
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """A function, and those it wraps."""
+    yield function
+    for cell in function.__closure__ or ():
+        if inspect.isfunction(cell.cell_contents):
+            yield from _layers(cell.cell_contents)
