@@ -14,8 +14,8 @@ def carry(
     universal: Annotated[Path, typer.Argument(help="Folder that DeepSpeed's ds_to_universal made of it.")],
 ) -> None:
     """Put what sparse sync still owes into a universal checkpoint: its residuals, summed over the ranks."""
-    from zero_topo.engine.owed import FILE
-    from zero_topo.engine.owed import carry as write
+    from zero_topo.engine.residual_transfer import FILE
+    from zero_topo.engine.residual_transfer import carry as write
 
     sums = write(saved, universal)
     print(f"{universal / FILE}: {len(sums)} parameters, {sum(x.numel() for x in sums.values()):,} elements")

@@ -21,7 +21,7 @@ from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
-from zero_topo.engine.owed import STATE, found
+from zero_topo.engine.residual_transfer import STATE_KEY, carried
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
@@ -229,7 +229,7 @@ class Stage3:
         owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
         state |= {} if owed is None else {"owed": {"owners": owed.owners, "parameters": owed.parameters}}
-        return {STATE: state} if sync or held else {}
+        return {STATE_KEY: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], row: Tensor, folder: str | None = None) -> None:
         """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
@@ -238,9 +238,9 @@ class Stage3:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
                 are published.
-            folder: of the checkpoint; see Note [Residuals of another run] in ``owed.py``.
+            folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
         """
-        state = saved.get(STATE, {})
+        state = saved.get(STATE_KEY, {})
         fits = state.get("degrees") == self.config.plan.degrees()
         if fits and "held" in state and self.weights.publishes_differences:
             row.copy_(state["held"])
@@ -250,7 +250,7 @@ class Stage3:
         except ValueError as error:
             mode.load_state_dict({})
             logger.warning("sync starts without the checkpoint's state: %s", error)
-        if sums := found(folder):
+        if sums := carried(folder):
             mode.inherit(sums)
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:

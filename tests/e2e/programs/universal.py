@@ -22,7 +22,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor
 
 from tests.launcher.training import Job, advance, block, close, start, weights
-from zero_topo.engine.owed import carry
+from zero_topo.engine.residual_transfer import carry
 from zero_topo.examples.process import leave
 
 SAVED_AT, STEPS = 2, 4

@@ -16,7 +16,7 @@ from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, PLAIN, mode_of
 from tests.ranks.worlds import NUMELS, World, shuffled, world
 from zero_topo.cli import main
-from zero_topo.engine.owed import FILE, carry, found
+from zero_topo.engine.residual_transfer import FILE, carried, carry
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         carry(tmp_path, tmp_path / "universal")
     assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
     assert "no rank kept a residual" in capsys.readouterr().err
-    assert found(tmp_path) == {} and found(None) == {}
+    assert carried(tmp_path) == {} and carried(None) == {}
 
 
 def test_another_mode_does_not_drop_it_silently(tmp_path: Path) -> None:

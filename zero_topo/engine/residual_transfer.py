@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What peers owe when a run goes on with another number of nodes: their residuals, summed, and shared out anew.
+"""Residuals of sync, taken along when a run goes on with another number of nodes: summed, and shared out anew.
 
 Note [Residuals of another run]
     A residual belongs to a peer, so it cannot be taken over where peers are others. But the sum over the peers is what
-    the optimizer has not got yet, whoever owes it: each of ``P`` new peers takes a ``P``-th of it. DeepSpeed's
+    the optimizer has not got yet, whoever holds it back: each of ``P`` new peers takes a ``P``-th of it. DeepSpeed's
     conversion to a universal checkpoint, which a change of ranks needs, knows nothing of residuals; :func:`carry` puts
     the sums beside what it has made.
 """
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 FILE = "zero_topo_owed.pt"
-STATE = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
+STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 _SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 
 
 def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
-    """Write what all ranks of a saved run owe into a universal checkpoint made of it.
+    """Write the residuals of a saved run, summed over its ranks, into a universal checkpoint made of it.
 
     Args:
         saved: the folder of one tag, as ``save_checkpoint`` made it.
@@ -46,24 +46,24 @@ def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
         raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
     sums: dict[str, Tensor] = {}
     for path in files:
-        _add(torch.load(path, map_location="cpu", weights_only=False), len(files), sums)
+        _add_residual(torch.load(path, map_location="cpu", weights_only=False), len(files), sums)
     if not sums:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     torch.save(sums, universal / FILE)
     return sums
 
 
-def found(folder: str | Path | None) -> dict[str, Tensor]:
-    """What :func:`carry` wrote into a checkpoint's folder, or nothing."""
+def carried(folder: str | Path | None) -> dict[str, Tensor]:
+    """The sums that :func:`carry` wrote into a checkpoint's folder; empty if there are none."""
     path = None if folder is None else Path(folder) / FILE
     if path is None or not path.is_file():
         return {}
     return dict(torch.load(path, map_location="cpu"))
 
 
-def _add(content: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
-    """Add what one rank owes."""
-    state = content["optimizer_state_dict"].get(STATE, {})
+def _add_residual(content: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
+    """Add the residual that one rank saved, by parameter."""
+    state = content["optimizer_state_dict"].get(STATE_KEY, {})
     owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
     if owed is None or residual is None or not residual.numel():
         return
