@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Topology and plan -> process groups, one per hop, and a torch ``DeviceMesh`` of the machine's levels.
+"""Topology and plan -> process groups, one per hop.
 
 Note [Every rank creates every group]
     ``new_group`` numbers groups by how many a rank has created, so all ranks create all groups of a hop in one order;
@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
@@ -142,20 +139,6 @@ class Mesh:
         assert own is not None
         self._created.append(own)
         return own
-
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The machine as a ``DeviceMesh`` of dimensions ("node", "gpu", "rank"), for code that speaks DTensor.
-
-        Collective: every rank must call it, in the same place.
-        """
-        topology = self.topology
-        shape = (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu)
-        ranks = torch.tensor(self.plan.rank_at, dtype=torch.int).view(shape)
-        degrees = (1, topology.degree("gpu"), topology.degree("node"), topology.world_size)
-        gpu, node, world = (self._group(lo, hi) for lo, hi in pairwise(degrees))
-        return DeviceMesh.from_group(
-            [world, node, gpu], device_type, mesh=ranks, mesh_dim_names=("node", "gpu", "rank")
-        )
 
     def destroy(self) -> None:
         """Destroy the groups this mesh created; every rank must call it, in the same place."""

@@ -80,12 +80,3 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
         Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
-
-
-def test_the_device_mesh_has_the_machines_levels() -> None:
-    machine = emulated(2, 3, 2)
-    with fake_world(12, 7):
-        mesh = Mesh(Plan(12, 2, None, 6, 12), machine, []).device_mesh("cpu")
-        assert mesh.mesh_dim_names == ("node", "gpu", "rank")
-        assert mesh.mesh.tolist() == torch.arange(12).view(2, 3, 2).tolist()
-        assert [mesh.get_local_rank(name) for name in ("node", "gpu", "rank")] == [1, 0, 1]
