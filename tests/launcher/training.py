@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_topo
+from zero_topo.collectives.wire import DTYPES
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
@@ -141,7 +142,7 @@ def mean(value: Tensor) -> float:
 
 def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
     """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per step."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
+    dtype = DTYPES[job.dtype]
     losses = []
     for step in range(begin, end):
         if job.each_step is not None:

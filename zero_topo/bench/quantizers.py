@@ -24,12 +24,12 @@ from torch import Tensor
 
 from zero_topo.bench.peers import ROW, SOURCES, Peer, keep_freed_memory, peers
 from zero_topo.bench.records import Spread, record
+from zero_topo.collectives.wire import DTYPES
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.registry import BACKENDS
 from zero_topo.quant.spec import BlockSpec
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from zero_topo.quant.pieces import Piece, read_all, total_numel, write_all
 from zero_topo.quant.reference import Reduce, Total
 from zero_topo.quant.spec import BlockSpec
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""A config's names of the types in which values are kept and travel."""
+
 
 @dataclass(frozen=True)
 class Wire:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.wire import DTYPES, Wire
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas
@@ -29,8 +29,6 @@ from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

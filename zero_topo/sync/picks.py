@@ -15,7 +15,6 @@ from zero_topo.quant.sparse_ops import SparseOps
 
 TINY = 1e-45  # below every other positive FP32: a threshold that passes all but zeros
 INDEX_BYTES = 4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import TagcSync
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import DTYPES, Picked, largest, share
+from zero_topo.sync.picks import Picked, largest, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
 logger = logging.getLogger(__name__)
