@@ -25,8 +25,7 @@ from torch import Tensor
 from op_builder import source_dir
 from op_builder.jit import cache_dir
 from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 FLAGS_VARIABLE = "ZT_TEST_CXXFLAGS"
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror")

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from zero_topo.quant import reference, sparse_reference
 from zero_topo.quant.pieces import FLOATS, Piece, piece_of, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Reduce, Total
 
 SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
 

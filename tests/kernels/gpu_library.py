@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")

@@ -13,8 +13,7 @@ from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import LEVELS, CpuKernels
 from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.reference import Reduce
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 

@@ -20,8 +20,7 @@ from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import CPiece, CpuKernels, CReduce, Message, Range, Spec
 from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Reduce, Total
 
 OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, BAD_RANGE, BAD_LEVEL = range(6)
 FILLING = 0xA5

@@ -19,8 +19,7 @@ from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import CpuKernels
 from tests.launching import ROOT
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
 

@@ -21,8 +21,7 @@ from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 PLAIN = Settings(wave=32)
 OTHER = Settings(wave=64, descending=True, most_blocks=3)

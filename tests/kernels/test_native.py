@@ -12,8 +12,7 @@ from tests.kernels import golden
 from zero_topo.quant.native import Native, load
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.pieces import FLOATS
-from zero_topo.quant.reference import Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Total
 
 SOME = [f for f in golden.FEW_FORMATS if f.spec.symmetric or f.dtype == torch.bfloat16]
 

@@ -24,8 +24,7 @@ from tests.kernels import golden
 from tests.launching import ROOT
 from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 pytest.importorskip("triton")
 

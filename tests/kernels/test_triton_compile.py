@@ -22,8 +22,7 @@ import torch
 
 from tests.launching import ROOT
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 pytest.importorskip("triton")
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from zero_topo.quant import reference
 from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 QUANTIZER = Quantizer("reference", reference)
 SPECS = [BlockSpec(b, s, sym) for b in (8, 4) for s in (64, 256) for sym in (True, False)]

@@ -16,7 +16,7 @@ from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
 from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.reference import Reduce
+from zero_topo.quant.spec import Reduce
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from zero_topo.quant.ops import PLAIN, Quantizer
 from zero_topo.quant.pieces import Piece, read_all, total_numel, write_all
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """A config's names of the types in which values are kept and travel."""

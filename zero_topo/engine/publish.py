@@ -33,7 +33,7 @@ from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
 from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.reference import Reduce
+from zero_topo.quant.spec import Reduce
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from zero_topo.quant.ops import BackendUnavailable
 from zero_topo.quant.pieces import Piece, piece_of, read_all, write_all
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 # ZT_GPU_PIECES in csrc/zt_kernels.h: what one launch takes by value.
 GPU_PIECES = 64

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant.pieces import Piece, Pieces, piece_of, pieces_to_read, total_numel
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import ALIGNMENT, BlockSpec
+from zero_topo.quant.spec import ALIGNMENT, BlockSpec, Reduce, Total
 
 PLAIN = Reduce()
 Target = TypeVar("Target", bound=Pieces)

@@ -15,7 +15,6 @@ Note [Arithmetic contract]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +28,9 @@ from zero_topo.quant.sparse_reference import (
     sketch_insert,
     sketch_peel,
 )
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 __all__ = [
-    "Reduce",
-    "Total",
     "compact_above",
     "count_above",
     "dequantize",
@@ -47,27 +44,6 @@ __all__ = [
 ]
 
 SMALLEST = 2.0**-100
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """What becomes of a sum of messages; each step is one FP32 rounding, in this order.
-
-    Attributes:
-        factor: multiplies the sum, unless it is 1; rounded to FP32.
-        accumulate: add the sum to what the pieces hold instead of overwriting it.
-    """
-
-    factor: float = 1.0
-    accumulate: bool = False
-
-
-@dataclass(frozen=True)
-class Total:
-    """How many values are summed, and what multiplies the sum."""
-
-    numel: int
-    factor: float = 1.0
 
 
 def quantize(pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:

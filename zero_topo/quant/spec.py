@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The wire format of block-quantized tensors: every offset and size, without torch.
+"""The wire format of block-quantized tensors, every offset and size, and what is done with sums; without torch.
 
 One message carries values and scales, so one collective moves both::
 
@@ -72,6 +72,27 @@ class BlockSpec:
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block_size}" + ("" if self.symmetric else "a")
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """What becomes of a sum of messages; each step is one FP32 rounding, in this order.
+
+    Attributes:
+        factor: multiplies the sum, unless it is 1; rounded to FP32.
+        accumulate: add the sum to what the pieces hold instead of overwriting it.
+    """
+
+    factor: float = 1.0
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class Total:
+    """How many values are summed, and what multiplies the sum."""
+
+    numel: int
+    factor: float = 1.0
 
 
 def _padded(nbytes: int) -> int:

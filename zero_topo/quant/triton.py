@@ -30,8 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_topo.quant.pieces import Piece, write_all
-from zero_topo.quant.reference import Reduce, Total
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 from zero_topo.quant.triton_sparse import (
     compact_above,
     count_above,

@@ -27,7 +27,7 @@ from zero_topo.collectives.wire import Wire
 from zero_topo.config import QuantizedSync
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.reference import Reduce
+from zero_topo.quant.spec import Reduce
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.dense import spread_back
 
