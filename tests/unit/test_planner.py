@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
-from zero_topo.cost.explain import choose, explain
+from zero_topo.cost.explain import explain, recommend
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import Task, max_params, rank_plans
+from zero_topo.cost.planner import Request, max_params, rank_plans
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload
@@ -36,9 +36,9 @@ def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
     return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
-def task(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Task:
+def request(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Request:
     model = NEOX if params is None else scaled(params)
-    return Task(topology, Job(model, **{"micro_batch": 1, "micro_batches": 4, **job}))
+    return Request(topology, Job(model, **{"micro_batch": 1, "micro_batches": 4, **job}))
 
 
 def by_weights(config: ResolvedConfig, job: Job) -> float:
@@ -156,14 +156,14 @@ def test_keys_that_fit_no_plan_are_an_error_that_tells_why() -> None:
 
 
 def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> None:
-    ranking = rank_plans(ASKED, task(), by_weights)
+    ranking = rank_plans(ASKED, request(), by_weights)
     assert ranking.best.candidate.config.plan.weights == 1
-    assert ranking == rank_plans(ASKED, task(), by_weights)
-    assert all(plan.held > (task().limit or 0) for plan in ranking.refused)
+    assert ranking == rank_plans(ASKED, request(), by_weights)
+    assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
 
 
 def test_equal_times_prefer_a_named_scheme_and_then_less_to_send() -> None:
-    ranking = rank_plans(ASKED, task(), lambda config, job: 1.0)
+    ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
     named = [plan.candidate.named for plan in ranking.timed]
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
     assert named == sorted(named, reverse=True)
@@ -180,7 +180,7 @@ def test_equal_times_prefer_a_named_scheme_and_then_less_to_send() -> None:
 )
 def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, micro_batch: int) -> None:
     topology = replace(load_preset("frontier", 8 * nodes), memory_per_rank=memory * GB)
-    wanted = task(topology, params, micro_batch=micro_batch)
+    wanted = request(topology, params, micro_batch=micro_batch)
     ranking = rank_plans(ASKED, wanted, by_weights)
     if not ranking.timed:
         with pytest.raises(ValueError, match="use more nodes"):
@@ -192,7 +192,7 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
 
 
 def test_the_simulator_ranks_if_nothing_else_does() -> None:
-    ranking = rank_plans(ASKED, task())
+    ranking = rank_plans(ASKED, request())
     times = [plan.seconds for plan in ranking.timed]
     assert all(time is not None and time > 0 for time in times)
     assert ranking.best.seconds is not None
@@ -200,7 +200,7 @@ def test_the_simulator_ranks_if_nothing_else_does() -> None:
 
 
 def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit() -> None:
-    lines = explain(rank_plans(ASKED, task(load_preset("frontier", 16)), by_weights))
+    lines = explain(rank_plans(ASKED, request(load_preset("frontier", 16)), by_weights))
     text = "\n".join(lines)
     assert lines[0].startswith("weights 2, ") and "plans that fit, of" in lines[0]
     assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
@@ -208,7 +208,7 @@ def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit()
 
 
 def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
-    text = "\n".join(explain(rank_plans(ASKED, task(TREE))))
+    text = "\n".join(explain(rank_plans(ASKED, request(TREE))))
     assert "memory is not known, so nothing was dropped" in text
     assert "bandwidth of gpu, node, world is not known: frontier's is assumed" in text
     assert "how fast a rank of tree computes is not known" in text
@@ -220,7 +220,7 @@ def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
 @pytest.mark.parametrize("scheme", ["zero3", "zero++", "mics", "hsdp", "paper", "topo"])
 @pytest.mark.parametrize("nodes", [1, 48])
 def test_the_largest_model_fits_and_one_2_percent_larger_does_not(scheme: str, nodes: int) -> None:
-    wanted = task(load_preset("frontier", 8 * nodes))
+    wanted = request(load_preset("frontier", 8 * nodes))
     config = resolve(wanted.machine, scheme=scheme)
     largest = max_params(config, wanted)
     assert largest
@@ -236,7 +236,7 @@ def test_the_largest_model_fits_and_one_2_percent_larger_does_not(scheme: str, n
 @settings(max_examples=40, deadline=None)
 @given(memory=st.integers(6, 500), scheme=st.sampled_from(["zero3", "mics", "topo"]), micro_batch=st.integers(1, 8))
 def test_the_largest_model_is_that_whatever_the_memory(memory: int, scheme: str, micro_batch: int) -> None:
-    wanted = task(replace(FRONTIER, memory_per_rank=memory * GB), micro_batch=micro_batch)
+    wanted = request(replace(FRONTIER, memory_per_rank=memory * GB), micro_batch=micro_batch)
     config = resolve(wanted.machine, scheme=scheme)
     largest = max_params(config, wanted)
     assert largest is not None and wanted.limit is not None
@@ -248,22 +248,22 @@ def test_the_largest_model_is_that_whatever_the_memory(memory: int, scheme: str,
 
 def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:
     """Without recomputation a shape of one layer less holds less: the first size that does not fit is not the last."""
-    wanted = task(replace(load_preset("frontier", 8), memory_per_rank=206_464_492_619))
+    wanted = request(replace(load_preset("frontier", 8), memory_per_rank=206_464_492_619))
     model = replace(NEOX, sequence=8192)
     wanted = replace(wanted, job=replace(wanted.job, model=model, checkpointing=False))
     assert (max_params(resolve(wanted.machine, scheme="topo"), wanted) or 0) > 1.09e9
 
 
 def test_the_papers_36_billion_are_about_what_its_plan_holds() -> None:
-    wanted = replace(task(), reserve=0.1)
+    wanted = replace(request(), reserve=0.1)
     largest = max_params(resolve(wanted.machine, scheme="paper", secondary="node"), wanted)
     assert largest == pytest.approx(36e9, rel=0.05)
 
 
 def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> None:
     config = resolve(TREE, scheme="zero3")
-    assert max_params(config, task(TREE)) is None
-    assert max_params(config, task(replace(TREE, memory_per_rank=GB))) == 0
+    assert max_params(config, request(TREE)) is None
+    assert max_params(config, request(replace(TREE, memory_per_rank=GB))) == 0
 
 
 # -- "scheme": "auto" --------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
 
 
 def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
-    chosen = choose(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), task())
+    chosen = recommend(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), request())
     assert chosen.config.scheme != AUTO and chosen.config.debug_checks
     assert resolve_config(chosen.config, FRONTIER).plan.world_size == 384
     assert all(note.startswith("scheme auto: ") for note in chosen.notes)

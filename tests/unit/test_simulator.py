@@ -261,12 +261,12 @@ def record() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def fitted(record: dict[str, Any]) -> Rates:
     """To ZeRO-3 and topo alone."""
-    rows = calibrate.choose(calibrate.read_record(record), ["zero3", "topo"])
+    rows = calibrate.measured_schemes(calibrate.read_record(record), ["zero3", "topo"])
     return calibrate.fit(rows, calibrate.host_rates(record))
 
 
 def test_steps_of_the_emulated_cluster_are_predicted_within_20_percent(record: dict[str, Any], fitted: Rates) -> None:
-    rows = calibrate.choose(calibrate.read_record(record), COMPARED)
+    rows = calibrate.measured_schemes(calibrate.read_record(record), COMPARED)
     ratios = {(row.scheme, row.micro_batches): row.ratio for row in calibrate.predict(rows, fitted)}
     assert len(ratios) == 12
     assert {key: ratio for key, ratio in ratios.items() if not 0.8 <= ratio <= 1.2} == {}
@@ -274,7 +274,7 @@ def test_steps_of_the_emulated_cluster_are_predicted_within_20_percent(record: d
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 def test_schemes_come_in_the_order_that_was_measured(record: dict[str, Any], fitted: Rates, micro_batches: int) -> None:
-    rows = calibrate.predict(calibrate.choose(calibrate.read_record(record), COMPARED), fitted)
+    rows = calibrate.predict(calibrate.measured_schemes(calibrate.read_record(record), COMPARED), fitted)
     here = [row for row in rows if row.micro_batches == micro_batches]
     measured, predicted = (
         [row.scheme for row in sorted(here, key=lambda row: getattr(row, key))] for key in ("measured_s", "predicted_s")
@@ -307,6 +307,6 @@ def test_a_record_of_something_else_is_refused(record: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a record of 'python -m benchmarks cluster"):
         calibrate.read_record({"benchmark": "quantizers"})
     with pytest.raises(ValueError, match="did you mean 'zero3'"):
-        calibrate.choose(calibrate.read_record(record), ["zero4"])
+        calibrate.measured_schemes(calibrate.read_record(record), ["zero4"])
     with pytest.raises(ValueError, match="compute_s_per_micro_batch is None"):
         calibrate.host_rates({**record, "compute_s_per_micro_batch": None})

@@ -110,7 +110,7 @@ class MpiOptions(LocalOptions):
 def mpirun_command(options: MpiOptions) -> None:
     """Run the ranks under OpenMPI's mpirun, node by node."""
     job = _job(options, oversubscribe=options.oversubscribe)
-    _go(mpirun(job), {}, options.dry_run)
+    _execute(mpirun(job), {}, options.dry_run)
 
 
 @launch.command(name="deepspeed")
@@ -118,7 +118,7 @@ def mpirun_command(options: MpiOptions) -> None:
 def deepspeed_command(options: LocalOptions) -> None:
     """Run the ranks under the deepspeed launcher."""
     job = _job(options)
-    _go(deepspeed(job), variables(job), options.dry_run)
+    _execute(deepspeed(job), variables(job), options.dry_run)
 
 
 def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:
@@ -134,7 +134,7 @@ def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:
     )
 
 
-def _go(words: list[str], added: Mapping[str, str], dry_run: bool) -> None:
+def _execute(words: list[str], added: Mapping[str, str], dry_run: bool) -> None:
     """Print the command, or become it.
 
     Raises:

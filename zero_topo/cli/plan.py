@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_topo.cli.options import taking
-from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params, found_task
+from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params, found_request, found_schemes
 from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
 from zero_topo.topology import Topology
@@ -57,7 +57,10 @@ def schemes(options: PlanOptions) -> None:
     """The plain view: degrees, bytes held and bytes sent of each scheme."""
     params, found = found_params(options), found_machine(options)
     work = Workload.uniform([params], ITEMSIZE, options.micro_batches)
-    rows = {name: _cost(name, found, work) for name in options.scheme or SCHEMES}
+    rows = {
+        name: Costed(config, memory_bytes(config, work, accumulation_itemsize=ITEMSIZE), step_bytes(config, work))
+        for name, config in found_schemes(options, found).items()
+    }
     if options.as_json:
         head = {"topology": found.to_json(), "params": params, "micro_batches": options.micro_batches}
         print(json.dumps({**head, "schemes": [row.to_json() for row in rows.values()]}, indent=2))
@@ -70,11 +73,6 @@ def schemes(options: PlanOptions) -> None:
             print(f"- {note}")
 
 
-def _cost(scheme: str, found: Topology, work: Workload) -> Costed:
-    config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), found)
-    return Costed(config, memory_bytes(config, work, accumulation_itemsize=ITEMSIZE), step_bytes(config, work))
-
-
 def _title(found: Topology, work: Workload) -> str:
     shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
     return f"{work.numels[0]:,} parameters on {found.name}: {shape}"
@@ -85,10 +83,9 @@ def _draw(options: PlanOptions) -> None:
     from zero_topo.observe.memory_figure import memory_bars
 
     assert options.plot is not None
-    task = found_task(options)
-    held = {}
-    for name in options.scheme or SCHEMES:
-        config = resolve_config(ZeroTopoConfig.parse({"scheme": name}), task.topology)
-        held[name] = predict_memory(config, task.work, task.job, task.flight)
-    title = f"{task.job.model.params:,} parameters on {task.topology.world_size} ranks of {task.topology.name}"
-    memory_bars(held, task.topology.memory_per_rank, title, options.plot)
+    request = found_request(options)
+    job, machine = request.job, request.topology
+    configs = found_schemes(options, machine)
+    held = {name: predict_memory(config, request.work, job, request.flight) for name, config in configs.items()}
+    title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
+    memory_bars(held, machine.memory_per_rank, title, options.plot)

@@ -10,10 +10,17 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.inputs import machine, read_count
-from zero_topo.config import SPARSE_MODES, load_deepspeed_config
+from zero_topo.config import (
+    SCHEMES,
+    SPARSE_MODES,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    load_deepspeed_config,
+    resolve_config,
+)
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.planner import RESERVE, Task
+from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
 from zero_topo.topology import Topology, preset_names
@@ -96,6 +103,12 @@ def _ranks_per_node(options: PlanOptions) -> int:
     return described.ranks_per_node
 
 
+def found_schemes(options: PlanOptions, topology: Topology) -> dict[str, ResolvedConfig]:
+    """The schemes to show, by default all, on a machine."""
+    blocks = {name: ZeroTopoConfig.parse({"scheme": name}) for name in options.scheme or SCHEMES}
+    return {name: resolve_config(block, topology) for name, block in blocks.items()}
+
+
 def found_params(options: PlanOptions) -> int:
     """Parameters of the model, exactly as given if they are.
 
@@ -128,7 +141,7 @@ def found_model(options: PlanOptions) -> Transformer:
     return with_shape(options.layers, options.hidden, sequence)
 
 
-def found_task(options: PlanOptions) -> Task:
+def found_request(options: PlanOptions) -> Request:
     """Machine, model and job for the planner.
 
     Raises:
@@ -141,4 +154,4 @@ def found_task(options: PlanOptions) -> Task:
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
     zero = load_deepspeed_config(options.deepspeed_config or {}).get("zero_optimization") or {}
     sparse = tuple(options.sparse or ())
-    return Task(found_machine(options), job, reserve=options.reserve, sparse=sparse, flight=InFlight.read(zero))
+    return Request(found_machine(options), job, reserve=options.reserve, sparse=sparse, flight=InFlight.read(zero))

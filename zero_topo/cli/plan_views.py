@@ -10,9 +10,9 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_task
+from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_request, found_schemes
 from zero_topo.cli.tables import largest_table, paper_memory, paper_volume, ranking_table, show
-from zero_topo.config import SCHEMES, ZeroTopoConfig, resolve_config
+from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.cost import paper_memory_table, paper_volume_table
 from zero_topo.cost.explain import explain
@@ -24,12 +24,12 @@ SHOWN_PLANS = 8
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    ranking = rank_plans(ZeroTopoConfig.parse({}), found_task(options))
+    ranking = rank_plans(ZeroTopoConfig.parse({}), found_request(options))
     reasons = explain(ranking)
     if options.as_json:
         print(json.dumps(_ranking_json(ranking, reasons, options), indent=2))
         return
-    model, found = ranking.task.job.model, ranking.task.topology
+    model, found = ranking.request.job.model, ranking.request.topology
     title = f"{model.params:,} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
     show(ranking_table(ranking.timed[:SHOWN_PLANS], f"{title} of {found.name}"))
     for line in reasons:
@@ -38,15 +38,15 @@ def recommendation(options: PlanOptions) -> None:
 
 
 def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) -> dict[str, Any]:
-    task = ranking.task
+    request = ranking.request
     return {
-        "topology": task.topology.to_json(),
-        "model": asdict(task.job.model),
-        "params": task.job.model.params,
-        "micro_batch": task.job.micro_batch,
-        "micro_batches": task.job.micro_batches,
-        "memory_limit": task.limit,
-        "reserve": task.reserve,
+        "topology": request.topology.to_json(),
+        "model": asdict(request.job.model),
+        "params": request.job.model.params,
+        "micro_batch": request.job.micro_batch,
+        "micro_batches": request.job.micro_batches,
+        "memory_limit": request.limit,
+        "reserve": request.reserve,
         "recommended": _plan_json(ranking.best, options),
         "why": reasons,
         "plans": [_plan_json(plan, options) for plan in ranking.timed],
@@ -78,37 +78,31 @@ def _block(plan: Priced, options: PlanOptions) -> dict[str, Any]:
 def largest_models(options: PlanOptions) -> None:
     """The largest model that each scheme trains on the machine."""
     named = options.params or options.model or options.layers or options.hidden
-    task = found_task(options if named else replace(options, params="1B"))
-    if task.limit is None:
+    request = found_request(options if named else replace(options, params="1B"))
+    machine, job = request.topology, request.job
+    if request.limit is None:
         raise ValueError(
-            f'--max-params: the memory of a rank of {task.topology.name} is not known; give "memory_per_rank" (bytes) '
+            f'--max-params: the memory of a rank of {machine.name} is not known; give "memory_per_rank" (bytes) '
             "in a .json file of the machine, or take a preset"
         )
-    names = options.scheme or list(SCHEMES)
-    found = {
-        name: max_params(resolve_config(ZeroTopoConfig.parse({"scheme": name}), task.machine), task) for name in names
-    }
+    configs = found_schemes(options, request.machine)
+    found = {name: max_params(config, request) for name, config in configs.items()}
     if options.as_json:
         head = {
-            "topology": task.topology.to_json(),
-            "memory_limit": task.limit,
-            "reserve": task.reserve,
-            "sequence": task.job.model.sequence,
-            "micro_batch": task.job.micro_batch,
-            "checkpointing": task.job.checkpointing,
+            "topology": machine.to_json(),
+            "memory_limit": request.limit,
+            "reserve": request.reserve,
+            "sequence": job.model.sequence,
+            "micro_batch": job.micro_batch,
+            "checkpointing": job.checkpointing,
         }
         print(json.dumps({**head, "schemes": {name: {"max_params": n} for name, n in found.items()}}, indent=2))
         return
-    how = "recomputed" if task.job.checkpointing else "kept"
-    show(
-        largest_table(
-            {name: params or 0 for name, params in found.items()},
-            f"Largest model on {task.topology.world_size} ranks of {task.topology.name}",
-        )
-    )
+    show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
     print(
-        f"- in {format_bytes(task.limit)} of each rank ({task.reserve:.0%} of the memory is kept in reserve), "
-        f"{task.job.micro_batch} x {task.job.model.sequence} tokens a micro-batch, activations {how}"
+        f"- in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} of the memory is kept in reserve), "
+        f"{job.micro_batch} x {job.model.sequence} tokens a micro-batch, activations "
+        f"{'recomputed' if job.checkpointing else 'kept'}"
     )
 
 

@@ -184,7 +184,7 @@ def _calibrate(options: Options, path: Path) -> None:
     measured = calibrate.read_record(record)
     on = _words(options.on)
     wanted = _words(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
-    fitting, others = calibrate.choose(measured, on), calibrate.choose(measured, wanted)
+    fitting, others = calibrate.measured_schemes(measured, on), calibrate.measured_schemes(measured, wanted)
     if not fitting:
         raise ValueError(f"--on {options.on!r} names no scheme; give one or more of the record's")
     rates = calibrate.fit(fitting, calibrate.host_rates(record))

@@ -84,7 +84,7 @@ def ranking_table(plans: Sequence[Priced], title: str) -> Table:
     return table
 
 
-def largest_table(rows: Mapping[str, int], title: str) -> Table:
+def largest_table(rows: Mapping[str, int | None], title: str) -> Table:
     """Scheme by the parameters of the largest model it trains."""
     table = figures_table(["", "parameters"], title)
     for name, params in rows.items():

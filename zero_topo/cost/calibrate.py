@@ -216,7 +216,7 @@ def predict(measured: Iterable[Measured], rates: Rates) -> list[Prediction]:
     ]
 
 
-def choose(measured: Sequence[Measured], schemes: Sequence[str]) -> list[Measured]:
+def measured_schemes(measured: Sequence[Measured], schemes: Sequence[str]) -> list[Measured]:
     """The results of some schemes.
 
     Raises:

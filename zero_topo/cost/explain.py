@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_topo.config import AUTO, ZeroTopoConfig
-from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Priced, Ranking, Seconds, Task, rank_plans, wire_seconds
+from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Priced, Ranking, Request, Seconds, rank_plans, wire_seconds
 from zero_topo.units import format_bytes, format_seconds
 
 
@@ -19,13 +19,13 @@ class Chosen:
     notes: tuple[str, ...]
 
 
-def choose(asked: ZeroTopoConfig, task: Task, seconds: Seconds | None = None) -> Chosen:
+def recommend(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Chosen:
     """The block of the best plan that fits; arguments as :func:`~zero_topo.cost.planner.rank_plans`.
 
     Raises:
         ValueError: if nothing fits, or the user's keys fit no plan.
     """
-    ranking = rank_plans(asked, task, seconds)
+    ranking = rank_plans(asked, request, seconds)
     notes = [f"scheme {AUTO}: {line}" for line in explain(ranking)]
     return Chosen(ranking.best.candidate.chosen, tuple(notes))
 
@@ -38,15 +38,15 @@ def explain(ranking: Ranking) -> list[str]:
     Raises:
         ValueError: if nothing fits.
     """
-    best, task = ranking.best, ranking.task
-    lines = [_winner_line(best, ranking), _memory_line(best, task), _wire_line(best, task)]
-    lines += [_runner_up_line(best, ranking.timed[1], task)] if len(ranking.timed) > 1 else []
-    if task.limit is not None:
+    best, request = ranking.best, ranking.request
+    lines = [_winner_line(best, ranking), _memory_line(best, request), _wire_line(best, request)]
+    lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
+    if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
-        lines += [plan.why_not(task.limit) for plan in told]
+        lines += [plan.why_not(request.limit) for plan in told]
         if rest := len(ranking.refused) - len(told):
             lines.append(f"{rest} {'other ' if told else ''}plans do not fit")
-    return [*lines, *_assumptions(task)]
+    return [*lines, *_assumptions(request)]
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
@@ -59,17 +59,17 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
     )
 
 
-def _memory_line(best: Priced, task: Task) -> str:
-    if task.limit is None:
+def _memory_line(best: Priced, request: Request) -> str:
+    if request.limit is None:
         return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so nothing was dropped"
     return (
-        f"it needs {format_bytes(best.held)} of the {format_bytes(task.limit)} on each rank "
-        f"({task.reserve:.0%} of the memory is kept in reserve)"
+        f"it needs {format_bytes(best.held)} of the {format_bytes(request.limit)} on each rank "
+        f"({request.reserve:.0%} of the memory is kept in reserve)"
     )
 
 
-def _wire_line(best: Priced, task: Task) -> str:
-    wires = wire_seconds(best.candidate.config, task.work)
+def _wire_line(best: Priced, request: Request) -> str:
+    wires = wire_seconds(best.candidate.config, request.work)
     if not wires:
         return "nothing travels between ranks"
     (phase, domain), longest = max(wires.items(), key=lambda item: item[1])
@@ -77,19 +77,21 @@ def _wire_line(best: Priced, task: Task) -> str:
     return f"its wires carry {total} a step, of which {phase} over {domain} takes {format_seconds(longest)}"
 
 
-def _runner_up_line(best: Priced, second: Priced, task: Task) -> str:
+def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
     assert best.seconds is not None and second.seconds is not None
-    mine, other = (wire_seconds(plan.candidate.config, task.work) for plan in (best, second))
+    mine, other = (wire_seconds(plan.candidate.config, request.work) for plan in (best, second))
     losses = {key: other.get(key, 0.0) - mine.get(key, 0.0) for key in sorted({*other, *mine})}
     (phase, domain), loss = max(losses.items(), key=lambda item: item[1], default=(("", ""), 0.0))
     where = f": its {phase} over {domain} takes {format_seconds(loss)} longer on the wire" if loss > 0 else ""
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
 
 
-def _assumptions(task: Task) -> Sequence[str]:
+def _assumptions(request: Request) -> Sequence[str]:
     lines = []
-    if missing := task.assumed_links:
+    if missing := request.assumed_links:
         lines.append(f"the bandwidth of {', '.join(missing)} is not known: {ASSUMED_MACHINE}'s is assumed")
-    if task.assumed_rates:
-        lines.append(f"how fast a rank of {task.topology.name} computes is not known: {ASSUMED_MACHINE}'s is assumed")
+    if request.assumed_rates:
+        lines.append(
+            f"how fast a rank of {request.topology.name} computes is not known: {ASSUMED_MACHINE}'s is assumed"
+        )
     return lines

@@ -26,12 +26,10 @@ from typing import TYPE_CHECKING, Any
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import Workload
+from zero_topo.cost.volume import ITEMSIZES, Workload
 
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
-
-ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ STEPS_ABOVE = (1.002, 1.005, 1.01, 1.02, 1.05)
 
 
 @dataclass(frozen=True)
-class Task:
+class Request:
     """What is to be planned.
 
     Attributes:
@@ -135,13 +135,13 @@ class Ranking:
     """What the planner found.
 
     Attributes:
-        task: what was planned.
+        request: what was planned.
         timed: the plans that were simulated, best first.
         refused: those that do not fit, leanest first.
         fitting: how many fit.
     """
 
-    task: Task
+    request: Request
     timed: tuple[Priced, ...]
     refused: tuple[Priced, ...]
     fitting: int
@@ -155,38 +155,38 @@ class Ranking:
         """
         if self.timed:
             return self.timed[0]
-        limit, leanest = self.task.limit, self.refused[0]
+        limit, leanest = self.request.limit, self.refused[0]
         assert limit is not None
         raise ValueError(
-            f"none of {len(self.refused)} plans fits {self.task.job.model.params:,} parameters into the "
-            f"{format_bytes(limit)} of a rank of {self.task.topology.name}; even {leanest.why_not(limit)}; use more "
+            f"none of {len(self.refused)} plans fits {self.request.job.model.params:,} parameters into the "
+            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; use more "
             "nodes, a smaller micro-batch or activation checkpointing"
         )
 
 
-def rank_plans(asked: ZeroTopoConfig, task: Task, seconds: Seconds | None = None) -> Ranking:
+def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
     """The plans that keep the user's keys, priced and ranked; see the module.
 
     Args:
         asked: the user's block; its scheme is ignored.
-        task: machine and job.
+        request: machine and job.
         seconds: predicts the time of a step; by default the simulator.
 
     Raises:
         ValueError: if the keys that the user wrote fit no plan.
     """
-    predict = seconds or (lambda config, job: simulate(config, job, task.rates).step_s)
-    whole = replace(task.work, numels=(sum(task.work.numels),), persistent=(False,))
+    predict = seconds or (lambda config, job: simulate(config, job, request.rates).step_s)
+    whole = replace(request.work, numels=(sum(request.work.numels),), persistent=(False,))
     fitting: list[Priced] = []
     refused: list[Priced] = []
-    for candidate in candidates(asked, task.machine, task.sparse):
+    for candidate in candidates(asked, request.machine, request.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, predict_memory(candidate.config, task.work, task.job, task.flight), wire)
-        (refused if task.limit is not None and priced.held > task.limit else fitting).append(priced)
+        priced = Priced(candidate, predict_memory(candidate.config, request.work, request.job, request.flight), wire)
+        (refused if request.limit is not None and priced.held > request.limit else fitting).append(priced)
     finalists = sorted(fitting, key=lambda plan: (not plan.candidate.named, plan.wire))
     last = sum(plan.candidate.named for plan in fitting) + FINALISTS
-    timed = [replace(plan, seconds=predict(plan.candidate.config, task.job)) for plan in finalists[:last]]
-    return Ranking(task, _in_order(timed), tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting))
+    timed = [replace(plan, seconds=predict(plan.candidate.config, request.job)) for plan in finalists[:last]]
+    return Ranking(request, _in_order(timed), tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting))
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
@@ -206,23 +206,23 @@ def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
     return {(phase, domain): n / links[domain].bandwidth for (phase, domain), n in step_bytes(config, work).items()}
 
 
-def max_params(config: ResolvedConfig, task: Task) -> int | None:
+def max_params(config: ResolvedConfig, request: Request) -> int | None:
     """The largest model of conventional shape (:func:`scaled`) that a plan trains on a machine; None if unlimited.
 
     No model up to 5% larger fits either.
 
     Args:
-        config: the plan on the task's machine.
-        task: machine and job; of its model only the sequence counts.
+        config: the plan on the request's machine.
+        request: machine and job; of its model only the sequence counts.
     """
-    limit = task.limit
+    limit = request.limit
     if limit is None:
         return None
 
     def fits(params: int) -> bool:
-        job = replace(task.job, model=scaled(params, sequence=task.job.model.sequence))
+        job = replace(request.job, model=scaled(params, sequence=request.job.model.sequence))
         work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches)
-        return sum(predict_memory(config, work, job, task.flight).values()) <= limit
+        return sum(predict_memory(config, work, job, request.flight).values()) <= limit
 
     low = LEAST_PARAMS
     if not fits(low):

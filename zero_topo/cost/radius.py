@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from zero_topo.config import RadiusSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import ITEMSIZES, peer_bytes
-from zero_topo.cost.volume import sync_hops
+from zero_topo.cost.sparse import peer_bytes
+from zero_topo.cost.volume import ITEMSIZES, sync_hops
 from zero_topo.plan import Plan
 
 

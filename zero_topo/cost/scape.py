@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from zero_topo.config import ScapeSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import ITEMSIZES, book_sparse, peer_bytes
-from zero_topo.cost.volume import Books, book_sync, sync_hops
+from zero_topo.cost.sparse import book_sparse, peer_bytes
+from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
 

@@ -15,16 +15,15 @@ from functools import singledispatch
 
 from zero_topo.config import GTopkSync, OkTopkSync, SparseSync, TopkDsaSync
 from zero_topo.cost.memory import residual_elements
-from zero_topo.cost.volume import Books, book_sync, sync_hops
+from zero_topo.cost.volume import ITEMSIZES, Books, Move, book_sync, sync_hops
 from zero_topo.plan import Plan
 
 INDEX_BYTES = 4
-ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @book_sync.register
 def _(mode: SparseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
-    """See :func:`book_sparse`."""
+    """All of these modes alike, but for what is exchanged across nodes."""
     book_sparse(mode, books, widths)
 
 
@@ -37,7 +36,7 @@ def book_sparse(mode: SparseSync, books: Books, widths: Sequence[int]) -> None:
         return
     if inner is not None:
         books.reduce("sync", inner, peers * columns * 4)
-    books.moves.append(("sync", outer[1], round(peer_bytes(mode, widths, plan, peers))))
+    books.moves.append(Move("sync", *outer, round(peer_bytes(mode, widths, plan, peers)), gathers=False))
     if inner is not None and plan.optimizer < inner[1]:
         books.gather("sync", (plan.optimizer, inner[1]), peers * columns * 4)
 

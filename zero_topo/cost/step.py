@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from types import MappingProxyType
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import Books, backward_spec, book_sync, message_bytes, rows_message
+from zero_topo.cost.volume import ITEMSIZES, Books, backward_spec, book_sync, message_bytes, rows_message
 from zero_topo.quant.spec import BlockSpec
 
-ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 
 
@@ -139,7 +137,7 @@ class Packets:
         message = message_bytes(plan.world_size // plan.gradients * columns, self.config.gradients_spec, itemsize)
         books = Books(plan)
         books.reduce("scatter", plan.hop("scatter"), message)
-        touched = plan.world_size * columns * itemsize + sum(hop.sent for hop in books.hops())
+        touched = plan.world_size * columns * itemsize + sum(move.sent for move in books.moves)
         return self._packet("scatter", books, touched, touched)
 
     def _sync(self, numels: tuple[int, ...]) -> Packet:
@@ -147,7 +145,7 @@ class Packets:
         itemsize = ITEMSIZES.get(getattr(config.sync, "dtype", None) or config.accumulation_dtype or "")
         books = Books(plan)
         book_sync(config.sync, books, self._columns(numels), itemsize or self.job.itemsize)
-        touched = 2 * sum(hop.sent for hop in books.hops())
+        touched = 2 * sum(move.sent for move in books.moves)
         return self._packet("sync", books, touched, touched)
 
     def _publish(self, numels: tuple[int, ...]) -> Packet:
@@ -157,17 +155,17 @@ class Packets:
         message = rows_message(rows, self._columns(numels), config.publish.spec, itemsize)
         books = Books(plan)
         books.gather("publish", plan.hop("publish"), message)
-        touched = sum(hop.sent for hop in books.hops())
+        touched = sum(move.sent for move in books.moves)
         return self._packet("publish", books, message, touched)
 
-    def _packet(self, phase: str, books: Books, before: Fraction | float, after: Fraction | float) -> Packet:
-        found = [hop for hop in books.hops() if hop.sent]
+    def _packet(self, phase: str, books: Books, before: float, after: float) -> Packet:
+        found = [move for move in books.moves if move.sent]
         if not found:
             return Packet(phase, 0.0, 0.0, ())
         pattern = self.network.rates.gather
-        hops = (self.network.hop(h.lo, h.hi, float(h.sent), pattern if h.gathers else "direct") for h in found)
+        hops = (self.network.hop(m.lo, m.hi, float(m.sent), pattern if m.gathers else "direct") for m in found)
         speed = self.network.rates.memory
-        return Packet(phase, float(before) / speed, float(after) / speed, tuple(hops))
+        return Packet(phase, before / speed, after / speed, tuple(hops))
 
 
 class Program:

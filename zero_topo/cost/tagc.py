@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from zero_topo.config import TagcSync
 from zero_topo.config.tagc_config import BLOCK
-from zero_topo.cost.sparse import ITEMSIZES, peer_bytes
+from zero_topo.cost.sparse import peer_bytes
+from zero_topo.cost.volume import ITEMSIZES
 from zero_topo.plan import Plan
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import singledispatch
+from types import MappingProxyType
 from typing import NamedTuple
 
 from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
@@ -30,6 +31,7 @@ from zero_topo.plan import Plan, packed_runs
 from zero_topo.quant.spec import BlockSpec
 
 Key = tuple[str, str]
+ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
         published = rows_message(rows, widths, config.publish.spec, work.publish_itemsize)
         books.gather("publish", plan.hop("publish"), published)
     sent: Counter[Key] = Counter()
-    for phase, degree, nbytes in books.moves:
-        sent[phase, config.topology.domain(degree)] += int(nbytes)
+    for move in books.moves:
+        sent[move.phase, config.topology.domain(move.hi)] += move.sent
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-class Hop(NamedTuple):
-    """What a rank sends in one hop: ``sent`` bytes (or any other unit) over the hop ``(lo, hi)``.
+class Move(NamedTuple):
+    """What a rank sends in one hop: ``sent`` bytes over the hop ``(lo, hi)``.
 
     ``gathers`` tells a message for all members from one for each.
     """
@@ -137,41 +139,33 @@ class Hop(NamedTuple):
     phase: str
     lo: int
     hi: int
-    sent: Fraction | int
+    sent: int
     gathers: bool
 
 
 class Books:
-    """Notes what a rank sends, hop by hop, in bytes or in any other unit.
+    """Notes what a rank sends, hop by hop.
 
     Attributes:
         plan: routes and degrees.
-        moves: ``(phase, degree of the hop, amount)``, in the order booked.
+        moves: in the order booked; a mode of sync may add its own.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.moves: list[tuple[str, int, Fraction | int]] = []
-        self._details: dict[int, tuple[int, bool]] = {}
+        self.moves: list[Move] = []
 
-    def gather(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
+    def gather(self, phase: str, pair: tuple[int, int], message: int) -> None:
         """A message from each member to all others: outermost hop first, then all that came, inside."""
         for lo, hi in reversed(self.plan.route(*pair)):
-            self._details[len(self.moves)] = (lo, True)
-            self.moves.append((phase, hi, (hi // lo - 1) * message))
+            self.moves.append(Move(phase, lo, hi, (hi // lo - 1) * message, gathers=True))
             message *= hi // lo
 
-    def reduce(self, phase: str, pair: tuple[int, int], message: Fraction | int) -> None:
+    def reduce(self, phase: str, pair: tuple[int, int], message: int) -> None:
         """A message from each member to each: by every hop, those for the destinations beyond it."""
         for lo, hi in self.plan.route(*pair):
-            self._details[len(self.moves)] = (lo, False)
-            self.moves.append((phase, hi, (hi // lo - 1) * (pair[1] // hi) * message))
-
-    def hops(self) -> list[Hop]:
-        """The moves with their groups; a move that a mode of sync noted itself is one across gradient domains."""
-        across = (sync_hops(self.plan)[1][0], False)
-        details = (self._details.get(index, across) for index in range(len(self.moves)))
-        return [Hop(p, lo, hi, sent, gathers) for (p, hi, sent), (lo, gathers) in zip(self.moves, details, strict=True)]
+            sent = (hi // lo - 1) * (pair[1] // hi) * message
+            self.moves.append(Move(phase, lo, hi, sent, gathers=False))
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import candidates
-from zero_topo.cost.explain import choose
+from zero_topo.cost.explain import recommend
 from zero_topo.cost.footprint import InFlight
-from zero_topo.cost.planner import Task
+from zero_topo.cost.planner import Request
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.topology.model import Topology
@@ -51,7 +51,7 @@ def choose_plan(block: ZeroTopoConfig, topology: Topology, engine: Any | None) -
         engine.zero_sub_group_size(),
         engine.zero_cpu_offload(),
     )
-    chosen = choose(block, Task(topology, job, numels, flight=flight))
+    chosen = recommend(block, Request(topology, job, numels, flight=flight))
     shape = f"{job.model.layers} layers of width {job.model.hidden}, {job.model.sequence} tokens a sequence"
     assumed = f"scheme auto: {sum(numels):,} parameters, counted as a transformer of {shape}"
     resolved = resolve_config(chosen.config, topology)
