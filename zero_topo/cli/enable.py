@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo enable`` and ``zero-topo disable`: the hook in every process of this Python, without an import.
+"""``zero-topo enable`` and ``zero-topo disable``: the hook in every process of this Python, without an import.
 
 Note [The .pth file]
     Python runs the line of a .pth file in site-packages at every start. Ours puts one small object in front of the
