@@ -7,10 +7,6 @@ there for what is counted in powers of two. No other file spells out ``1e9``.
 
 from __future__ import annotations
 
-import difflib
-import re
-from decimal import Decimal
-
 KB = 1000
 MB = 1000 * KB
 GB = 1000 * MB
@@ -19,20 +15,8 @@ PB = 1000 * TB
 
 KIB = 1024
 MIB = 1024 * KIB
-GIB = 1024 * MIB
-TIB = 1024 * GIB
 
 _DECIMAL = (("KB", KB), ("MB", MB), ("GB", GB), ("TB", TB), ("PB", PB))
-_BYTE_UNITS = {
-    "": 1,
-    "b": 1,
-    **{name.lower(): size for name, size in _DECIMAL},
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-}
-_QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d{1,2})?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def format_bytes(n: float) -> str:
@@ -81,25 +65,3 @@ def format_seconds(s: float) -> str:
         return f"{minutes} min {seconds:02d} s"
     hours, minutes = divmod(round(s / 60), 60)
     return f"{hours} h {minutes:02d} min"
-
-
-def parse_bytes(text: str) -> int:
-    """Read a number of bytes with an optional unit, decimal (``GB``) or binary (``GiB``), in any case.
-
-    Args:
-        text: for example ``"64 GB"``, ``"1.5GiB"``, ``"5e8"``, ``"512"``.
-
-    Returns:
-        Bytes, rounded to the nearest whole byte.
-
-    Raises:
-        ValueError: if the text is not a non-negative number with a known unit.
-    """
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a number of bytes; write a number and a unit such as '64 GB' or '1.5 GiB'")
-    unit = match["unit"].lower()
-    if unit not in _BYTE_UNITS:
-        near = difflib.get_close_matches(unit, list(_BYTE_UNITS), n=1, cutoff=0.0)[0].upper().replace("IB", "iB")
-        raise ValueError(f"{text!r}: {match['unit']!r} is not a unit of bytes; did you mean {near!r}?")
-    return int((Decimal(match["number"].rstrip(".")) * _BYTE_UNITS[unit]).to_integral_value())

@@ -1,15 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Units are written so that people read them right, and read back to what was written."""
+"""Units are written so that people read them right, and say the number they were given."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.units import GB, GIB, KB, MB, PB, format_bytes, format_rate, format_seconds, parse_bytes
+from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -56,36 +54,9 @@ def test_seconds_are_written_in_the_unit_people_use(s: float, text: str) -> None
     assert format_seconds(s) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "n"),
-    [
-        ("512", 512),
-        ("64 GB", 64 * GB),
-        ("64gb", 64 * GB),
-        ("1.5 GiB", 3 * GIB // 2),
-        ("5e8", 500_000_000),
-        (" .5 MB ", MB // 2),
-        ("2. KB", 2 * KB),
-        ("9007199254740993", 9007199254740993),
-    ],
-)
-def test_bytes_are_read_with_decimal_and_binary_units(text: str, n: int) -> None:
-    assert parse_bytes(text) == n
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1 GB", "1 2", "1.2.3", "ten GB", "nan", "inf"])
-def test_what_is_not_a_size_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="64 GB"):
-        parse_bytes(text)
-
-
-def test_an_unknown_unit_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=re.escape("'gbi' is not a unit of bytes; did you mean 'GB'")):
-        parse_bytes("3 gbi")
-
-
 @given(st.integers(0, 10**19))
-def test_a_written_size_reads_back_within_its_rounding(n: int) -> None:
-    text = format_bytes(n)
-    assert abs(parse_bytes(text) - n) <= 0.005 * max(n, 1)
-    assert float(text.split()[0]) < 1000 or text.endswith("PB")
+def test_a_written_size_says_the_number_within_its_rounding(n: int) -> None:
+    number, unit = format_bytes(n).split()
+    sizes = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "PB": PB}
+    assert abs(float(number) * sizes[unit] - n) <= 0.005 * max(n, 1)
+    assert float(number) < 1000 or unit == "PB"

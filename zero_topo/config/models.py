@@ -13,7 +13,6 @@ from zero_topo.config.errors import ROOT, StrictModel, as_json, describe
 from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
 from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
 
-SchemeName = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo"]
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
 

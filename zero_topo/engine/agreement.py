@@ -35,9 +35,9 @@ def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
     topology = config.topology.to_json()
     topology.pop("sources", None)  # a tool that was too slow on one node leaves a note there
     own = json.dumps([config.to_json(), topology], sort_keys=True, default=str)
-    seen: list[tuple[str, dict[str, Any]]] = [("", {})] * dist.get_world_size()
-    dist.all_gather_object(seen, (own, own_seat(config.topology, device).to_json()))
-    seats = [Seat.from_json(seat) for _, seat in seen]
+    seen: list[tuple[str, Seat]] = [("", Seat(""))] * dist.get_world_size()
+    dist.all_gather_object(seen, (own, own_seat(config.topology, device)))
+    seats = [seat for _, seat in seen]
     different = [rank for rank, (text, _) in enumerate(seen) if text != seen[0][0]]
     if different:
         raise ValueError(
@@ -50,11 +50,11 @@ def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
 def own_seat(topology: Topology, device: torch.device) -> Seat:
     """Where this rank runs; tools are asked for GPU packages only where the topology says that ranks share one."""
     if device.type != "cuda" or topology.emulated:
-        return take_seat(socket.gethostname(), None, None, None)
+        return take_seat(socket.gethostname(), None, None)
     found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
     bus_id = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     tree = ask_tools().tree if topology.ranks_per_gpu > 1 else None
-    return take_seat(socket.gethostname(), None, bus_id, tree)
+    return take_seat(socket.gethostname(), bus_id, tree)
 
 
 def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
