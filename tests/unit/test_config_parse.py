@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from zero_topo.config import SCHEMES, SYNC_MODES, DenseSync, PublishConfig, QuantizeConfig, ZeroTopoConfig, json_schema
-from zero_topo.config.models import SchemeName
+from zero_topo.config import (
+    AUTO,
+    SCHEMES,
+    SYNC_MODES,
+    DenseSync,
+    PublishConfig,
+    QuantizeConfig,
+    ZeroTopoConfig,
+    json_schema,
+)
+from zero_topo.config.models import SchemeSetting
 from zero_topo.config.parts import Domain
 from zero_topo.quant.spec import BLOCK_SIZES
 from zero_topo.topology.model import DOMAINS
@@ -138,7 +147,7 @@ def test_configs_cannot_be_changed_after_parsing() -> None:
 
 
 def test_names_agree_with_the_rooms_they_come_from() -> None:
-    assert set(get_args(SchemeName)) == set(SCHEMES)
+    assert set(get_args(SchemeSetting)) == {*SCHEMES, AUTO}
     assert get_args(Domain) == DOMAINS
     assert get_args(QuantizeConfig.model_fields["block_size"].annotation) == BLOCK_SIZES
 
