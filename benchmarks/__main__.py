@@ -95,7 +95,7 @@ def _cluster_bench(options: ClusterOptions) -> ClusterBench:
     from benchmarks.cluster import ClusterBench
     from benchmarks.emulated_cluster.spec import load_spec
     from benchmarks.training_setup import TrainingSetup, width_for
-    from zero_topo.bench.schemes import choose, load_blocks
+    from zero_topo.bench.schemes import load_blocks, schemes_named
 
     setup = TrainingSetup(
         layers=options.layers,
@@ -105,7 +105,7 @@ def _cluster_bench(options: ClusterOptions) -> ClusterBench:
         bucket_numel=options.bucket,
         prefetch_numel=options.prefetch,
     )
-    schemes = tuple(choose(words_of(options.schemes), load_blocks(options.blocks)))
+    schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
     return ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
 
@@ -137,11 +137,11 @@ def convergence(options: ConvergenceOptions) -> None:
     from benchmarks import convergence_report
     from benchmarks.convergence import Convergence, run
     from benchmarks.training_setup import TrainingSetup, width_for
-    from zero_topo.bench.schemes import choose, load_blocks
+    from zero_topo.bench.schemes import load_blocks, schemes_named
 
     width = width_for(read_count(options.params, "--params"), options.layers)
     setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
-    schemes = tuple(choose(words_of(options.schemes), load_blocks(options.blocks)))
+    schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     seeds = tuple(range(options.seeds))
     shape = read_shape(options.shape)
     wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches, shape=shape)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.emulated_cluster.counters import Snapshot, Traffic, between
-from benchmarks.emulated_cluster.network import FAST, Network
+from benchmarks.emulated_cluster.network import FAST, EmulatedNetwork
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.ranks import Address, Place, Ranks, place
@@ -106,7 +106,7 @@ def run(bench: ClusterBench, tick: Tick, keep: Keep) -> dict[str, Any]:
     host = machine()
     settings = bench.settings()
     tick("building the network", 0)
-    with _terminable(), Network(bench.spec) as network:
+    with _terminable(), EmulatedNetwork(bench.spec) as network:
         tick("starting the ranks", 0)
         with Ranks(PROGRAM, settings, _places(network)) as ranks:
             under_way = _Run(network, ranks, tick, settings["jobs"])
@@ -131,7 +131,7 @@ def dropped(results: Sequence[Mapping[str, Any]]) -> str | None:
     return f"packets were dropped, so these times are not valid: {', '.join(spoiled)}" if spoiled else None
 
 
-def _places(network: Network) -> list[Place]:
+def _places(network: EmulatedNetwork) -> list[Place]:
     spec = network.spec
     address = Address("eth0", spec.address(0), PORT)
     ranks = range(spec.world_size)
@@ -146,7 +146,7 @@ class _Run:
         results: one for each job that has ended.
     """
 
-    def __init__(self, network: Network, ranks: Ranks, tick: Tick, jobs: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, network: EmulatedNetwork, ranks: Ranks, tick: Tick, jobs: Sequence[Mapping[str, Any]]) -> None:
         self._network, self._ranks, self._tick, self._jobs = network, ranks, tick, jobs
         self._snapshots: list[Snapshot] = []
         self.compute_s = 0.0

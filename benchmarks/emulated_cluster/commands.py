@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.emulated_cluster.spec import Rates, Spec
+from benchmarks.emulated_cluster.spec import LinkRates, Spec
 
 Command = tuple[str, ...]
 
@@ -55,7 +55,7 @@ def build(spec: Spec, prefix: str) -> list[Command]:
     return list(_build(spec, prefix))
 
 
-def limits(spec: Spec, prefix: str, rates: Rates) -> list[Command]:
+def limits(spec: Spec, prefix: str, rates: LinkRates) -> list[Command]:
     """The commands that give every link of a built cluster the rate of its level."""
     return [_limit(space, device, getattr(rates, level)) for space, device, level in _devices(spec, prefix)]
 

@@ -11,7 +11,7 @@ from benchmarks.emulated_cluster.spec import LEVELS, Spec
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCounters:
     """Counters of one device."""
 
     sent: int
@@ -28,7 +28,7 @@ class Snapshot:
         drops: packets that any token bucket of the cluster dropped.
     """
 
-    links: Mapping[str, Link]
+    links: Mapping[str, LinkCounters]
     drops: int
 
     @property
@@ -60,12 +60,12 @@ class Traffic:
         return max(*self.out[level], *self.into[level])
 
 
-def parse_links(text: str) -> dict[str, Link]:
+def parse_links(text: str) -> dict[str, LinkCounters]:
     """Counters by device, from the output of ``ip -s -j link``."""
     links = {}
     for entry in json.loads(text):
         sent, received = entry["stats64"]["tx"], entry["stats64"]["rx"]
-        links[entry["ifname"]] = Link(sent["bytes"], received["bytes"], sent["dropped"] + received["dropped"])
+        links[entry["ifname"]] = LinkCounters(sent["bytes"], received["bytes"], sent["dropped"] + received["dropped"])
     return links
 
 

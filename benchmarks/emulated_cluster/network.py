@@ -18,16 +18,16 @@ from pathlib import Path
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.commands import Command
 from benchmarks.emulated_cluster.counters import Snapshot, take
-from benchmarks.emulated_cluster.spec import Rates, Spec
+from benchmarks.emulated_cluster.spec import LinkRates, Spec
 
 NAMESPACES = Path("/run/netns")
-FAST = Rates(10_000, 10_000, 10_000)
+FAST = LinkRates(10_000, 10_000, 10_000)
 _NAME = re.compile(r"ztopo-(?P<pid>\d+)-(?P<started>\d+)-(?P<number>\d+)-")
 _REST_S = 0.1  # counters that stay equal for so long are at rest
 _PATIENCE_S = 60.0
 
 
-class Network:
+class EmulatedNetwork:
     """The network of an emulated cluster; use it in a ``with`` block.
 
     Attributes:
@@ -39,7 +39,7 @@ class Network:
         self.spec = spec
         self.prefix = _unused_prefix()
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> EmulatedNetwork:
         require()
         try:
             for command in commands.build(self.spec, self.prefix):
@@ -62,7 +62,7 @@ class Network:
         """The file that stands for a rank's network namespace."""
         return NAMESPACES / commands.rank_space(self.prefix, rank)
 
-    def set_rates(self, rates: Rates) -> None:
+    def set_rates(self, rates: LinkRates) -> None:
         """Give every link another rate, such as :data:`FAST` while nothing is measured."""
         for command in commands.limits(self.spec, self.prefix, rates):
             _run(command)

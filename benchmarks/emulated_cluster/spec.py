@@ -21,7 +21,7 @@ ADDRESSES = 1 << 16  # of 10.77.0.0/16
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """Mbit/s of the link that leads upwards from each unit, in each direction.
 
     Attributes:
@@ -51,7 +51,7 @@ class Spec:
     nodes: int
     gpus_per_node: int
     gcds_per_gpu: int
-    rates: Rates
+    rates: LinkRates
 
     def __post_init__(self) -> None:
         for key in ("nodes", "gpus_per_node", "gcds_per_gpu"):
@@ -115,15 +115,15 @@ class Spec:
             raise ValueError(f"{what}: rates_mbit must be an object with {', '.join(LEVELS)}, got {rates!r}")
         check_keys(f"{what}: rates_mbit", rates, LEVELS, required=LEVELS)
         nodes, gpus_per_node, gcds_per_gpu = (data[key] for key in shape)
-        return cls(str(data.get("name", "custom")), nodes, gpus_per_node, gcds_per_gpu, Rates(**rates))
+        return cls(str(data.get("name", "custom")), nodes, gpus_per_node, gcds_per_gpu, LinkRates(**rates))
 
 
 SPECS: Mapping[str, Spec] = MappingProxyType(
     {
         # Both keep the proportions of Frontier: 200 GB/s between the dies of a GPU, 100 between GPUs, and of a node's
         # uplink 25 for each GPU. The uplink is as fast as two cores can keep busy.
-        "t8": Spec("t8", 2, 2, 2, Rates(400, 200, 100)),
-        "t32": Spec("t32", 4, 4, 2, Rates(200, 100, 100)),
+        "t8": Spec("t8", 2, 2, 2, LinkRates(400, 200, 100)),
+        "t32": Spec("t32", 4, 4, 2, LinkRates(200, 100, 100)),
     }
 )
 

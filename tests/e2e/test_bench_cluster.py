@@ -21,14 +21,14 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.emulated_cluster import commands, network
 from benchmarks.emulated_cluster.counters import between
-from benchmarks.emulated_cluster.network import NAMESPACES, Network
-from benchmarks.emulated_cluster.spec import LEVELS, MBIT, Rates, Spec
+from benchmarks.emulated_cluster.network import NAMESPACES, EmulatedNetwork
+from benchmarks.emulated_cluster.spec import LEVELS, MBIT, LinkRates, Spec
 from tests.launching import ROOT
 
 REASON = network.refusal()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-SPEC = Spec("tiny", 2, 2, 2, Rates(120, 80, 40))
+SPEC = Spec("tiny", 2, 2, 2, LinkRates(120, 80, 40))
 PAYLOAD = 2_500_000
 HEADERS = 1.02  # of TCP/IP, in frames of 9000 bytes
 RECEIVER = """
@@ -52,13 +52,13 @@ print(time.perf_counter() - began)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Network]:
+def cluster() -> Iterator[EmulatedNetwork]:
     """Two nodes of two GPUs of two dies."""
-    with Network(SPEC) as built:
+    with EmulatedNetwork(SPEC) as built:
         yield built
 
 
-def send(cluster: Network, source: int, target: int) -> float:
+def send(cluster: EmulatedNetwork, source: int, target: int) -> float:
     """Seconds in which the payload goes from one rank to another."""
     address = SPEC.address(target)
     inside = [["ip", "netns", "exec", cluster.space(rank).name, sys.executable, "-c"] for rank in (source, target)]
@@ -73,7 +73,7 @@ def send(cluster: Network, source: int, target: int) -> float:
 
 
 @pytest.mark.parametrize(("target", "level"), [(1, "gcd"), (2, "gpu"), (4, "node")])
-def test_a_link_has_its_rate_and_counts(cluster: Network, target: int, level: str) -> None:
+def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, level: str) -> None:
     """Rank 0 reaches its GPU's other die, its node's other GPU and the other node at the rate of the slowest link.
 
     Within 15% of it, and the kernel counts the payload on the links up to that level and on no other.
@@ -92,9 +92,9 @@ def test_a_link_has_its_rate_and_counts(cluster: Network, target: int, level: st
     assert traffic.drops == 0
 
 
-def test_clusters_stand_side_by_side_and_leave_nothing(cluster: Network) -> None:
+def test_clusters_stand_side_by_side_and_leave_nothing(cluster: EmulatedNetwork) -> None:
     """A second cluster has names of its own; when it is left, by an error too, its namespaces are gone."""
-    with pytest.raises(ZeroDivisionError), Network(SPEC) as other:
+    with pytest.raises(ZeroDivisionError), EmulatedNetwork(SPEC) as other:
         assert other.prefix != cluster.prefix
         names = commands.spaces(SPEC, other.prefix)
         assert all((NAMESPACES / name).exists() for name in names)
@@ -105,15 +105,15 @@ def test_clusters_stand_side_by_side_and_leave_nothing(cluster: Network) -> None
 
 CRASHES = """
 import os
-from benchmarks.emulated_cluster.network import Network
-from benchmarks.emulated_cluster.spec import Rates, Spec
-with Network(Spec("tiny", 2, 1, 1, Rates(1, 1, 1))) as built:
+from benchmarks.emulated_cluster.network import EmulatedNetwork
+from benchmarks.emulated_cluster.spec import LinkRates, Spec
+with EmulatedNetwork(Spec("tiny", 2, 1, 1, LinkRates(1, 1, 1))) as built:
     print(built.prefix, flush=True)
     os.kill(os.getpid(), 9)
 """
 
 
-def test_clean_removes_what_a_crash_left(cluster: Network, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_removes_what_a_crash_left(cluster: EmulatedNetwork, capsys: pytest.CaptureFixture[str]) -> None:
     """`--clean` finds the namespaces of a killed run, and leaves those of living ones."""
     prefix = subprocess.run([sys.executable, "-c", CRASHES], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert len(list(NAMESPACES.glob(f"{prefix}-*"))) == 3
@@ -123,7 +123,7 @@ def test_clean_removes_what_a_crash_left(cluster: Network, capsys: pytest.Captur
 
 
 # Two nodes of one GPU of two dies. Links are fast, so that the test is.
-TRAINING = Spec("pairs", 2, 1, 2, Rates(800, 800, 400))
+TRAINING = Spec("pairs", 2, 1, 2, LinkRates(800, 800, 400))
 WORDS = ["--micro-batches", "2", "--steps", "2", "--params", "265e3", "--layers", "1"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.emulated_cluster import network
-from benchmarks.emulated_cluster.network import Network
+from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import SPECS, Spec
 from tests.launching import LaunchSettings, launch
 from zero_topo.bench.ranks import Address, Ranks, place
@@ -30,7 +30,7 @@ TOLERANCE = 0.15
 def measured(spec: Spec, places: Sequence[int]) -> Topology:
     """What the ranks find when rank ``r`` runs at ``places[r]`` of the cluster's tree; they are told nothing of it."""
     size = spec.world_size
-    with Network(spec) as built:
+    with EmulatedNetwork(spec) as built:
         address = Address("eth0", spec.address(places[0]), PORT)
         spots = [place(rank, size, spec.ranks_per_node, address, built.space(at)) for rank, at in enumerate(places)]
         with Ranks("tests.e2e.programs.measured:run", {}, spots) as ranks:

@@ -19,17 +19,17 @@ from benchmarks.__main__ import main
 from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands, network
 from benchmarks.emulated_cluster.counters import Traffic, between, parse_drops, parse_links, take
-from benchmarks.emulated_cluster.spec import LEVELS, SPECS, Rates, Spec, load_spec
+from benchmarks.emulated_cluster.spec import LEVELS, SPECS, LinkRates, Spec, load_spec
 from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
-from zero_topo.bench.schemes import KNOWN, BenchScheme, choose, load_blocks
+from zero_topo.bench.schemes import KNOWN, BenchScheme, load_blocks, schemes_named
 from zero_topo.cli import main as zero_topo_command
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
 
 DATA = ROOT / "tests" / "data" / "emulated_cluster"
-TINY = Spec("tiny", 2, 1, 2, Rates(80, 60, 40))  # the cluster of the captured counters
+TINY = Spec("tiny", 2, 1, 2, LinkRates(80, 60, 40))  # the cluster of the captured counters
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
 
@@ -48,7 +48,7 @@ def test_the_presets_are_frontier_in_small() -> None:
 @given(st.integers(2, 9), st.integers(1, 9), st.integers(1, 4))
 def test_a_spec_survives_json(nodes: int, gpus: int, gcds: int) -> None:
     """What is written into a record can be given as ``--spec``."""
-    spec = Spec("some", nodes, gpus, gcds, Rates(3, 2, 1))
+    spec = Spec("some", nodes, gpus, gcds, LinkRates(3, 2, 1))
     assert Spec.from_json("spec", json.loads(json.dumps(spec.to_json()))) == spec
     assert len({spec.address(rank) for rank in range(spec.world_size)}) == spec.world_size
 
@@ -57,7 +57,7 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     """A JSON file works as a preset's name does, and lends its name."""
     path = tmp_path / "small.json"
     path.write_text(json.dumps({k: v for k, v in TINY.to_json().items() if k != "name"}))
-    assert load_spec(str(path)) == Spec("small", 2, 1, 2, Rates(80, 60, 40))
+    assert load_spec(str(path)) == Spec("small", 2, 1, 2, LinkRates(80, 60, 40))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_link_is_limited_at_both_ends_at_its_level(spec: Spec) -> None:
 
 def test_names_fit_the_kernel() -> None:
     """Device names have at most 15 characters, whatever the cluster's size."""
-    plan = commands.build(Spec("wide", 16, 8, 4, Rates(3, 2, 1)), "zt")
+    plan = commands.build(Spec("wide", 16, 8, 4, LinkRates(3, 2, 1)), "zt")
     devices = [command[command.index("add") + 1] for command in plan if "veth" in command or "bridge" in command]
     peers = [command[command.index("peer") + 2] for command in plan if "veth" in command]
     assert max(map(len, devices + peers)) <= 15
@@ -223,7 +223,7 @@ def test_a_result_divides_by_the_steps_counted() -> None:
 
 def test_every_scheme_is_measured_with_every_number_of_micro_batches() -> None:
     """Jobs go by number of micro-batches, then scheme; the block carries the cluster's shape, stock has none."""
-    bench = ClusterBench(TINY, tuple(choose(["stock-ring", "topo"])), (1, 4), SETUP, steps=2)
+    bench = ClusterBench(TINY, tuple(schemes_named(["stock-ring", "topo"])), (1, 4), SETUP, steps=2)
     jobs = bench.settings()["jobs"]
     assert [(job["scheme"], job["micro_batches"]) for job in jobs] == [
         ("stock-ring", 1),
@@ -240,7 +240,7 @@ def test_a_block_is_refused_by_the_config_itself(tmp_path: Path) -> None:
     """An unknown key in a scheme is told in the config's own words, before anything is built."""
     path = tmp_path / "blocks.json"
     path.write_text(json.dumps({"mine": {"scheme": "topo", "wieghts": "gpu"}}))
-    mine = choose(["mine"], load_blocks(path))
+    mine = schemes_named(["mine"], load_blocks(path))
     with pytest.raises(ValueError, match="did you mean 'weights'"):
         ClusterBench(TINY, tuple(mine), (1,), SETUP)
 
@@ -315,7 +315,7 @@ def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_leftovers_are_those_of_dead_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A namespace is a leftover if the process that its name tells is gone, or is another one with the same number."""
-    mine = network.Network(TINY).prefix
+    mine = network.EmulatedNetwork(TINY).prefix
     dead = mine.replace(str(os.getpid()), "4194305", 1)
     recycled = mine.rpartition("-")[0].rpartition("-")[0] + "-1-0"
     for prefix in (mine, dead, recycled, "others-1-2-3"):

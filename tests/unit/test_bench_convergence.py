@@ -15,14 +15,14 @@ from benchmarks.convergence import CHANGE, Convergence, compare
 from benchmarks.convergence_training import change, warm_up_and_cosine
 from benchmarks.training import build_model
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.schemes import choose
+from zero_topo.bench.schemes import schemes_named
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 
 
 def wanted(*schemes: str, seeds: tuple[int, ...] = (0, 1)) -> Convergence:
     """Twenty steps of some schemes."""
-    return Convergence(tuple(choose(schemes)), SETUP, 20, seeds)
+    return Convergence(tuple(schemes_named(schemes)), SETUP, 20, seeds)
 
 
 def test_stock_and_the_chaos_floor_are_always_trained() -> None:

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         pid = os.fork()
         if pid == 0:
             os.close(lifeline)
-            _be(rank, place, file.parent)
+            _become(rank, place, file.parent)
             _run(program, world["settings"], _control(control_fd, rank))
         children[pid] = rank
     os.close(control_fd)  # rank 0 alone holds it, so that its end is seen
@@ -67,7 +67,7 @@ def _nothing() -> None:
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def _be(rank: int, place: Mapping[str, Any], folder: Path) -> None:
+def _become(rank: int, place: Mapping[str, Any], folder: Path) -> None:
     """Become a rank: its log, its network, its environment."""
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

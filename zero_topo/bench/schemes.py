@@ -85,7 +85,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
 )
 
 
-def choose(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
+def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
     """Schemes by name.
 
     Args:

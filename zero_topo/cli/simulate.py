@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from zero_topo.bench.schemes import BenchScheme, choose
+from zero_topo.bench.schemes import BenchScheme, schemes_named
 from zero_topo.cli.inputs import read_count
 from zero_topo.cli.options import taking
 from zero_topo.cli.tables import show
@@ -86,7 +86,7 @@ def _sweep(options: Options) -> Sweep:
     machines = [load_preset(options.machine, ranks) for ranks in _counts(options.gcds, "--gcds")]
     return Sweep(
         machines=machines,
-        schemes={scheme.name: _resolver(scheme) for scheme in choose(_words(options.schemes))},
+        schemes={scheme.name: _resolver(scheme) for scheme in schemes_named(_words(options.schemes))},
         job=job,
         micro_batches=_counts(options.micro_batches, "--micro-batches"),
         rates=_rates(options.rates, rates_of(machines[0])),
