@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
-from zero_topo._version import __version__
+from zero_topo import __version__
 
 NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "tests")
 

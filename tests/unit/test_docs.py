@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
-from zero_topo._version import __version__
+from zero_topo import __version__
 from zero_topo.config import ZeroTopoConfig
 
 DOCUMENTS = sorted(path for path in ROOT.glob("*.md"))

@@ -15,7 +15,6 @@ HEAVY = ("torch", "deepspeed", "numpy")
 _PLANNING = ("units", "topology", "quant.spec", "plan", "config", "cost")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "_version": (),
     "units": (),
     "quant.spec": ("units",),
     "topology": ("units",),
@@ -23,11 +22,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("units", "topology", "quant.spec", "plan"),
     "cost": ("units", "topology", "quant.spec", "plan", "config"),
     "mesh": _PLANNING,
-    "measure": _PLANNING,
     "quant": _PLANNING,
     "collectives": (*_PLANNING, "mesh", "quant"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
-    "engine": ("", "_version", *_PLANNING, "measure", "mesh", "quant", "collectives", "sync"),
+    "engine": ("", *_PLANNING, "mesh", "quant", "collectives", "sync"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each
@@ -36,7 +34,7 @@ other's privates; a room is a module or a package below `zero_topo`, the longest
 TOP = ("", "lazy_hook", "run", "neox", "cli", "doctor", "launch", "bench", "examples")
 """The public face and the programs. Nothing below imports them."""
 
-TORCH_FREE = ("_version", *_PLANNING)
+TORCH_FREE = _PLANNING
 
 
 def room(module: str) -> str:

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from zero_topo._version import __version__
+from zero_topo import __version__
 
 FORMAT = 1
 LIBRARIES = ("torch", "deepspeed", "numpy", "triton")

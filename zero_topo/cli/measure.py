@@ -16,7 +16,7 @@ from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 
 if TYPE_CHECKING:
-    from zero_topo.measure import Tick
+    from zero_topo.engine.measure import Tick
 
 WRONG_INPUT = 2
 HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
@@ -37,8 +37,8 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 
+    from zero_topo.engine.measure import choose_device, measure
     from zero_topo.examples.process import behave, leave
-    from zero_topo.measure import choose_device, measure
 
     behave()
     device = choose_device(os.environ)

@@ -178,7 +178,7 @@ def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_siz
         return resolve_topology(setting, env, world_size)
     if engine is None:
         return resolve_topology("auto", env, world_size)
-    from zero_topo.measure import measure
+    from zero_topo.engine.measure import measure
 
     return measure(engine.device)
 

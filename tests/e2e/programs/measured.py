@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from zero_topo.bench.control import Control
+from zero_topo.engine.measure import measure
 from zero_topo.examples.process import leave
-from zero_topo.measure import measure
 
 
 def run(settings: dict[str, Any], control: Control | None) -> None:
