@@ -39,7 +39,7 @@ def mode_of(engine: Any) -> Radius:
 def own_row(engine: Any) -> Tensor:
     """The masters of this rank's own row."""
     masters, flats = engine.optimizer.topo.masters, engine.optimizer.fp32_partitioned_groups_flat
-    rows = [flat if masters is None else masters.table(flat)[masters.own_row] for flat in flats]
+    rows = [masters.table(flat)[masters.own_row] for flat in flats]
     return torch.cat([row.detach() for row in rows])
 
 

@@ -110,7 +110,7 @@ class Trainer:
         return Seen(seen, update, before, mask_of(self.engine), torch.cat(self.masters).detach().clone())
 
     def _own(self) -> Tensor:
-        row = 0 if self.engine.masters is None else self.engine.masters.own_row
+        row = self.engine.masters.own_row
         tables = [m.detach().view(-1, end - begin) for m, (begin, end) in zip(self.masters, self.columns, strict=True)]
         return torch.cat([table[row] for table in tables])
 

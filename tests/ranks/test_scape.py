@@ -19,7 +19,6 @@ from tests.ranks.worlds import NUMELS, World, world
 from zero_topo import AdamS
 from zero_topo.config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.engine.masters import moments
 from zero_topo.sync import Moment
 from zero_topo.sync.scape import Scape
 from zero_topo.topology.presets import emulated
@@ -71,7 +70,7 @@ class Trainer:
         """As the hook gives them."""
         begins = [begin for begin, _ in self.columns]
         groups = self.optimizer.param_groups * len(begins)
-        return moments(self.engine.masters, self.optimizer.state, self.masters, begins, groups)
+        return self.engine.masters.moments(self.optimizer.state, self.masters, begins, groups)
 
     def sync(self, step: int) -> Tensor:
         """One micro-batch and sync; the optimizer's rows."""
@@ -316,7 +315,7 @@ def quadratic_error(feedback: bool) -> float:
         weights = torch.zeros(numel, requires_grad=True)
         optimizer = AdamS([weights], betas=BETAS)
         engine = w.engine(
-            moments=lambda: moments(engine.masters, optimizer.state, [weights], [0], optimizer.param_groups)
+            moments=lambda: engine.masters.moments(optimizer.state, [weights], [0], optimizer.param_groups)
         )
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = 0.05 + (1e-4 - 0.05) * step / steps

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
-from zero_topo.engine.masters import clean, moments
+from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.seam import Stock, check_deepspeed
@@ -88,6 +88,7 @@ class TopoStage3(Stock):
         self._topo_config = resolved
         self._slots: dict[int, int] = {}
         self._stepping = False
+        self._edits_reach_masters = False
         super().__init__(*args, **kwargs)
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -131,11 +132,10 @@ class TopoStage3(Stock):
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
         views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self._slots.items()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
-        if self.topo.masters is not None:
+        if self.topo.separate_masters:
             self._replace_masters()
 
     def _replace_masters(self) -> None:
-        assert self.topo.masters is not None
         self.topo.masters.check_optimizer(self.optimizer)
         self._edits_reach_masters = self.masters_are_weights()
         for i, (begin, end) in enumerate(self._sub_group_columns()):
@@ -154,30 +154,30 @@ class TopoStage3(Stock):
     def _moments(self) -> list[Moment]:
         groups = [self.optimizer.param_groups[group] for _, group in sorted(self.sub_group_to_group_id.items())]
         begins = [begin for begin, _ in self._sub_group_columns()]
-        return moments(self.topo.masters, self.optimizer.state, self.fp32_partitioned_groups_flat, begins, groups)
+        return self.topo.masters.moments(self.optimizer.state, self.fp32_partitioned_groups_flat, begins, groups)
 
     def _sub_group_columns(self) -> list[tuple[int, int]]:
         return list(pairwise(accumulate(self.fp16_partitioned_groups_flat_numel, initial=0)))
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
-        if self.topo.masters is not None:
-            for position in self.grad_position.values():
-                position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
+        for position in self.grad_position.values():
+            position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
 
     def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
         weights, slot = self.topo.weights, self._slots[param.ds_id]
+        if not self._edits_reach_masters:
+            weights.write_back(slot, param.data)
+            return
         rows = weights.layout.slot(weights.optimizer_rows(), slot)
-        before = rows.clone()
+        before = rows.clone()  # a view of what is written: only a copy tells afterwards which elements were edited
         weights.write_back(slot, param.data)
-        if self.topo.masters is not None and self._edits_reach_masters:
-            group, begin, _ = self._master_columns(param)
-            self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
+        group, begin, _ = self._master_columns(param)
+        self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
     def _master_columns(self, param: Any) -> tuple[int, int, int]:
-        """Sub-group, first column and width of a parameter in the union masters."""
-        assert self.topo.masters is not None
+        """Sub-group, first column and width of a parameter in the table of masters."""
         group, offset, width = self.grad_position[self.get_param_id(param)]
         return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
@@ -228,7 +228,7 @@ class TopoStage3(Stock):
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
-        if self.topo.masters is None:
+        if not self.topo.separate_masters:
             return super()._prepare_fp32_grad_for_sub_group(sub_group_id)
         begin, end = self._sub_group_columns()[sub_group_id]
         rows = self.topo.gradients.optimizer_rows()[:, begin:end]
@@ -244,16 +244,15 @@ class TopoStage3(Stock):
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]
-        updated = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-        rows = updated.view(1, -1) if self.topo.masters is None else self.topo.masters.table(updated)
+        rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self._slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.publishes_differences:
             weights.publish(range(slots[0], slots[-1] + 1), rows.to(weights.primary.device))
             return
-        if self.topo.masters is None:
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        else:
+        if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
+        else:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(slots[0], slots[-1] + 1))
 
     # -- gradients and masters seen by the user (safe_get_*, safe_set_*) ---------------------------------------------
@@ -292,12 +291,13 @@ class TopoStage3(Stock):
 
     def _share_edit(self, param: Any, optim_state_key: str | None) -> None:
         """Bring an edited master or optimizer state to the ranks that hold copies of it. Collective."""
-        if self.topo.masters is not None and param.requires_grad:
-            group, begin, width = self._master_columns(param)
-            master = self.fp32_partitioned_groups_flat[group]
-            flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
-            self.topo.masters.share(flat, begin, width)
-        elif optim_state_key is None and param.requires_grad and self.masters_are_weights():
+        if not param.requires_grad:
+            return
+        group, begin, width = self._master_columns(param)
+        master = self.fp32_partitioned_groups_flat[group]
+        flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
+        self.topo.masters.share(flat, begin, width)
+        if optim_state_key is None and self.masters_are_weights():
             self.topo.weights.publish_slot(self._slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -305,14 +305,11 @@ class TopoStage3(Stock):
     @contextmanager
     def _stock_layout(self, share: bool) -> Iterator[None]:
         """Masters and optimizer states in DeepSpeed's own layout, one world shard per rank."""
-        if self.topo.masters is None:
-            yield
-            return
-        union = self.fp32_partitioned_groups_flat
-        with self.topo.masters.narrowed(union, self.optimizer, share) as narrow:
+        whole = self.fp32_partitioned_groups_flat
+        with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
             self.fp32_partitioned_groups_flat = narrow
             yield
-            self.fp32_partitioned_groups_flat = union
+            self.fp32_partitioned_groups_flat = whole
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         with self._stock_layout(share=False):
@@ -329,7 +326,7 @@ class TopoStage3(Stock):
 
     def _restore_from_bit16_weights(self) -> None:
         narrow = self.fp32_partitioned_groups_flat[0].numel() == self.fp16_partitioned_groups_flat_numel[0]
-        if self.topo.masters is None or narrow:
+        if narrow:  # one row each, always or for the length of a load
             return super()._restore_from_bit16_weights()
         for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
             rows = self.topo.weights.optimizer_rows()[:, begin:end]

@@ -1,9 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FP32 optimizer shards of several rows: optimizer states replicated between domains (MiCS, HSDP).
+"""FP32 optimizer shards of one row or several: optimizer states replicated between domains (MiCS, HSDP).
 
 DeepSpeed keeps one world shard of masters and optimizer states per rank. With ``O < N`` a rank's optimizer shard is
 ``N / O`` of them. Ranks that share it compute the same update from the same bits, so nothing travels for them.
 Checkpoints keep DeepSpeed's layout: each rank saves the row that stock ZeRO-3 would, and a load gathers the others.
+A shard of one row (``O = N``) has that layout already: it is never copied, and nothing of it is shared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Masters:
-    """Builds union masters and converts them, with their optimizer states, from and to DeepSpeed's layout."""
+    """Masters as tables of rows, and their way, with their optimizer states, from and to DeepSpeed's layout."""
 
     def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
@@ -60,8 +61,10 @@ class Masters:
     def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
         """Fill the other rows (of some columns) from the ranks that own them; offloaded ones by way of the accelerator.
 
-        Collective.
+        Collective if there are others.
         """
+        if self._rows == 1:
+            return
         table = self.table(flat.detach())
         columns = table[:, begin : table.shape[1] if width is None else begin + width]
         moved = columns.to(self._device)
@@ -81,19 +84,43 @@ class Masters:
         masters = self.table(flat.detach())[:, begin : begin + rows.shape[1]]
         masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
 
+    def moments(
+        self, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
+    ) -> list[Moment]:
+        """What an Adam-like optimizer remembers of the gradients, for the mode of sync.
+
+        Args:
+            state: by master.
+            flats: the masters, one for each sub-group.
+            begins: the first column of each.
+            groups: the optimizer's parameter group of each.
+
+        Returns:
+            One entry for each sub-group that has been updated before.
+        """
+        found = []
+        for flat, begin, group in zip(flats, begins, groups, strict=True):
+            mean = state.get(flat, {}).get("exp_avg")
+            if mean is not None:
+                found.append(Moment(begin, self.table(mean), float(group["betas"][0])))
+        return found
+
     @contextmanager
     def narrowed(self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool) -> Iterator[list[Tensor]]:
         """Masters and optimizer states in DeepSpeed's layout for the length of a save or load.
 
         Args:
-            masters: the union masters, one per sub-group.
+            masters: the masters of all rows, one per sub-group.
             optimizer: its state is keyed by master, and holds the narrow entries within the context. Loading a state
                 dict gives an optimizer a new state, so it is looked up again at the end.
             share: take what the context wrote into the narrow tensors back into all rows (a load; collective).
 
         Yields:
-            One leaf tensor ``[columns]`` per master.
+            One leaf tensor ``[columns]`` per master: those given, if they have one row.
         """
+        if self._rows == 1:
+            yield masters
+            return
         state = optimizer.state
         narrow = [self._narrow(master) for master in masters]
         saved = [state.pop(master, None) for master in masters]
@@ -129,30 +156,6 @@ class Masters:
         self.table(wide)[self._own].copy_(value)
         self.share(wide)
         return wide
-
-
-def moments(
-    masters: Masters | None, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
-) -> list[Moment]:
-    """What an Adam-like optimizer remembers of the gradients, for the mode of sync.
-
-    Args:
-        masters: None where a rank has one row.
-        state: by master.
-        flats: the masters, one for each sub-group.
-        begins: the first column of each.
-        groups: the optimizer's parameter group of each.
-
-    Returns:
-        One entry for each sub-group that has been updated before.
-    """
-    found = []
-    for flat, begin, group in zip(flats, begins, groups, strict=True):
-        mean = state.get(flat, {}).get("exp_avg")
-        if mean is not None:
-            table = mean.view(1, -1) if masters is None else masters.table(mean)
-            found.append(Moment(begin, table, float(group["betas"][0])))
-    return found
 
 
 def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:

@@ -98,7 +98,7 @@ class Stage3:
     Attributes:
         weights: primary and secondary shards.
         gradients: the gradient shard and the mode of sync.
-        masters: FP32 optimizer shards, where DeepSpeed's own layout cannot hold them; else None.
+        masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
         meter: bytes sent.
     """
 
@@ -115,11 +115,14 @@ class Stage3:
         self._lane = Lane(setup.like.device, config.overlap)
         self.weights = self._build_weights()
         self.gradients = self._build_gradients()
-        self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device) if self.separate_masters else None
+        self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
 
     @property
     def separate_masters(self) -> bool:
-        """Whether FP32 masters need buffers of their own: several rows per rank, or weights that differ."""
+        """Whether FP32 masters need buffers of their own: several rows per rank, or weights that differ.
+
+        Else those that DeepSpeed made serve, and its own code for them.
+        """
         plan, model = self.config.plan, self.setup.like.dtype
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
@@ -187,13 +190,12 @@ class Stage3:
             begin: the first of their columns.
             rate: their learning rate; optimizers may keep it in a tensor.
         """
-        mode, flat = self.gradients.mode, master.detach()
-        rows = flat.view(1, -1) if self.masters is None else self.masters.table(flat)
+        mode, rows = self.gradients.mode, self.masters.table(master.detach())
         mode.before_update(begin, rows.shape[1])
         if not mode.wants_updates:
             yield
             return
-        row = rows[0 if self.masters is None else self.masters.own_row]
+        row = rows[self.masters.own_row]
         old = row.clone()
         yield
         mode.after_update(begin, old, row, float(rate))
