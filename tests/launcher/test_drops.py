@@ -76,7 +76,7 @@ def test_a_secondary_that_is_not_refreshed_is_seen() -> None:
     run = job(quantize={"weights": None, "secondary": "int8", "gradients": None}, secondary="node")
 
     def drop(topo: Stage3) -> None:
-        topo.weights.refresh_secondary = lambda slots=None: None  # type: ignore[method-assign]
+        topo.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="was not refreshed after the last publish"):
         losses_without(run, drop)
@@ -87,8 +87,8 @@ def test_a_stale_secondary_changes_the_loss() -> None:
     run = job(quantize={"weights": None, "secondary": "int8", "gradients": None}, secondary="node")
 
     def drop(topo: Stage3) -> None:
-        topo.weights.refresh_secondary = lambda slots=None: None  # type: ignore[method-assign]
-        topo.weights._is_fresh = lambda index: True  # type: ignore[method-assign]
+        topo.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+        topo.weights.secondary.is_fresh = lambda index: True  # type: ignore[method-assign]
 
     assert largest_difference(train(run), list(stock())) <= 5e-3
     assert largest_difference(losses_without(run, drop), list(stock())) > 1e-2

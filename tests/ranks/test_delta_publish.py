@@ -64,7 +64,7 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
         engine, _ = started(w)
         for step in range(1, 6):
             engine.weights.publish(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
-        engine.weights.settle()
+        engine.weights.finish()
         wanted = masters_of(w, rank, plan.weights, 5, 1e-2)
         return int(checksum(engine.weights.primary)), float((engine.weights.primary - wanted).norm() / wanted.norm())
 
@@ -85,7 +85,7 @@ def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]
             rate = 1e-2 * (0.97**step)
             masters = masters + rate * torch.randn(masters.shape, generator=generator)
             engine.weights.publish(masters=masters)
-            engine.weights.settle()
+            engine.weights.finish()
             rows = engine.weights.optimizer_rows().float()
             errors.append(float((rows - masters).norm() / masters.norm()))
         return errors
@@ -121,7 +121,7 @@ def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) ->
 
     def wrong(self: Publisher, slots: range, masters: Tensor | None = None) -> None:
         start(self, slots, masters)
-        self.settle()
+        self.finish()
         assert masters is not None
         rows = self._layout.subset(self._primary, w.config.plan.weights, w.config.plan.optimizer)
         begin, end = self._layout.begins[slots[0]], self._layout.spans(slots)[-1][1]
@@ -136,7 +136,7 @@ def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(60):
             walk = walk + 1e-2 * torch.randn(masters.shape, generator=generator)
             engine.weights.publish(masters=masters + walk)
-            engine.weights.settle()
+            engine.weights.finish()
         whole = torch.cat(engine.weights.gather(SLOTS, "gather_forward").wait())
         copies = [torch.empty_like(whole) for _ in range(2)]
         torch.distributed.all_gather(copies, whole, group=engine.mesh.hop(4, 8).group)
@@ -253,7 +253,7 @@ def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None
         engine.end_step(skipped=False)
         work = engine.workload((False,) * len(w.numels), 1)
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] == "publish"}
-        engine.weights.settle()
+        engine.weights.finish()
         engine.meter.end_step()
         sent = {k: n for k, n in engine.meter.total().items() if k[0] == "publish"}
         assert sent == expected
@@ -268,7 +268,7 @@ def test_held_weights_go_to_a_checkpoint_and_back() -> None:
     def rank_main(rank: int) -> bool:
         engine, _ = started(w)
         engine.weights.publish(masters=masters_of(w, rank, 8, 3, 1e-2))
-        engine.weights.settle()
+        engine.weights.finish()
         saved = engine.state_dict()
         fresh, _ = started(w)
         row = fresh.weights.primary[fresh.layout.row(2)]

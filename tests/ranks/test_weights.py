@@ -112,9 +112,9 @@ def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> 
         assert len({results[rank][1] for rank in group}) == 1
 
 
-@pytest.mark.parametrize("scheme", ["zero++", "topo"])
-def test_a_publish_makes_every_older_secondary_unreadable(scheme: str) -> None:
-    w = world({"scheme": scheme, "secondary": "node", **PLAIN})
+@pytest.mark.parametrize(("scheme", "secondary"), [("zero++", "node"), ("topo", "node"), ("zero++", "rank")])
+def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary: str) -> None:
+    w = world({"scheme": scheme, "secondary": secondary, **PLAIN})
 
     def rank_main(rank: int) -> bool:
         engine, params = w.engine(), w.params()
@@ -135,7 +135,7 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
     def rank_main(rank: int) -> str:
         engine = w.engine()
         load_own_shards(engine, w.params())
-        engine.weights.refresh_secondary = lambda slots=None: None  # type: ignore[method-assign]
+        engine.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
         engine.weights.publish()
         with pytest.raises(RuntimeError, match="was not refreshed") as caught:
             engine.weights.gather(SLOTS, "gather_backward").wait()
@@ -168,7 +168,7 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
         rows = engine.weights.optimizer_rows()
         rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
         engine.weights.publish()
-        engine.weights.settle()
+        engine.weights.finish()
         return int(checksum(engine.weights.primary))
 
     sums = run_threads(w.size, rank_main)
@@ -185,7 +185,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
         engine.weights.publish()
         engine.end_step(skipped=False)
         engine.weights.publish()
-        engine.weights.settle()
+        engine.weights.finish()
         if rank == 5:
             engine.weights.primary[0, 3] += 1e-6
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:

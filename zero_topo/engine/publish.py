@@ -10,7 +10,7 @@ Note [Delta publish]
 
 Note [Publish under forward]
     A run is published as soon as the optimizer has updated it, and is finished when a gather first needs one of its
-    parameters (:meth:`Publisher.settle`). Every slot carries the version of its weights, and a gather of another
+    parameters (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another
     version than the present one raises instead of reading it.
 """
 
@@ -81,7 +81,7 @@ class Publisher:
             masters: FP32 ``[N / O, columns of these slots]``, for differences; otherwise the optimizer's rows of the
                 primary shard hold the new weights already.
         """
-        assert all(self._held[slot] == self._wanted[slot] for slot in slots), "settle the last publish first"
+        assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
         first = self._layout.begins[slots[0]] if slots else 0
         sizes = [self._layout.padded_numels[i] for i in slots]
         for run in packed_runs(sizes, self._options.run_numel):
@@ -116,7 +116,7 @@ class Publisher:
         wire.encode(differences, message)
         return message
 
-    def settle(self, slots: Iterable[int] | None = None) -> list[int]:
+    def finish(self, slots: Iterable[int] | None = None) -> list[int]:
         """Finish what is under way for some slots, or for all; collective where publish takes two hops.
 
         Returns:

@@ -208,7 +208,7 @@ class Stage3:
         """
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
-            self.weights.settle()
+            self.weights.finish()
             check_replicas(self.config.plan, self.weights.copies())
         self.meter.end_step()
 

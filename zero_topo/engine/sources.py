@@ -1,0 +1,99 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a gather sends: rows of a shard, or the wire bytes that such rows were quantized to before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Route
+from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.spec import BlockSpec
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a shard, sent in their own type or quantized on the fly.
+
+    Attributes:
+        layout: the slots.
+        route: the members that hold all rows between them.
+        rows: ``[N / route.hi, F]``.
+        quantizer: packs the values.
+        spec: their format; None sends them as they are.
+    """
+
+    layout: Layout
+    route: Route
+    rows: Tensor
+    quantizer: Quantizer
+    spec: BlockSpec | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.nbytes
+
+    def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """One message of some slots, 1-D, and where each slot's part begins (plus the end)."""
+        spec, parts = self.spec, [self.layout.slot(self.rows, index) for index in slots]
+        if spec is None:
+            ends = _ends(part.numel() for part in parts)
+            message = self.rows.new_empty(ends[-1])
+            for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
+                message[begin:end].view(part.shape).copy_(part)
+            return message, ends
+        ends = _ends(spec.nbytes(part.numel()) for part in parts)
+        message = torch.empty(ends[-1], dtype=torch.uint8, device=self.rows.device)
+        for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
+            self.quantizer.quantize(part, spec, message[begin:end])
+        return message, ends
+
+    def store(self, index: int, rows: Tensor) -> None:
+        """Put other values in the place of a slot's rows ``[N / route.hi, width]``."""
+        self.layout.slot(self.rows, index).copy_(rows)
+
+
+class Stored:
+    """Rows of a shard that were quantized once, to be sent as often as they are wanted.
+
+    Args:
+        like: rows of the same layout, for the slots, the quantizer and the device.
+        route: the members that hold all rows between them.
+        spec: the format.
+
+    Attributes:
+        wire: uint8, the messages of all slots side by side.
+        nbytes: their bytes.
+    """
+
+    def __init__(self, like: Rows, route: Route, spec: BlockSpec) -> None:
+        self.route, self.spec, self.quantizer = route, spec, like.quantizer
+        rows = like.layout.plan.world_size // route.hi
+        self._ends = _ends(spec.nbytes(rows * width) for width in like.layout.widths)
+        self.wire = torch.zeros(self._ends[-1], dtype=torch.uint8, device=like.rows.device)
+        self.nbytes = self.wire.nbytes
+
+    def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """As :meth:`Rows.message`, quantized already."""
+        parts = [self._part(index) for index in slots]
+        return torch.cat(parts), _ends(part.numel() for part in parts)
+
+    def store(self, index: int, rows: Tensor) -> None:
+        """Quantize a slot's rows ``[N / route.hi, width]``."""
+        self.quantizer.quantize(rows, self.spec, self._part(index))
+
+    def _part(self, index: int) -> Tensor:
+        return self.wire[self._ends[index] : self._ends[index + 1]]
+
+
+Source = Rows | Stored
+
+
+def _ends(sizes: Iterable[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))
