@@ -163,7 +163,7 @@ class Gradients:
         return self.layout.subset(self.buffer, self.layout.plan.gradients, self.layout.plan.optimizer)
 
     def end_step(self, skipped: bool) -> None:
-        """The optimizer has stepped, or skipped it: settle the mode's state and forget the gradients."""
+        """The optimizer has stepped, or skipped it: commit or drop the mode's state and forget the gradients."""
         self._wait()
         self._started.clear()
         self._missing = [set(slots) for slots in self._runs]

@@ -114,6 +114,7 @@ class TopoStage3(Stock):
         weights = self.topo.weights
         row = weights.primary[weights.layout.row(self._topo_config.plan.weights)]
         row.copy_(self.lp_param_buffer)
+        # DeepSpeed's flat buffer is our row from here on: what it cut from the old one is cut again.
         self.lp_param_buffer = row
         self.fp16_partitioned_groups_flat.clear()
         self._set_fp16_partitioned_groups_flat()
@@ -129,6 +130,7 @@ class TopoStage3(Stock):
         gradients = self.topo.gradients
         own = gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)]
         self.grad_partitions_flat_buffer = own
+        # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
         views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self._slots.items()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
@@ -142,7 +144,7 @@ class TopoStage3(Stock):
             stock = self.fp32_partitioned_groups_flat[i]
             master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
-            if stock.grad is not None:
+            if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 master.grad = torch.zeros_like(master)
             self.fp32_partitioned_groups_flat[i] = master
 
@@ -161,6 +163,7 @@ class TopoStage3(Stock):
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
+        # DeepSpeed reads and edits masters at these offsets: they must fall into the row that it knows.
         for position in self.grad_position.values():
             position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
 
@@ -192,19 +195,20 @@ class TopoStage3(Stock):
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
         slots = [self._slots[p.ds_id] for p in params_to_reduce]
+        # With optimizer offload the whole sync waits for the step, which copies the result to the host.
         last = self.is_gradient_accumulation_boundary() and not self.offload_optimizer
         self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
-            if not get_accelerator().is_synchronized_device():
+            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a stream of its own
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if not self._stepping:
+        if not self._stepping:  # DeepSpeed's step calls this before the masters have read the gradients
             self.topo.gradients.zero()
 
     # -- step ------------------------------------------------------------------------------------------------------
@@ -219,6 +223,7 @@ class TopoStage3(Stock):
         self.topo.end_step(skipped=self.overflow)
 
     def _copy_gradients_to_host(self) -> None:
+        """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
         rows, own = self.topo.gradients.optimizer_rows(), self.grad_partitions_flat_buffer
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
@@ -234,7 +239,7 @@ class TopoStage3(Stock):
         rows = self.topo.gradients.optimizer_rows()[:, begin:end]
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
-        self.averaged_gradients[sub_group_id] = None
+        self.averaged_gradients[sub_group_id] = None  # as DeepSpeed does: views of the buffer, which is read already
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         begin, _ = self._sub_group_columns()[sub_group_id]
@@ -319,6 +324,7 @@ class TopoStage3(Stock):
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
             clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
+        # DeepSpeed filled it from the masters: rounded as publish does, the run goes on with the weights it had.
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
         self.topo.load_state_dict(own or {}, self.lp_param_buffer, kwargs.get("checkpoint_folder"))

@@ -75,8 +75,8 @@ def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: An
 def _report_step(engine: Any, topo: Stage3, log: Callable[..., None]) -> None:
     seconds = topo.meter.last_seconds()
     if engine.monitor.enabled:
-        told = topo.gradients.mode.report()
-        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, told, engine.global_samples))
+        of_mode = topo.gradients.mode.report()
+        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, of_mode, engine.global_samples))
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
         log(breakdown(seconds), ranks=[0])

@@ -97,6 +97,7 @@ class ParameterGathers:
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
     ) -> Handles:
         ours, others = self._split(params)
+        # Autograd runs a graph task inside a backward pass only; a prefetch that the forward starts for it has none.
         phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
         moving, resident = [p for p in ours if not p.ds_persist], [p for p in ours if p.ds_persist]
         handles: list[Any] = [self._start(moving, phase)] if moving else []

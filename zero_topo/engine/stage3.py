@@ -196,19 +196,19 @@ class Stage3:
             yield
             return
         row = rows[self.masters.own_row]
-        old = row.clone()
+        old = row.clone()  # the optimizer updates in place
         yield
         mode.after_update(begin, old, row, float(rate))
 
     def end_step(self, skipped: bool) -> None:
-        """After an optimizer step, skipped or not: settle state, zero the gradients, close the meter's step.
+        """After an optimizer step, skipped or not: close the step of sync and of the meter, zero the gradients.
 
         Raises:
             RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
-            self.weights.finish()
+            self.weights.finish()  # else some runs are compared before they have arrived
             check_replicas(self.config.plan, self.weights.copies())
         self.meter.end_step()
 

@@ -91,7 +91,7 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
         """
-        self.finish(slots)
+        self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
         if self._updated is not None:
             self._updated.wait()  # see Note [Publish before gather]
         if phase == "gather_exact":
