@@ -173,7 +173,7 @@ class _Run:
         self._ranks.reply({})
 
     def _on_built(self) -> None:
-        self._network.set_rates(self._network.spec.rates)
+        self._network.set_rates(self._network.spec.rates_mbit)
         self._ranks.reply({})
 
     def _on_begin(self) -> None:
@@ -223,7 +223,7 @@ def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[
         },
         "level_bytes": {level: round(traffic.mean(level) / steps) for level in LEVELS},
         "level_rate_share": {
-            level: traffic.busiest(level) / steps / step.median / spec.rates.bytes_per_s(level) for level in LEVELS
+            level: traffic.busiest(level) / steps / step.median / spec.rates_mbit.bytes_per_s(level) for level in LEVELS
         },
         "floor_s": measured["floor_s"],
         "cpu_s_per_step": measured["cpu_s"],

@@ -32,7 +32,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record's table, with what is needed to read it."""
     console = wide_console(WIDTH, console)
     spec = Spec.from_json("spec", content["spec"])
-    rates = " / ".join(str(getattr(spec.rates, level)) for level in LEVELS)
+    rates = " / ".join(str(getattr(spec.rates_mbit, level)) for level in LEVELS)
     console.print(
         f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} dies, links of a die / GPU "
         f"/ node {rates} Mbit/s; model {format_bytes(content['message_bytes'])} in 16 bits; forward and backward of a "

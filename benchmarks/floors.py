@@ -44,7 +44,7 @@ class Load:
 
     def seconds(self, spec: Spec) -> float:
         """The least time in which the links can move it."""
-        return max(self.out[level] / spec.rates.bytes_per_s(level) for level in LEVELS)
+        return max(self.out[level] / spec.rates_mbit.bytes_per_s(level) for level in LEVELS)
 
 
 def loads(config: ResolvedConfig, work: Workload, spec: Spec) -> list[Load]:
@@ -77,7 +77,7 @@ def floors(found: Sequence[Load], spec: Spec) -> dict[str, float]:
     total = {level: sum(load.out[level] for load in found) for level in LEVELS}
     return {
         "serial": sum(load.seconds(spec) for load in found),
-        "overlapped": max(total[level] / spec.rates.bytes_per_s(level) for level in LEVELS),
+        "overlapped": max(total[level] / spec.rates_mbit.bytes_per_s(level) for level in LEVELS),
     }
 
 

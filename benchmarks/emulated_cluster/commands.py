@@ -95,7 +95,7 @@ def _build(spec: Spec, prefix: str) -> Iterator[Command]:
         yield "ip", "-n", space, "addr", "add", f"{spec.address(rank)}/16", "dev", "eth0"
         yield "ip", "-n", space, "link", "set", "eth0", "up"
         yield "ip", "-n", space, "link", "set", "lo", "up"
-    yield from limits(spec, prefix, spec.rates)
+    yield from limits(spec, prefix, spec.rates_mbit)
 
 
 def _bridge(space: str, name: str) -> Iterator[Command]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from zero_topo.strict import Count, read, strict_dataclass
 from zero_topo.topology import Topology
-from zero_topo.topology.checks import check_int, check_keys
 from zero_topo.topology.presets import emulated
 from zero_topo.units import MB
 
@@ -20,7 +20,7 @@ LEVELS = ("gcd", "gpu", "node")
 ADDRESSES = 1 << 16  # of 10.77.0.0/16
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class LinkRates:
     """Mbit/s of the link that leads upwards from each unit, in each direction.
 
@@ -30,16 +30,16 @@ class LinkRates:
         node: a node's uplink.
     """
 
-    gcd: int
-    gpu: int
-    node: int
+    gcd: Count
+    gpu: Count
+    node: Count
 
     def bytes_per_s(self, level: str) -> int:
         """Rate of a level's links."""
         return int(getattr(self, level)) * MBIT
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class Spec:
     """An emulated cluster. Ranks are numbered along the tree.
 
@@ -48,16 +48,12 @@ class Spec:
     """
 
     name: str
-    nodes: int
-    gpus_per_node: int
-    gcds_per_gpu: int
-    rates: LinkRates
+    nodes: Count
+    gpus_per_node: Count
+    gcds_per_gpu: Count
+    rates_mbit: LinkRates
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "gpus_per_node", "gcds_per_gpu"):
-            check_int(f"cluster {self.name!r}: {key}", getattr(self, key))
-        for level in LEVELS:
-            check_int(f"cluster {self.name!r}: rates_mbit: {level}", getattr(self.rates, level))
         if self.nodes < 2:
             raise ValueError(f"cluster {self.name!r}: {self.nodes} node has no uplink to measure; give at least 2")
         if self.world_size > ADDRESSES // 2:
@@ -99,7 +95,7 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         """As a file that :func:`load_spec` reads back."""
         shape = self.topology_block()["emulated"]
-        return {"name": self.name, **shape, "rates_mbit": asdict(self.rates)}
+        return {"name": self.name, **shape, "rates_mbit": asdict(self.rates_mbit)}
 
     @classmethod
     def from_json(cls, what: str, data: Mapping[str, Any]) -> Spec:
@@ -108,14 +104,7 @@ class Spec:
         Raises:
             ValueError: for an unknown or missing key, or a value that does not fit.
         """
-        shape = ("nodes", "gpus_per_node", "gcds_per_gpu")
-        check_keys(what, data, ("name", *shape, "rates_mbit"), required=(*shape, "rates_mbit"))
-        rates = data["rates_mbit"]
-        if not isinstance(rates, Mapping):
-            raise ValueError(f"{what}: rates_mbit must be an object with {', '.join(LEVELS)}, got {rates!r}")
-        check_keys(f"{what}: rates_mbit", rates, LEVELS, required=LEVELS)
-        nodes, gpus_per_node, gcds_per_gpu = (data[key] for key in shape)
-        return cls(str(data.get("name", "custom")), nodes, gpus_per_node, gcds_per_gpu, LinkRates(**rates))
+        return read(cls, what, {"name": "custom", **data})
 
 
 SPECS: Mapping[str, Spec] = MappingProxyType(

@@ -81,7 +81,7 @@ def test_a_link_has_its_rate_and_counts(cluster: EmulatedNetwork, target: int, l
     before = cluster.at_rest()
     seconds = min(send(cluster, 0, target) for _ in range(2))
     traffic = between(SPEC, before, cluster.at_rest())
-    rate = SPEC.rates.bytes_per_s(level)
+    rate = SPEC.rates_mbit.bytes_per_s(level)
     assert 0.85 * rate < PAYLOAD / seconds < 1.15 * rate, f"{PAYLOAD / seconds / MBIT:.1f} Mbit/s"
     for other in LEVELS:
         crossed = traffic.out[other][0]

@@ -56,7 +56,7 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
                 assert (found.position(a) // degree == found.position(b) // degree) == together
     sharing = {"gpu": ("gcd", 1), "node": ("gpu", spec.gcds_per_gpu), "world": ("node", spec.ranks_per_node)}
     for domain, (level, ranks) in sharing.items():
-        right = spec.rates.bytes_per_s(level) / ranks
+        right = spec.rates_mbit.bytes_per_s(level) / ranks
         assert found.links[domain].bandwidth == pytest.approx(right, rel=TOLERANCE), domain
         assert 0 <= found.links[domain].latency < 0.05
     assert all(source.startswith("measured") for source in found.sources.values())

@@ -39,7 +39,7 @@ SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 def test_the_presets_are_frontier_in_small() -> None:
     """Rates per GPU fall as on Frontier: 200 between dies, 100 between GPUs, 25 of the uplink."""
     for spec in SPECS.values():
-        rates = spec.rates
+        rates = spec.rates_mbit
         per_gpu = rates.gcd, rates.gpu, rates.node / spec.gpus_per_node
         assert [rate / per_gpu[2] for rate in per_gpu] == [8, 4, 1]
     assert SPECS["t8"].world_size == 8 and SPECS["t32"].world_size == 32
@@ -67,7 +67,7 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
         ({"gpus_per_node": 0}, "gpus_per_node is 0"),
         ({"rates_mbit": {"gcd": 1, "gpu": 1}}, "missing key 'node'"),
         ({"rates_mbit": {"gcd": 1, "gpu": 1, "node": 0.5}}, "node is 0.5"),
-        ({"rates_mbit": 7}, "must be an object"),
+        ({"rates_mbit": 7}, "must be a JSON object"),
         ({"gpus": 2}, "did you mean 'gpus_per_node'"),
     ],
 )
@@ -97,7 +97,7 @@ def test_every_link_is_limited_at_both_ends_at_its_level(spec: Spec) -> None:
     tally = Counter(limited.values())
     expected: Counter[str] = Counter()
     for level, units in (("gcd", spec.world_size), ("gpu", spec.gpus), ("node", spec.nodes)):
-        expected[f"{getattr(spec.rates, level)}mbit"] += 2 * units
+        expected[f"{getattr(spec.rates_mbit, level)}mbit"] += 2 * units
     assert tally == expected
 
 

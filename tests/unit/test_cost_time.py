@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_topo.cost.time import Network, rates_of
+from zero_topo.strict import read, to_json
 from zero_topo.topology import Link, Topology, emulated, load_preset
 from zero_topo.topology.presets import load_machine, preset_names
-from zero_topo.topology.rates import PATTERNS, Rates
+from zero_topo.topology.rates import Rates
 
 RATES = Rates(1e12, 1.0, 1e12, 1.0)
 GPU, NODE, WORLD = Link(1000.0, 0.5), Link(100.0, 1.0), Link(10.0, 2.0)
@@ -23,7 +24,7 @@ def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -
     return Network(TREE, rates).hop(lo, hi, sent, pattern).seconds
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["ring", "direct"])
 def test_two_dies_take_the_latency_and_one_message(pattern: str) -> None:
     assert seconds(1, 2, 3000.0, pattern) == pytest.approx(0.5 + 3)
 
@@ -60,7 +61,7 @@ def test_latencies_add_up_around_a_ring() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    pattern=st.sampled_from(PATTERNS),
+    pattern=st.sampled_from(["ring", "direct"]),
     pair=st.sampled_from([(1, 2), (1, 4), (2, 4), (1, 12), (2, 12), (4, 12)]),
     sent=st.floats(0, 1e9),
     domain=st.sampled_from(["gpu", "node", "world"]),
@@ -78,7 +79,7 @@ def test_a_faster_link_and_a_smaller_message_are_never_slower(
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "single-node"])
 def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     machine = load_machine(name)
-    assert machine.rates is not None and Rates.from_json("rates", machine.rates.to_json()) == machine.rates
+    assert machine.rates is not None and read(Rates, "rates", to_json(machine.rates)) == machine.rates
     named = {key.removeprefix("rates.") for key in machine.sources if key.startswith("rates.")}
     assert {"peak_flops", "memory_bandwidth", "link_efficiency", "shared"} <= named
     assert rates_of(load_preset(name, 8)) == machine.rates
@@ -106,4 +107,4 @@ def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:
 )
 def test_wrong_rates_are_refused(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Rates.from_json("rates", {**RATES.to_json(), **change})
+        read(Rates, "rates", {**to_json(RATES), **change})

@@ -14,6 +14,7 @@ import pytest
 from zero_topo.cli import main
 from zero_topo.doctor import FAIL, OK, WARN, Finding, Surroundings, examine, files, network, software
 from zero_topo.doctor.variables import Rule, load_rules, variables
+from zero_topo.strict import read
 from zero_topo.topology import preset_names
 from zero_topo.units import GB, MB
 
@@ -158,7 +159,7 @@ def test_the_table_is_sound() -> None:
         assert rule.judge({rule.variable: rule.wanted}).state == OK
         assert rule.unset or rule.bad
     with pytest.raises(ValueError, match="state is 'awful'"):
-        Rule.from_json({**vars(rules[0]), "state": "awful"})
+        read(Rule, "row", {**vars(rules[0]), "state": "awful"})
 
 
 @pytest.mark.parametrize(("age_s", "state"), [(10, WARN), (3600, FAIL)])

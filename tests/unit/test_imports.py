@@ -12,15 +12,16 @@ from tests.launching import ROOT
 
 HEAVY = ("torch", "deepspeed", "numpy")
 
-_PLANNING = ("units", "topology", "quant.spec", "plan", "config", "cost")
+_PLANNING = ("units", "strict", "topology", "quant.spec", "plan", "config", "cost")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "units": (),
     "quant.spec": ("units",),
-    "topology": ("units",),
+    "strict": (),
+    "topology": ("units", "strict"),
     "plan": ("units", "topology"),
-    "config": ("units", "topology", "quant.spec", "plan"),
-    "cost": ("units", "topology", "quant.spec", "plan", "config"),
+    "config": ("units", "strict", "topology", "quant.spec", "plan"),
+    "cost": ("units", "strict", "topology", "quant.spec", "plan", "config"),
     "mesh": _PLANNING,
     "quant": _PLANNING,
     "collectives": (*_PLANNING, "mesh", "quant"),

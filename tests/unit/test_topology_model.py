@@ -113,7 +113,7 @@ def test_topologies_are_values(topology: Topology) -> None:
         ({"nodes": 0}, "nodes is 0; it must be a whole number of at least 1"),
         ({"gpus": True}, "gpus_per_node is True"),
         ({"dies": 2.0}, "ranks_per_gpu is 2.0"),
-        ({"memory_per_rank": -1}, "memory_per_rank (bytes) is -1"),
+        ({"memory_per_rank": -1}, "memory_per_rank is -1; it must be a whole number of bytes"),
         ({"order": (0, 1)}, "order has 2 entries but 2 nodes x 4 GPUs x 2 ranks are 16 ranks"),
         ({"order": (*range(15), 16)}, "order[15] is 16; tree positions are 0 to 15"),
         ({"order": (*range(15), 3)}, "ranks 3 and 15 both at tree position 3"),
@@ -154,7 +154,7 @@ def test_hosts_may_repeat_when_emulated() -> None:
         ({"order": 5}, "order is 5; it must be a list"),
         ({"emulated": 1}, "emulated is 1; it must be true or false"),
         ({"name": ""}, "name is ''"),
-        ({"sources": {"nodes": 1}}, "must be a list of strings"),
+        ({"sources": {"nodes": 1}}, "sources: nodes is 1; it must be a valid string"),
     ],
 )
 def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) -> None:

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology
-from zero_topo.topology.checks import nearest
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = Mappi
     known, wanted = {**KNOWN, **extra}, list(names)
     for name in wanted:
         if name not in known:
-            raise ValueError(f"unknown scheme {name!r}; did you mean {nearest(name, known)!r}? (known: {list(known)})")
+            raise ValueError(f"unknown scheme {name!r}{did_you_mean(name, known)} (known: {list(known)})")
     if len(set(wanted)) < len(wanted) or not wanted:
         raise ValueError(f"schemes {wanted} must be at least one, each named once")
     return [known[name] for name in wanted]

@@ -22,6 +22,7 @@ from zero_topo.cost.simulator import PHASES, Job, Simulation
 from zero_topo.cost.sweep import Point, Resolve, Sweep, scaling_efficiency
 from zero_topo.cost.time import rates_of
 from zero_topo.observe.console import figures_table
+from zero_topo.strict import read, to_json
 from zero_topo.topology import load_preset
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_seconds
@@ -67,7 +68,7 @@ def simulate(options: Options) -> None:
         "machine": options.machine,
         "model": options.model,
         "params": sweep.job.model.params,
-        "rates": sweep.rates.to_json() if sweep.rates else None,
+        "rates": to_json(sweep.rates) if sweep.rates else None,
         "results": [point.to_json() for point in points],
         "scaling_efficiency": scaling_efficiency(points),
         "break_even": sweep.break_even(),
@@ -96,10 +97,10 @@ def _sweep(options: Options) -> Sweep:
 def _rates(text: str, preset: Rates) -> Rates:
     """The preset's rates with the keys that the user gave; of ``link_efficiency``, with the domains."""
     given = _read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
-    known = preset.to_json()
+    known = to_json(preset)
     links = given.get("link_efficiency", {})
     merged = {**known["link_efficiency"], **links} if isinstance(links, dict) else links
-    return Rates.from_json("--rates", {**known, **given, "link_efficiency": merged})
+    return read(Rates, "--rates", {**known, **given, "link_efficiency": merged})
 
 
 def _read_json(text: str, what: str) -> dict[str, Any]:
@@ -216,4 +217,4 @@ def _print_calibration(
         }
         for row in (*fitted, *predicted)
     ]
-    print(json.dumps({"rates": rates.to_json(), "results": rows}, indent=2))
+    print(json.dumps({"rates": to_json(rates), "results": rows}, indent=2))

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_topo.config.errors import ROOT, as_json
+from zero_topo.config.errors import ROOT
 from zero_topo.config.sync_config import SYNC_MODES
+from zero_topo.strict import as_json
 
 ZERO = "zero_optimization"
 _ABSENT = object()

@@ -7,47 +7,16 @@ into ``zero_topo.<path>: <what>; did you mean '<nearest>'? (<allowed>)`` with va
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from zero_topo.strict import as_json, did_you_mean
 
 ROOT = "zero_topo"
-SHOWN_CHARACTERS = 80
-
-
-def as_json(value: object) -> str:
-    """The value as a user would write it in JSON, cut to a readable length."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """``"; did you mean 'weights'?"`` for a near miss, else an empty string."""
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=0.5)
-    return f"; did you mean '{names[near[0]]}'?" if near else ""
-
-
-class StrictModel(BaseModel):
-    """A frozen block of settings that refuses unknown keys and names the nearest known one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, block: Any) -> Any:
-        unknown = [key for key in block if key not in cls.model_fields] if isinstance(block, Mapping) else []
-        if unknown:
-            known = list(cls.model_fields)
-            hint = f"unknown key{did_you_mean(unknown[0], known)} (allowed: {', '.join(known)})"
-            raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": str(unknown[0]), "hint": hint})
-        return block
 
 
 def describe(error: ValidationError, root: str = ROOT) -> str:
@@ -79,13 +48,13 @@ def _not_an_object(path: str, detail: ErrorDetails) -> str:
 
 def _not_in_list(path: str, detail: ErrorDetails) -> str:
     expected = str(detail["ctx"]["expected"])
-    hint = did_you_mean(detail["input"], re.findall(r"'([^']*)'", expected))
+    hint = did_you_mean(detail["input"], re.findall(r"'([^']*)'", expected), cutoff=0.5)
     return f"{path}: {as_json(detail['input'])} is not one of {expected}{hint}"
 
 
 def _not_a_mode(path: str, detail: ErrorDetails) -> str:
     expected = str(detail["ctx"]["expected_tags"])
-    hint = did_you_mean(detail["ctx"]["tag"], re.findall(r"'([^']*)'", expected))
+    hint = did_you_mean(detail["ctx"]["tag"], re.findall(r"'([^']*)'", expected), cutoff=0.5)
     return f"{path}.mode: {as_json(detail['ctx']['tag'])} is not a mode of sync{hint} (modes: {expected})"
 
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from zero_topo.config.errors import ROOT, StrictModel, as_json, describe
+from zero_topo.config.errors import ROOT, describe
 from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
 from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
+from zero_topo.strict import StrictModel, as_json
 
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from zero_topo.config.errors import StrictModel, as_json, did_you_mean
 from zero_topo.config.sync_config import Dtype
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.strict import StrictModel, as_json, did_you_mean
 
 Domain = Literal["rank", "gpu", "node", "world"]
 Bits = Literal["int8", "int4"]
@@ -20,7 +20,7 @@ def _check_degree(value: Any) -> Any:
     if (isinstance(value, str) and value in get_args(Domain)) or (type(value) is int and value >= 1):
         return value
     names = ", ".join(f"'{name}'" for name in get_args(Domain))
-    hint = did_you_mean(value, get_args(Domain))
+    hint = did_you_mean(value, get_args(Domain), cutoff=0.5)
     reason = f"{as_json(value)} is neither a domain nor a degree{hint} (one of {names}, or an integer >= 1)"
     raise PydanticCustomError("bad_setting", "{reason}", {"reason": reason})
 

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from zero_topo.config.errors import ROOT, StrictModel
+from zero_topo.config.errors import ROOT
 from zero_topo.config.models import ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.strict import StrictModel
 from zero_topo.topology.model import Topology
 
 _Settings = TypeVar("_Settings", bound=StrictModel)

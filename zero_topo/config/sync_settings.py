@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from zero_topo.config.errors import StrictModel
+from zero_topo.strict import StrictModel
 
 if TYPE_CHECKING:
     from zero_topo.plan import Plan

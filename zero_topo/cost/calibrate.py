@@ -21,7 +21,7 @@ from typing import Any
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.simulator import Job, simulate
 from zero_topo.cost.transformer import Transformer
-from zero_topo.topology.checks import nearest
+from zero_topo.strict import did_you_mean
 from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
 from zero_topo.topology.rates import Rates
 from zero_topo.units import GB, MB
@@ -225,5 +225,5 @@ def measured_schemes(measured: Sequence[Measured], schemes: Sequence[str]) -> li
     known = list(dict.fromkeys(row.scheme for row in measured))
     for name in schemes:
         if name not in known:
-            raise ValueError(f"scheme {name!r} is not in the record; did you mean {nearest(name, known)!r}? ({known})")
+            raise ValueError(f"scheme {name!r} is not in the record{did_you_mean(name, known)} ({known})")
     return [row for row in measured if row.scheme in schemes]

@@ -7,7 +7,6 @@ Sizes of the named models are those of their published configs (EleutherAI/gpt-n
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_topo.cost.transformer import SEQUENCE, Transformer
+from zero_topo.strict import did_you_mean
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 
@@ -71,8 +71,7 @@ def load_model(name_or_path: str) -> Transformer:
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name_or_path, MODELS, cutoff=0.4)
         raise ValueError(
             f"model {name_or_path!r} is neither a file nor a known name{hint} (known: {', '.join(MODELS)})"
         )

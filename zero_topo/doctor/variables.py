@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Literal
 
-from zero_topo.doctor.finding import FAIL, OK, STATES, WARN, Finding
+from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.topology.checks import check_keys, check_strings
+from zero_topo.strict import Flag, Strings, read, strict_dataclass
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class Rule:
     """What is known of one variable.
 
@@ -29,12 +28,12 @@ class Rule:
         source: who says so.
     """
 
-    machines: tuple[str, ...]
+    machines: Strings
     variable: str
-    bad: tuple[str, ...]
-    unset: bool
+    bad: Strings
+    unset: Flag
     wanted: str
-    state: str
+    state: Literal["warn", "fail"]
     reason: str
     source: str
 
@@ -51,26 +50,12 @@ class Rule:
     def _fix(self) -> str:
         return f"export {self.variable}={self.wanted} ({self.source})"
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Rule:
-        """Build from a row of the file.
-
-        Raises:
-            ValueError: if a key is unknown or missing, or a value does not fit.
-        """
-        keys = list(cls.__dataclass_fields__)
-        check_keys("variables.json", data, keys, required=keys)
-        what = f"variables.json: {data['variable']}"
-        if data["state"] not in STATES[1:]:
-            raise ValueError(f"{what}: state is {data['state']!r}; it must be one of {STATES[1:]}")
-        lists = {key: check_strings(f"{what}: {key}", data[key]) for key in ("machines", "bad")}
-        return cls(**{**data, **lists})
-
 
 def load_rules() -> list[Rule]:
     """All rows of ``variables.json``."""
     text = resources.files(__package__).joinpath("variables.json").read_text(encoding="utf-8")
-    return [Rule.from_json(row) for row in json.loads(text)]
+    rules: list[Rule] = read(list[Rule], "variables.json", json.loads(text))
+    return rules
 
 
 def variables(seen: Surroundings) -> Iterator[Finding]:

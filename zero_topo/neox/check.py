@@ -6,15 +6,15 @@ Each problem is one line: the key and its value, why, and what to do instead.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
-from zero_topo.config.errors import ROOT, as_json
+from zero_topo.config.errors import ROOT
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
 from zero_topo.neox.options import Options
+from zero_topo.strict import as_json, nearest
 
 REMOVED = (
     "sparse_gradients",
@@ -175,8 +175,8 @@ def _numbers(merged: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _unknown(merged: Mapping[str, Any], known: frozenset[str] | None) -> list[str]:
     lines = []
     for key in sorted(set(merged) - (known or set(merged)) - {ROOT}):
-        near = difflib.get_close_matches(key, known or (), 1)
-        hint = f"did you mean {near[0]}?" if near else f"DeepSpeed's own keys go into {EXTRA}"
+        near = nearest(key, known or (), cutoff=0.6)
+        hint = f"did you mean {near}?" if near else f"DeepSpeed's own keys go into {EXTRA}"
         lines.append(f"{key}: NeoX does not know this key and would stop; {hint}")
     return lines
 

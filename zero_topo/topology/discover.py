@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zero_topo.strict import check_count, did_you_mean
 from zero_topo.topology.captures import Ask, ask_tools
-from zero_topo.topology.checks import check_int, nearest
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
 from zero_topo.topology.placement import with_devices
@@ -69,7 +69,7 @@ def resolve_topology(
         ValueError: if the setting is wrong or its number of ranks is not the job's.
     """
     if world_size is not None:
-        check_int("world size", world_size)
+        check_count("world size", world_size)
     if setting == "auto":
         return _discover_world(env, world_size, ask)
     if isinstance(setting, Mapping):
@@ -86,7 +86,7 @@ def resolve_topology(
     names = ["auto", MEASURED, *preset_names()]
     if setting not in names:
         raise ValueError(
-            f"topology {setting!r} is unknown; did you mean {nearest(setting, names)!r}? (known: {', '.join(names)}; a "
+            f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; a "
             f"path to a .json file, or an object {INLINE_HINT})"
         )
     topology = load_preset(setting, world_size or _launched_world(env) or 1)

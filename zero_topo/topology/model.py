@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from zero_topo.topology.checks import check_int, check_keys, check_mapping, check_number, check_strings, nearest
+from pydantic import AfterValidator, Field, SkipValidation
+
+from zero_topo.strict import Count, Flag, Strings, Text, did_you_mean, must_be, read, strict_dataclass, to_json
 
 DOMAINS = ("rank", "gpu", "node", "world")
 """The domains, from the smallest to the largest; each is a set of ranks that share one unit of the machine."""
@@ -25,7 +27,20 @@ LINKED_DOMAINS = DOMAINS[1:]
 """The domains that have a link: the one over which their parts (ranks, GPUs, nodes) reach each other."""
 
 
-@dataclass(frozen=True)
+def _linked(domain: str) -> str:
+    if domain not in LINKED_DOMAINS:
+        known = ", ".join(LINKED_DOMAINS)
+        raise ValueError(f"unknown domain {domain!r}{did_you_mean(domain, LINKED_DOMAINS)} (links belong to {known})")
+    return domain
+
+
+LinkedDomain = Annotated[str, AfterValidator(_linked)]
+
+
+Bytes = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of bytes, at least 1")]
+
+
+@strict_dataclass
 class Link:
     """One level of the machine as one rank sees it when all ranks of the domain talk at once.
 
@@ -37,22 +52,17 @@ class Link:
         ValueError: if a number is not finite, the bandwidth not positive or the latency negative.
     """
 
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", check_number("link bandwidth (bytes/s)", self.bandwidth, positive=True))
-        object.__setattr__(self, "latency", check_number("link latency (s)", self.latency, positive=False))
-
-    @classmethod
-    def from_json(cls, what: str, data: object) -> Link:
-        """Build a link from ``{"bandwidth": bytes/s, "latency": s}``; ``what`` names it in errors."""
-        mapping = check_mapping(what, data)
-        check_keys(what, mapping, known=("bandwidth", "latency"), required=("bandwidth", "latency"))
-        return cls(mapping["bandwidth"], mapping["latency"])
+    bandwidth: Annotated[
+        float,
+        Field(strict=True, gt=0, allow_inf_nan=False),
+        must_be("a finite number of bytes/s, above 0 (leave the link out if it is not known)"),
+    ]
+    latency: Annotated[
+        float, Field(strict=True, ge=0, allow_inf_nan=False), must_be("a finite number of seconds, not negative")
+    ]
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class Topology:
     """A regular machine tree and the placement of ranks in it (see Note [Tree positions]).
 
@@ -72,35 +82,24 @@ class Topology:
         ValueError: if a field contradicts another or is out of range.
     """
 
-    name: str
-    nodes: int
-    gpus_per_node: int
-    ranks_per_gpu: int
-    order: tuple[int, ...] | None = None
-    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
-    memory_per_rank: int | None = None
-    hosts: tuple[str, ...] | None = None
-    emulated: bool = False
+    name: Text
+    nodes: Count
+    gpus_per_node: Count
+    ranks_per_gpu: Count
+    order: Annotated[tuple[SkipValidation[int], ...] | None, must_be("a list of tree positions, one per rank")] = None
+    links: Mapping[LinkedDomain, Link] = field(default_factory=dict, hash=False)
+    memory_per_rank: Bytes | None = None
+    hosts: Strings | None = None
+    emulated: Flag = False
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "gpus_per_node", "ranks_per_gpu"):
-            check_int(f"topology {self.name!r}: {key}", getattr(self, key))
-        if self.memory_per_rank is not None:
-            check_int(f"topology {self.name!r}: memory_per_rank (bytes)", self.memory_per_rank)
         self._check_order()
         self._check_hosts()
-        for domain in self.links:
-            if domain not in LINKED_DOMAINS:
-                raise ValueError(
-                    f"topology {self.name!r}: link of unknown domain {domain!r}; did you mean "
-                    f"{nearest(domain, LINKED_DOMAINS)!r}? (links belong to {', '.join(LINKED_DOMAINS)})"
-                )
 
     def _check_order(self) -> None:
         if self.order is None:
             return
-        object.__setattr__(self, "order", tuple(self.order))
         world = self.world_size
         if len(self.order) != world:
             raise ValueError(
@@ -124,7 +123,6 @@ class Topology:
     def _check_hosts(self) -> None:
         if self.hosts is None:
             return
-        object.__setattr__(self, "hosts", tuple(self.hosts))
         if len(self.hosts) != self.nodes:
             raise ValueError(
                 f"topology {self.name!r}: {len(self.hosts)} hosts are named for {self.nodes} nodes; name one per node, "
@@ -155,9 +153,7 @@ class Topology:
         """
         degrees = {"rank": 1, "gpu": self.ranks_per_gpu, "node": self.ranks_per_node, "world": self.world_size}
         if domain not in degrees:
-            raise ValueError(
-                f"unknown domain {domain!r}; did you mean {nearest(domain, DOMAINS)!r}? (known: {DOMAINS})"
-            )
+            raise ValueError(f"unknown domain {domain!r}{did_you_mean(domain, DOMAINS)} (known: {DOMAINS})")
         return degrees[domain]
 
     def domain(self, degree: int) -> str:
@@ -215,22 +211,7 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which :meth:`from_json` builds an equal topology; fields at their default are left out."""
-        data: dict[str, Any] = {key: getattr(self, key) for key in ("name", "nodes", "gpus_per_node", "ranks_per_gpu")}
-        if self.order is not None:
-            data["order"] = list(self.order)
-        if self.links:
-            data["links"] = {
-                domain: {"bandwidth": link.bandwidth, "latency": link.latency} for domain, link in self.links.items()
-            }
-        if self.memory_per_rank is not None:
-            data["memory_per_rank"] = self.memory_per_rank
-        if self.hosts is not None:
-            data["hosts"] = list(self.hosts)
-        if self.emulated:
-            data["emulated"] = True
-        if self.sources:
-            data["sources"] = dict(self.sources)
-        return data
+        return to_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
@@ -241,22 +222,4 @@ class Topology:
         Raises:
             ValueError: if a key is unknown (the nearest known one is named), missing, or its value does not fit.
         """
-        known = [item.name for item in fields(cls)]
-        check_keys("topology", data, known, required=("nodes", "gpus_per_node", "ranks_per_gpu"))
-        values: dict[str, Any] = {"name": "custom", **data}
-        if not isinstance(values["name"], str) or not values["name"]:
-            raise ValueError(f"topology: name is {values['name']!r}; it must be a string, not empty")
-        links = check_mapping("topology: links", values.get("links", {}))
-        values["links"] = {domain: Link.from_json(f"topology: link {domain!r}", link) for domain, link in links.items()}
-        sources = check_mapping("topology: sources", values.get("sources", {}))
-        check_strings("topology: sources", list(sources.values()))
-        values["sources"] = dict(sources)
-        if values.get("hosts") is not None:
-            values["hosts"] = check_strings("topology: hosts", values["hosts"])
-        if values.get("order") is not None and not isinstance(values["order"], list | tuple):
-            raise ValueError(
-                f"topology: order is {values['order']!r}; it must be a list of tree positions, one per rank"
-            )
-        if not isinstance(values.get("emulated", False), bool):
-            raise ValueError(f"topology: emulated is {values['emulated']!r}; it must be true or false")
-        return cls(**values)
+        return read(cls, "topology", {"name": "custom", **data})

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from zero_topo.topology.checks import check_int, check_keys, nearest
-from zero_topo.topology.model import Link, Topology
+from zero_topo.strict import Count, check_count, did_you_mean, read, strict_dataclass
+from zero_topo.topology.model import Bytes, Link, LinkedDomain, Topology
 from zero_topo.topology.rates import Rates
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class Machine:
     """One node of a machine and how it reaches the others.
 
@@ -33,10 +33,10 @@ class Machine:
     name: str
     description: str
     clusters: tuple[str, ...]
-    gpus_per_node: int | None
-    ranks_per_gpu: int
-    memory_per_rank: int | None
-    links: Mapping[str, Link]
+    gpus_per_node: Count | None
+    ranks_per_gpu: Count
+    memory_per_rank: Bytes | None
+    links: Mapping[LinkedDomain, Link]
     sources: Mapping[str, str]
     rates: Rates | None = None
 
@@ -70,17 +70,11 @@ def load_machine(name: str) -> Machine:
     names = preset_names()
     if name not in names:
         raise ValueError(
-            f"unknown machine {name!r}; did you mean {nearest(name, names)!r}? (known: {names}; 'auto', a path to a "
-            "JSON file or an inline description work too)"
+            f"unknown machine {name!r}{did_you_mean(name, names)} (known: {names}; 'auto', a path to a JSON file or an "
+            "inline description work too)"
         )
     data = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    keys = [item.name for item in fields(Machine)]
-    check_keys(f"preset {name!r}", data, keys, required=[key for key in keys if key != "rates"])
-    links = {
-        domain: Link.from_json(f"preset {name!r}: link {domain!r}", link) for domain, link in data["links"].items()
-    }
-    rates = Rates.from_json(f"preset {name!r}: rates", data["rates"]) if "rates" in data else None
-    return Machine(**{**data, "clusters": tuple(data["clusters"]), "links": links, "rates": rates})
+    return read(Machine, f"preset {name!r}", data)
 
 
 def machine_of_cluster(cluster: str) -> Machine | None:
@@ -100,7 +94,7 @@ def load_preset(name: str, world_size: int) -> Topology:
         ValueError: if the name is unknown or the ranks do not fill whole nodes.
     """
     machine = load_machine(name)
-    check_int("world size", world_size)
+    check_count("world size", world_size)
     per_node = machine.ranks_per_node or world_size
     if world_size % per_node:
         why = "is less than one node" if world_size < per_node else "does not fill whole nodes"
@@ -126,8 +120,6 @@ def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
     Raises:
         ValueError: if a number is not a positive int.
     """
-    for key, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node), ("gcds_per_gpu", gcds_per_gpu)):
-        check_int(f"emulated: {key}", value)
     return Topology(
         name="emulated",
         nodes=nodes,
@@ -138,15 +130,22 @@ def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
     )
 
 
+@strict_dataclass
+class _Emulated:
+    """The arguments of :func:`emulated` as a user writes them."""
+
+    nodes: Count
+    gpus_per_node: Count
+    gcds_per_gpu: Count
+
+
 def emulated_from_json(data: Mapping[str, Any]) -> Topology:
     """Build :func:`emulated` from ``{"nodes": ..., "gpus_per_node": ..., "gcds_per_gpu": ...}``.
 
     Raises:
         ValueError: if a key is unknown or missing, or a number not a positive int.
     """
-    keys = ("nodes", "gpus_per_node", "gcds_per_gpu")
-    check_keys("topology: emulated", data, keys, required=keys)
-    return emulated(data["nodes"], data["gpus_per_node"], data["gcds_per_gpu"])
+    return emulated(**asdict(read(_Emulated, "topology: emulated", data)))
 
 
 def _folder() -> Any:

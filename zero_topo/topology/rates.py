@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Literal
 
-from zero_topo.topology.checks import check_keys, check_mapping, check_number, check_strings, nearest
-from zero_topo.topology.model import LINKED_DOMAINS
+from pydantic import Field
 
-PATTERNS = ("ring", "direct")
-SHARES = ("compute_efficiency", "memory_efficiency")
+from zero_topo.strict import Flag, Positive, must_be, strict_dataclass
+from zero_topo.topology.model import LinkedDomain
+
+Share = Annotated[float, Field(strict=True, gt=0, le=1), must_be("a share of the peak, above 0 and at most 1")]
 
 
-@dataclass(frozen=True)
+@strict_dataclass
 class Rates:
     """Of one rank, as the time model needs them.
 
@@ -35,29 +35,14 @@ class Rates:
         ValueError: if a number is not positive, a share above 1, or a name unknown.
     """
 
-    peak_flops: float
-    compute_efficiency: float
-    memory_bandwidth: float
-    memory_efficiency: float
-    link_efficiency: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    shared: tuple[str, ...] = ("world",)
-    gather: str = "ring"
-    host_codec: bool = False
-
-    def __post_init__(self) -> None:
-        for key in ("peak_flops", "memory_bandwidth", *SHARES):
-            object.__setattr__(self, key, check_number(f"rates: {key}", getattr(self, key), positive=True))
-        for key in SHARES:
-            if getattr(self, key) > 1:
-                raise ValueError(f"rates: {key} is {getattr(self, key)}; it is a share of the peak, at most 1")
-        for domain in (*self.link_efficiency, *self.shared):
-            if domain not in LINKED_DOMAINS:
-                known = nearest(domain, LINKED_DOMAINS)
-                raise ValueError(f"rates: unknown domain {domain!r}; did you mean {known!r}? (known: {LINKED_DOMAINS})")
-        for domain, share in self.link_efficiency.items():
-            check_number(f"rates: link_efficiency of {domain!r}", share, positive=True)
-        if self.gather not in PATTERNS:
-            raise ValueError(f"rates: gather is {self.gather!r}; choose one of {PATTERNS}")
+    peak_flops: Positive
+    compute_efficiency: Share
+    memory_bandwidth: Positive
+    memory_efficiency: Share
+    link_efficiency: Mapping[LinkedDomain, Positive] = field(default_factory=dict, hash=False)
+    shared: tuple[LinkedDomain, ...] = ("world",)
+    gather: Literal["ring", "direct"] = "ring"
+    host_codec: Flag = False
 
     @property
     def flops(self) -> float:
@@ -68,25 +53,3 @@ class Rates:
     def memory(self) -> float:
         """Bytes/s of memory that is reached."""
         return self.memory_bandwidth * self.memory_efficiency
-
-    def to_json(self) -> dict[str, Any]:
-        """As :meth:`from_json` reads it."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "link_efficiency": dict(self.link_efficiency), "shared": list(self.shared)}
-
-    @classmethod
-    def from_json(cls, what: str, data: object) -> Rates:
-        """Build from an object with the fields of this class; ``what`` names it in errors.
-
-        Raises:
-            ValueError: for an unknown or missing key, or a value that does not fit.
-        """
-        mapping = dict(check_mapping(what, data))
-        names = [item.name for item in fields(cls)]
-        check_keys(what, mapping, names, required=names[:4])
-        if "shared" in mapping:
-            mapping["shared"] = check_strings(f"{what}: shared", mapping["shared"])
-        if not isinstance(mapping.get("host_codec", False), bool):
-            raise ValueError(f"{what}: host_codec is {mapping['host_codec']!r}; it must be true or false")
-        efficiency = check_mapping(f"{what}: link_efficiency", mapping.get("link_efficiency", {}))
-        return cls(**{**mapping, "link_efficiency": dict(efficiency)})

@@ -10,25 +10,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from zero_topo.topology.checks import check_int, check_keys, check_mapping, nearest
+from pydantic import AfterValidator
+
+from zero_topo.strict import Count, did_you_mean, must_be, read, strict_dataclass
 from zero_topo.topology.presets import load_machine
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[\w./,:@%+$-]*")
 WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
-@dataclass(frozen=True)
+Line = Annotated[str, must_be("one line of text")]
+
+
+@strict_dataclass
 class Setting:
     """One thing to set: an option, a module or a ``NAME=value``; what it does and who says so."""
 
-    use: str
-    reason: str
-    source: str
+    use: Line
+    reason: Line
+    source: Line
 
     @property
     def name(self) -> str:
@@ -40,24 +45,26 @@ class Setting:
         """For the line above it."""
         return f"{self.reason} ({self.source})"
 
-    @classmethod
-    def from_json(cls, what: str, data: object, form: re.Pattern[str]) -> Setting:
-        """Build from an entry of a machine's file; ``form`` is what it may look like, for a shell will read it.
 
-        Raises:
-            ValueError: if a key is unknown or missing, or a value is empty or has another form.
-        """
-        entry, keys = check_mapping(what, data), [item.name for item in fields(cls)]
-        check_keys(what, entry, keys, required=keys)
-        for key in keys:
-            if not isinstance(entry[key], str) or not entry[key].strip() or "\n" in entry[key]:
-                raise ValueError(f"{what}: {key} is {entry[key]!r}; it must be one line of text")
-        if not form.fullmatch(entry["use"]):
-            raise ValueError(f"{what}: use is {entry['use']!r}; it must be one word that needs no quotes in a script")
-        return cls(**entry)
+def _check_form(setting: Setting, form: re.Pattern[str]) -> Setting:
+    """Refuse an entry of a machine's file that is not of a form, for a shell will read it."""
+    for key, value in vars(setting).items():
+        if not value.strip() or "\n" in value:
+            raise ValueError(f"{key} is {value!r}; it must be one line of text")
+    if not form.fullmatch(setting.use):
+        raise ValueError(f"use is {setting.use!r}; it must be one word that needs no quotes in a script")
+    return setting
 
 
-@dataclass(frozen=True)
+Words = Annotated[
+    tuple[Annotated[Setting, AfterValidator(partial(_check_form, form=WORD))], ...], must_be("a list of objects")
+]
+Variables = Annotated[
+    tuple[Annotated[Setting, AfterValidator(partial(_check_form, form=VARIABLE))], ...], must_be("a list of objects")
+]
+
+
+@strict_dataclass
 class LaunchMachine:
     """How to start ranks on a machine.
 
@@ -71,37 +78,31 @@ class LaunchMachine:
         sbatch: options of the job.
         srun: options of the step, its CPU and GPU binding among them.
         variables: environment variables, ``NAME=value``; a shell expands the value.
-        doctors: those whose absence the doctor complains of on the preset, with what happens then; not in the file.
     """
 
     name: str
     description: str
     preset: str | None
-    ranks_per_node: int | None
-    cpus_per_rank: int
-    modules: tuple[Setting, ...]
-    sbatch: tuple[Setting, ...]
-    srun: tuple[Setting, ...]
-    variables: tuple[Setting, ...]
-    doctors: tuple[Setting, ...] = ()
+    ranks_per_node: Count | None
+    cpus_per_rank: Count
+    modules: Words
+    sbatch: Words
+    srun: Words
+    variables: Variables
 
-    @classmethod
-    def from_json(cls, what: str, data: object) -> LaunchMachine:
-        """Build from a file's content, the doctor's variables for the preset added.
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            load_machine(self.preset)
 
-        Raises:
-            ValueError: if a key is unknown or missing, or a value does not fit.
-        """
-        entry, keys = check_mapping(what, data), [item.name for item in fields(cls) if item.name != "doctors"]
-        check_keys(what, entry, keys, required=keys)
-        if entry["ranks_per_node"] is not None:
-            check_int(f"{what}: ranks_per_node", entry["ranks_per_node"])
-        check_int(f"{what}: cpus_per_rank", entry["cpus_per_rank"])
-        lists = {key: _settings(what, key, entry[key]) for key in ("modules", "sbatch", "srun", "variables")}
-        own = {setting.name for setting in lists["variables"]}
-        doctors = () if entry["preset"] is None else _doctors(load_machine(entry["preset"]).name)
-        lists["doctors"] = tuple(setting for setting in doctors if setting.name not in own)
-        return cls(**{**entry, **lists})
+    @property
+    def doctors(self) -> list[Setting]:
+        """Variables whose absence the doctor complains of on the preset, with what happens then."""
+        from zero_topo.doctor.variables import load_rules
+
+        rules = [rule for rule in load_rules() if self.preset in rule.machines and rule.unset]
+        own = {setting.name for setting in self.variables}
+        once = {rule.variable: rule for rule in rules if rule.variable not in own}.values()
+        return [Setting(f"{rule.variable}={rule.wanted}", rule.reason, rule.source) for rule in once]
 
 
 def machine_names() -> list[str]:
@@ -117,7 +118,7 @@ def load_launch_machine(setting: str) -> LaunchMachine:
     """
     if setting.endswith(".json"):
         try:
-            return LaunchMachine.from_json(setting, json.loads(Path(setting).read_text(encoding="utf-8")))
+            return read(LaunchMachine, setting, json.loads(Path(setting).read_text(encoding="utf-8")))
         except OSError as error:
             raise ValueError(f"--machine {setting}: cannot be read ({error.strerror}); give a name or a file") from None
         except json.JSONDecodeError as error:
@@ -125,26 +126,11 @@ def load_launch_machine(setting: str) -> LaunchMachine:
     names = machine_names()
     if setting not in names:
         raise ValueError(
-            f"--machine {setting}: unknown; did you mean {nearest(setting, names)!r}? (known: {', '.join(names)}; or a "
-            "path to a .json file)"
+            f"--machine {setting}: unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; or a path to a "
+            ".json file)"
         )
     text = resources.files(__package__).joinpath(f"{setting}.json").read_text(encoding="utf-8")
-    return LaunchMachine.from_json(f"machine {setting!r}", json.loads(text))
-
-
-def _settings(what: str, key: str, entries: object) -> tuple[Setting, ...]:
-    if not isinstance(entries, list):
-        raise ValueError(f"{what}: {key} is {entries!r}; it must be a list of objects")
-    form = VARIABLE if key == "variables" else WORD
-    return tuple(Setting.from_json(f"{what}: {key} {number}", one, form) for number, one in enumerate(entries))
-
-
-def _doctors(preset: str) -> list[Setting]:
-    from zero_topo.doctor.variables import load_rules
-
-    rules = [rule for rule in load_rules() if preset in rule.machines and rule.unset]
-    once = {rule.variable: rule for rule in rules}.values()
-    return [Setting(f"{rule.variable}={rule.wanted}", rule.reason, rule.source) for rule in once]
+    return read(LaunchMachine, f"machine {setting!r}", json.loads(text))
 
 
 def bash_value(setting: Setting) -> str:

@@ -1,0 +1,193 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Strict reading of what people write in JSON: each mistake is one line that names key, value, reason and way out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from functools import wraps
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
+SHOWN_CHARACTERS = 80
+
+
+def as_json(value: object) -> str:
+    """The value as a user would write it in JSON, cut to a readable length."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
+    """The known name that looks most like a word, in any case; None if none is as similar as ``cutoff`` (0 to 1)."""
+    names, low = {name.lower(): name for name in known}, str(word).lower()
+    # Letters alone would not tell that "dgx" means "dgx-a100".
+    begun = [name for name in names if low and name.startswith(low)]
+    near = begun or difflib.get_close_matches(low, names, n=1, cutoff=cutoff)
+    return names[near[0]] if near else None
+
+
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """``"; did you mean 'weights'?"``, or an empty string if no known name is as similar as ``cutoff``."""
+    near = nearest(word, known, cutoff)
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def check_count(what: str, value: object) -> None:
+    """Refuse what is not a whole number above zero; ``what`` names it.
+
+    Raises:
+        ValueError: in one line.
+    """
+    read(Count, what, value)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class StrictModel(BaseModel):
+    """A frozen block of settings that refuses unknown keys and names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, block: Any) -> Any:
+        return _known_keys(block, list(cls.model_fields), [])
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def strict_dataclass(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass whose fields are checked by their types, when built and when read from JSON.
+
+    A wrong value is a ValueError of one line, as in :func:`read`, which begins with the class's name.
+    """
+
+    def check_keys(made: Any, block: Any) -> Any:
+        needed = [item.name for item in fields(made) if item.default is item.default_factory is MISSING]
+        return _known_keys(block, [item.name for item in fields(made)], needed)
+
+    method: Any = classmethod(check_keys)
+    setattr(cls, "_check_keys", model_validator(mode="before")(method))  # noqa: B010 (the class does not declare it)
+    made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    build = made.__init__
+
+    @wraps(build)
+    def one_line(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            build(self, *args, **kwargs)
+        except ValidationError as error:
+            names = [item.name for item in fields(made)]
+            raise ValueError(_told(cls.__name__.lower(), error, names)) from None
+
+    made.__init__ = one_line
+    checked: type[T] = made
+    return checked
+
+
+def read(kind: Any, what: str, data: object) -> Any:
+    """What JSON says, as a value of a type, mostly of a :func:`strict_dataclass`.
+
+    Args:
+        kind: the type.
+        what: how errors call the data, for example ``"topology"``.
+        data: of ``json.loads``.
+
+    Raises:
+        ValueError: in one line, for the first key that is unknown (with the nearest known one) or missing, or value
+            that does not fit.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise ValueError(_told(what, error)) from None
+
+
+def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
+    """A JSON object from which :func:`read` builds an equal value."""
+    written: dict[str, Any] = TypeAdapter(type(value)).dump_python(
+        value, mode="json", exclude_defaults=exclude_defaults
+    )
+    return written
+
+
+def _known_keys(block: Any, known: list[str], needed: list[str]) -> Any:
+    if isinstance(block, Mapping):
+        unknown = [str(key) for key in block if key not in known]
+        missing = [key for key in needed if key not in block]
+        if unknown:
+            hint = f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: {', '.join(known)})"
+            raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint, "known": known})
+        if missing:
+            raise PydanticCustomError("missing_key", "missing", {"missing": missing, "known": known})
+    return block
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def must_be(words: str) -> WrapValidator:
+    """What an error says that a value must be, in place of pydantic's words."""
+
+    def check(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError as error:
+            if any(detail["loc"] for detail in error.errors()):
+                raise  # a part of it is wrong, which says more
+            raise PydanticCustomError("must_be", "it must be {words}", {"words": words}) from None
+
+    return WrapValidator(check)
+
+
+Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at least 1")]
+Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
+Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
+Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
+Share = Annotated[float, Field(strict=True, gt=0, le=1), must_be("a share of the peak, above 0 and at most 1")]
+
+
+def _told(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
+    """The first mistake in one line; ``names`` are those of positional arguments."""
+    detail = error.errors(include_url=False)[0]
+    place = ": ".join([what, *_places(detail["loc"], names)])
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "unknown_key":
+            hint = did_you_mean(context["key"], context["known"])
+            return f"{place}: unknown key {context['key']!r}{hint} (known: {context['known']})"
+        case "missing_key":
+            return f"{place}: missing key {', '.join(map(repr, context['missing']))} (known: {context['known']})"
+        case "value_error":
+            return f"{place}: {context['error']}" if detail["loc"] else str(context["error"])
+        case "must_be":
+            reason = f"it must be {context['words']}"
+        case "literal_error":
+            reason = f"choose one of {context['expected']}"
+        case "dataclass_type" | "dict_type" | "mapping_type":
+            reason = "it must be a JSON object"
+        case _:
+            reason = detail["msg"].replace("Input should", "it must", 1)
+    return f"{place} is {detail['input']!r}; {reason}"
+
+
+def _places(location: tuple[int | str, ...], names: Sequence[str]) -> list[str]:
+    """The way to a value: ``["link 'node'", "bandwidth"]``, ``["srun 0", "use"]``."""
+    places: list[str] = []
+    for part in location:
+        if part == "[key]":
+            places.pop()
+        elif isinstance(part, int):
+            places[-1:] = [f"{places[-1]} {part}" if places else names[part]]
+        elif places and places[-1] == "links":
+            places[-1] = f"link {part!r}"
+        else:
+            places.append(str(part))
+    return places
