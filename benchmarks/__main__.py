@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zero_topo.cli.app import run as run_command
-from zero_topo.cli.inputs import read_count, read_shape
+from zero_topo.cli.inputs import read_count, read_shape, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.recording import (
     FAILED,
@@ -24,7 +24,6 @@ from zero_topo.cli.recording import (
     finish,
     progress,
     record_file,
-    words_of,
 )
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ Note [Routes]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -137,10 +137,6 @@ class Plan:
     def shard_numel(self, numel: int) -> int:
         """Elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
         return -(-numel // self.world_size)
-
-    def padding(self, numels: Iterable[int]) -> int:
-        """Elements by which world shards exceed the parameters, over the whole world."""
-        return sum(self.shard_numel(n) * self.world_size - n for n in numels)
 
     # -- index arithmetic (see Note [Nested shards] and Note [Hops]) -----------------------------------------------
 

@@ -23,7 +23,8 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, World, world
-from zero_topo.cost import Workload, between_bytes, resampling_bytes, step_bytes
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.cost.radius import between_bytes, resampling_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 

@@ -27,7 +27,8 @@ from tests.ranks.test_sparse_modes import (
 from tests.ranks.worlds import NUMELS, World
 from zero_topo.config import TagcSync, ZeroTopoConfig
 from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
-from zero_topo.cost import Workload, bytes_from_owner, bytes_to_owner, step_bytes
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.cost.tagc import bytes_from_owner, bytes_to_owner
 from zero_topo.sync.base import Parameter
 from zero_topo.sync.sparse import taken
 

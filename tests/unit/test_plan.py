@@ -53,13 +53,6 @@ def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
                 assert plan.rows(member, hi)[j // len(group)] == shard
 
 
-@given(plans(), st.lists(st.integers(1, 1000), min_size=1, max_size=5))
-def test_padding_is_what_the_world_shards_exceed_the_parameters_by(plan: Plan, numels: list[int]) -> None:
-    stored = sum(plan.shard_numel(n) * plan.world_size for n in numels)
-    assert plan.padding(numels) == stored - sum(numels)
-    assert 0 <= plan.padding(numels) < plan.world_size * len(numels)
-
-
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [

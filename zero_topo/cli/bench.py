@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.inputs import read_count
+from zero_topo.cli.inputs import read_count, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.recording import (
     Json,
@@ -19,7 +19,6 @@ from zero_topo.cli.recording import (
     finish,
     progress,
     record_file,
-    words_of,
 )
 
 bench = typer.Typer(

@@ -32,6 +32,11 @@ def read_count(text: str, what: str) -> int:
     return int(value)
 
 
+def words_of(text: str) -> list[str]:
+    """The words of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def read_shape(text: str) -> tuple[int, int, int]:
     """``"2x4x2"``: nodes, GPUs of a node, dies of a GPU.
 

@@ -23,10 +23,6 @@ Record = Annotated[Path | None, typer.Option(help="File for the record; default:
 Plots = Annotated[Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")]
 
 
-def words_of(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 class Outputs(Protocol):
     """The options that say where a benchmark's results go."""
 

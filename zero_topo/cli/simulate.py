@@ -13,13 +13,14 @@ import typer
 from rich.table import Table
 
 from zero_topo.bench.schemes import BenchScheme, schemes_named
-from zero_topo.cli.inputs import read_count
+from zero_topo.cli.inputs import read_count, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.tables import show
+from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost import calibrate
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.simulator import PHASES, Job, Simulation
-from zero_topo.cost.sweep import Point, Resolve, Sweep, scaling_efficiency
+from zero_topo.cost.sweep import Point, Sweep, scaling_efficiency
 from zero_topo.cost.time import rates_of
 from zero_topo.observe.console import figures_table
 from zero_topo.strict import read, to_json
@@ -87,7 +88,7 @@ def _sweep(options: Options) -> Sweep:
     machines = [load_preset(options.machine, ranks) for ranks in _counts(options.gcds, "--gcds")]
     return Sweep(
         machines=machines,
-        schemes={scheme.name: _resolver(scheme) for scheme in schemes_named(_words(options.schemes))},
+        schemes={scheme.name: _config(scheme) for scheme in schemes_named(words_of(options.schemes))},
         job=job,
         micro_batches=_counts(options.micro_batches, "--micro-batches"),
         rates=_rates(options.rates, rates_of(machines[0])),
@@ -113,22 +114,14 @@ def _read_json(text: str, what: str) -> dict[str, Any]:
     return found
 
 
-def _resolver(scheme: BenchScheme) -> Resolve:
+def _config(scheme: BenchScheme) -> ZeroTopoConfig:
     if scheme.block is None:
         raise ValueError(f"scheme {scheme.name!r} is stock DeepSpeed, which the model does not know; take 'zero3'")
-
-    def resolve(topology: Any) -> Any:
-        return scheme.resolve(topology)
-
-    return resolve
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return ZeroTopoConfig.parse(scheme.block)
 
 
 def _counts(text: str, what: str) -> list[int]:
-    counts = sorted({read_count(word, what) for word in _words(text)})
+    counts = sorted({read_count(word, what) for word in words_of(text)})
     if not counts:
         raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
     return counts
@@ -183,8 +176,8 @@ def _steps_table(points: Sequence[Point], title: str) -> Table:
 def _calibrate(options: Options, path: Path) -> None:
     record = _read_json(path.read_text(encoding="utf-8"), f"record {path}")
     measured = calibrate.read_record(record)
-    on = _words(options.on)
-    wanted = _words(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
+    on = words_of(options.on)
+    wanted = words_of(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
     fitting, others = calibrate.measured_schemes(measured, on), calibrate.measured_schemes(measured, wanted)
     if not fitting:
         raise ValueError(f"--on {options.on!r} names no scheme; give one or more of the record's")

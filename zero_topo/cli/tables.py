@@ -11,10 +11,10 @@ from rich.table import Table
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost import Term
 from zero_topo.cost.planner import Priced
-from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
+from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
-SENT_DOMAINS = ("gpu", "node", "world")
 NARROWEST = 80
 
 
@@ -54,7 +54,7 @@ def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) ->
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
-        table.add_row(name, *(_bytes(held.get(role, 0)) for role in roles), format_bytes(total), share)
+        table.add_row(name, *(bytes_or_dash(held.get(role, 0)) for role in roles), format_bytes(total), share)
     return table
 
 
@@ -62,9 +62,9 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     """Scheme by domain: bytes one rank sends per optimizer step, booked under the domain each collective spans."""
     plural = "es" if micro_batches > 1 else ""
     title = f"Sent by each rank per step of {micro_batches} micro-batch{plural}"
-    table = figures_table(["", *SENT_DOMAINS, "total"], title)
+    table = figures_table(["", *LINKED_DOMAINS, "total"], title)
     for name, sent in rows.items():
-        cells = [_bytes(sent.get(domain, 0)) for domain in SENT_DOMAINS]
+        cells = [bytes_or_dash(sent.get(domain, 0)) for domain in LINKED_DOMAINS]
         table.add_row(name, *cells, format_bytes(sum(sent.values())))
     return table
 
@@ -108,7 +108,3 @@ def paper_volume(rows: Mapping[str, Sequence[Term]], title: str) -> Table:
     for name, terms in rows.items():
         table.add_row(name, *(f"{float(t.volume):.4f} {t.domain} {t.degree}" for t in terms))
     return table
-
-
-def _bytes(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else "-"

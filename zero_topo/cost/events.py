@@ -66,12 +66,10 @@ class Timeline:
     Attributes:
         events: one for each task.
         causes: for each task the task that let it begin when it did, or None at the beginning.
-        busy: what tasks hold -> seconds it was held.
     """
 
     events: tuple[Event, ...]
     causes: tuple[int | None, ...]
-    busy: Mapping[str, float]
 
     @property
     def end_s(self) -> float:
@@ -105,7 +103,6 @@ class Timeline:
 def schedule(tasks: Sequence[Task]) -> Timeline:
     """Run a program; see Note [Order]."""
     free: dict[str, tuple[float, int]] = {}
-    busy: defaultdict[str, float] = defaultdict(float)
     events: list[Event] = []
     causes: list[int | None] = []
     for index, task in enumerate(tasks):
@@ -119,7 +116,6 @@ def schedule(tasks: Sequence[Task]) -> Timeline:
                 begin, cause = moment, holder
         for held, seconds in task.holds.items():
             free[held] = (begin + seconds, index)
-            busy[held] += seconds
         events.append(Event(task.name, task.phase, task.stream, begin, begin + task.seconds, task.nbytes))
         causes.append(cause)
-    return Timeline(tuple(events), tuple(causes), dict(busy))
+    return Timeline(tuple(events), tuple(causes))

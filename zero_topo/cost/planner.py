@@ -23,10 +23,11 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.simulator import Job, simulate
+from zero_topo.cost.time import known_rates
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.volume import Key, Workload, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
-from zero_topo.topology.presets import load_machine, preset_names
+from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes
 
@@ -69,14 +70,14 @@ class Request:
     @cached_property
     def rates(self) -> Rates:
         """How fast a rank computes."""
-        rates = load_machine(ASSUMED_MACHINE if self.assumed_rates else self.topology.name).rates
+        rates = known_rates(self.topology) or load_machine(ASSUMED_MACHINE).rates
         assert rates is not None
         return rates
 
     @property
     def assumed_rates(self) -> bool:
         """Whether they are not known."""
-        return self.topology.name not in preset_names() or load_machine(self.topology.name).rates is None
+        return known_rates(self.topology) is None
 
     @property
     def assumed_links(self) -> list[str]:

@@ -32,14 +32,12 @@ class Simulation:
         tflops_per_gpu: model FLOPs of a rank (what is computed twice counted once) per second, in 10^12.
         breakdown: phase -> seconds that the rank computed, or waited for that phase with nothing to compute; they sum
             to ``step_s``.
-        busy: "compute" and domains' links -> seconds of work.
         events: what ran when, packing and transfers included.
     """
 
     step_s: float
     tflops_per_gpu: float
     breakdown: Mapping[str, float]
-    busy: Mapping[str, float]
     events: tuple[Event, ...]
 
 
@@ -63,6 +61,5 @@ def simulate(config: ResolvedConfig, job: Job, machine: Rates | None = None) -> 
         step_s=timeline.end_s,
         tflops_per_gpu=job.flops / timeline.end_s / TERA,
         breakdown=MappingProxyType({phase: exposed.get(phase, 0.0) for phase in PHASES}),
-        busy=timeline.busy,
         events=timeline.events,
     )

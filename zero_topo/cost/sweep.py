@@ -9,17 +9,15 @@ Note [Break-even]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost.simulator import Job, Simulation, simulate
 from zero_topo.topology.model import Topology
 from zero_topo.topology.rates import Rates
-
-Resolve = Callable[[Topology], ResolvedConfig]
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,14 @@ class Sweep:
 
     Attributes:
         machines: topologies, from few ranks to many.
-        schemes: name -> its config on a topology.
+        schemes: name -> its config.
         job: what is trained; its micro-batches are replaced.
         micro_batches: per optimizer step.
         rates: of a rank; None takes the preset's.
     """
 
     machines: Sequence[Topology]
-    schemes: Mapping[str, Resolve]
+    schemes: Mapping[str, ZeroTopoConfig]
     job: Job
     micro_batches: Sequence[int]
     rates: Rates | None = None
@@ -88,7 +86,7 @@ class Sweep:
         return rows
 
     def _simulate(self, name: str, machine: Topology, count: int) -> Simulation:
-        return simulate(self.schemes[name](machine), replace(self.job, micro_batches=count), self.rates)
+        return simulate(resolve_config(self.schemes[name], machine), replace(self.job, micro_batches=count), self.rates)
 
 
 def _zero(gaps: Sequence[float]) -> float | None:

@@ -150,16 +150,20 @@ def _ring(network: Network, group: _Group, sent: float) -> HopTime:
 _TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxyType({"direct": _direct, "ring": _ring})
 
 
+def known_rates(topology: Topology) -> Rates | None:
+    """Rates of the preset that a topology has its name from, if there is one and it knows."""
+    return load_machine(topology.name).rates if topology.name in preset_names() else None
+
+
 def rates_of(topology: Topology) -> Rates:
-    """Rates of the preset that a topology has its name from.
+    """As :func:`known_rates`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there are none.
     """
-    known = {name: load_machine(name).rates for name in preset_names()}
-    rates = known.get(topology.name)
+    rates = known_rates(topology)
     if rates is None:
-        having = [name for name, found in known.items() if found is not None]
+        having = [name for name in preset_names() if load_machine(name).rates is not None]
         raise ValueError(
             f"how fast a rank of {topology.name!r} computes is not known; take a preset of {having}, or give rates"
         )

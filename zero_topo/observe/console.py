@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zero_topo.units import format_bytes
+
 
 def figures_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
     """A table without rows.
@@ -23,6 +25,11 @@ def figures_table(columns: Sequence[str], title: str | None = None, left: Collec
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table
+
+
+def bytes_or_dash(nbytes: int | None) -> str:
+    """A cell: bytes with their unit, or a dash for none."""
+    return format_bytes(nbytes) if nbytes else "-"
 
 
 def wide_console(width: int, console: Console | None = None) -> Console:

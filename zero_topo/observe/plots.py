@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import GB, KB, MB
 
 COLOURS = {
@@ -57,13 +58,12 @@ def bytes_by_domain(measured: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    domains = ("gpu", "node", "world")
     rows = measured["sent"]
     unit, name = _unit(max((sum(row[key] for row in rows) for key in ("max", "zero3")), default=0))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for place, key in ((-0.2, "max"), (0.2, "zero3")):
-        for index, domain in enumerate(domains):
+        for index, domain in enumerate(LINKED_DOMAINS):
             bottom = 0.0
             for row in (row for row in rows if row["domain"] == domain and row[key]):
                 height = row[key] / unit
@@ -71,7 +71,9 @@ def bytes_by_domain(measured: Mapping[str, Any], path: Path) -> None:
                 axes.bar(index + place, height, 0.36, bottom, color=colour, edgecolor="white", linewidth=0.5)
                 bottom += height
             axes.annotate("this run" if key == "max" else "ZeRO-3", (index + place, bottom), (0, 3), **_ABOVE)
-    axes.set_xticks(range(len(domains)), ["gpu\n(between dies)", "node\n(between GPUs)", "world\n(between nodes)"])
+    axes.set_xticks(
+        range(len(LINKED_DOMAINS)), ["gpu\n(between dies)", "node\n(between GPUs)", "world\n(between nodes)"]
+    )
     axes.set(ylabel=f"{name} sent by each rank per optimizer step")
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)

@@ -19,10 +19,9 @@ from zero_topo.observe import plots
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.plan import PHASES
+from zero_topo.topology.model import LINKED_DOMAINS
 
 __all__ = ["RankBytes", "Result", "RunStats", "build_report", "read_report", "render"]
-
-DOMAINS = ("gpu", "node", "world")
 
 
 class RunStats(Protocol):
@@ -134,7 +133,7 @@ def _sent_rows(
 ) -> list[dict[str, Any]]:
     """One row for each phase and domain that appears anywhere; bytes per rank and optimizer step."""
     seen = {key for table in (*measured, formula, zero3) for key in table}
-    order = {key: place for place, key in enumerate((phase, domain) for domain in DOMAINS for phase in PHASES)}
+    order = {key: place for place, key in enumerate((phase, domain) for domain in LINKED_DOMAINS for phase in PHASES)}
     rows = []
     for phase, domain in sorted(seen, key=lambda key: (order.get(key, len(order)), key)):
         values = [rank.get((phase, domain), 0) for rank in measured]

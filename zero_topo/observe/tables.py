@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
 from zero_topo.observe.runlog import read_report
-from zero_topo.units import format_bytes, format_seconds
+from zero_topo.units import format_seconds
 
 WIDTH = 80
 STOCK = 'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" block to the JSON to see bytes and memory.'
@@ -76,10 +76,10 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
                 domain,
                 row["phase"].replace("_", ", "),
                 _range(row),
-                *(_bytes(row[key]) for key in ("formula", "zero3")),
+                *(bytes_or_dash(row[key]) for key in ("formula", "zero3")),
             )
         total = {key: sum(row[key] for row in rows) for key in ("min", "max", "formula", "zero3")}
-        cells = (domain, "all", _range(total), _bytes(total["formula"]), _bytes(total["zero3"]))
+        cells = (domain, "all", _range(total), bytes_or_dash(total["formula"]), bytes_or_dash(total["zero3"]))
         table.add_row(*(f"[bold]{cell}" for cell in cells), end_section=True)
     return table
 
@@ -90,16 +90,14 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
     keys = ("formula", "padding", "zero3")
     rows = measured["memory"]
     for row in rows:
-        table.add_row(row["role"], _range(row), *(_bytes(row[key]) for key in keys))
+        table.add_row(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys))
     total = {key: sum(row[key] or 0 for row in rows) for key in ("min", "max", *keys)}
-    table.add_row("[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(_bytes(total[key]) for key in keys))))
+    table.add_row(
+        "[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(bytes_or_dash(total[key]) for key in keys)))
+    )
     return table
 
 
 def _range(row: Mapping[str, int]) -> str:
     low, high = row["min"], row["max"]
-    return _bytes(low) if low == high else f"{_bytes(low)} .. {_bytes(high)}"
-
-
-def _bytes(nbytes: int | None) -> str:
-    return format_bytes(nbytes) if nbytes else "-"
+    return bytes_or_dash(low) if low == high else f"{bytes_or_dash(low)} .. {bytes_or_dash(high)}"
