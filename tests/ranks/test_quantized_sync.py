@@ -288,10 +288,11 @@ def test_no_block_holds_values_of_two_parameters() -> None:
         small, large = w.grads(rank, 0)
         engine.gradients.scatter((0, 1), [small * 1e-3, large * 1e3], last=True)
         engine.gradients.sync()
-        wanted = sum(w.own_columns(rank, [w.grads(r, 0)[0] * 1e-3]) for r in range(w.size)) / w.size
-        return float((owned(engine)[:100] - wanted).abs().max())
+        every = [w.own_columns(rank, [w.grads(r, 0)[0] * 1e-3]) for r in range(w.size)]
+        wanted = torch.stack(every).mean(0)
+        return float((owned(engine)[:100] - wanted).abs().max() / wanted.abs().max())
 
-    assert max(run_threads(w.size, rank_main)) < 1e-3
+    assert max(run_threads(w.size, rank_main)) < 0.1
 
 
 def test_state_goes_to_a_checkpoint_and_back() -> None:
