@@ -1,6 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Real ranks: start a program under the `deepspeed` launcher, with one log per rank and a limit on its time.
 
+What is not about the launcher may fork its ranks instead (`LaunchSettings.forked`, `tests/forking.py`): torch and
+DeepSpeed are then imported once, not on every rank, which is three CPU seconds each.
+
 A launch is several processes on this machine, talking gloo over the loopback interface. Whatever happens inside, the
 launch ends: a rank that fails takes the others with it (the launcher does that), and at the time limit every rank
 prints where it is into its log and dies.
@@ -38,6 +41,7 @@ class LaunchSettings:
         timeout_s: seconds until the launch is killed.
         module: the program is a module name, as after `python -m`, rather than a file.
         env: variables added to the environment of every rank.
+        forked: modules to import before the ranks are forked of one process; empty for ranks of the launcher.
         on_text: called with new text of rank 0's log while the launch runs.
     """
 
@@ -46,6 +50,7 @@ class LaunchSettings:
     timeout_s: float = 300.0
     module: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    forked: Sequence[str] = ()
     on_text: Callable[[str], None] | None = None
 
 
@@ -119,6 +124,9 @@ def free_port() -> int:
 
 
 def _launcher_command(command: Sequence[str], settings: LaunchSettings, port: int) -> list[str]:
+    if settings.forked:
+        words = [str(settings.log_dir), str(settings.world_size), str(port), ",".join(settings.forked)]
+        return [sys.executable, "-m", "tests.forking", *words, "module" if settings.module else "file", *command]
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
     launcher += ["--num_accelerators", str(settings.world_size), "--master_port", str(port)]
     launcher += ["--enable_each_rank_log", str(settings.log_dir)]

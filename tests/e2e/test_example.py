@@ -39,7 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Launch, Launch
     launches = [
         launch(
             [*common, "--deepspeed_config", str(config), *words],
-            LaunchSettings(log_dir=folder / f"log-{config.stem}", world_size=4, timeout_s=200),
+            LaunchSettings(
+                folder / f"log-{config.stem}", world_size=4, timeout_s=200, forked=["deepspeed", "zero_topo"]
+            ),
         )
         for config, words in ((ds_config(folder, "topo", block), first), (ds_config(folder, "stock", None), second))
     ]

@@ -16,11 +16,11 @@ PROGRAM = ROOT / "tests/e2e/programs/plain_deepspeed.py"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     """What two ranks computed without the hook, and with it."""
-    found = []
-    for words in ([], ["--hook"]):
+    found, cases = [], ([["deepspeed"], []], [["zero_topo", "deepspeed"], ["--hook"]])
+    for forked, words in cases:
         folder = tmp_path_factory.mktemp("plain")
         command = [str(PROGRAM), str(folder / "found.pt"), *words]
-        done = launch(command, LaunchSettings(log_dir=folder / "logs", world_size=2, timeout_s=300))
+        done = launch(command, LaunchSettings(folder / "logs", world_size=2, timeout_s=300, forked=forked))
         assert done.returncode == 0, done.tails()
         found.append(torch.load(folder / "found.pt"))
     return found[0], found[1]

@@ -31,7 +31,8 @@ def four(eight: tuple[Path, Results]) -> Results:
 
 def run(verb: str, path: Path, ranks: int) -> Results:
     """What the program found, launched on some ranks."""
-    done = launch([str(PROGRAM), verb, str(path)], LaunchSettings(path / f"{verb}_logs", ranks, TIMEOUT_S))
+    settings = LaunchSettings(path / f"{verb}_logs", ranks, TIMEOUT_S, forked=["deepspeed", "zero_topo"])
+    done = launch([str(PROGRAM), verb, str(path)], settings)
     assert done.returncode == 0, done.tails()
     found: Results = json.loads((path / f"{verb}.json").read_text())
     return found
