@@ -21,7 +21,7 @@ from zero_topo.topology.presets import emulated
 
 SLOTS = tuple(range(len(NUMELS)))
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
-SCHEMES = ("topo", "zero3", "zero++", "hsdp", "mics")
+SCHEMES = ("topo", "zero3", "zero++", "hsdp")
 
 
 def block(scheme: str = "topo", delta: str | None = "int4", **more: Any) -> dict[str, Any]:

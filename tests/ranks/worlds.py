@@ -18,7 +18,8 @@ from zero_topo.topology.presets import emulated
 NUMELS = (1, 7, 64, 501, 1280)
 """Parameter sizes: one element, smaller than the world, odd, and larger than a block."""
 
-SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo")
+SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")
+"""All but mics, which is hsdp (`tests/unit/test_config_resolve.py`)."""
 
 
 @dataclass(frozen=True)
