@@ -8,6 +8,10 @@ of any size, for building meshes and groups: its collectives return at once and 
 
 What the threaded group can do is held down by `tests/ranks/test_harness.py`. Ranks that are threads share the default
 random generator and every module-level object: draw random numbers from a `torch.Generator` of the rank's own.
+
+Note [Ranks take turns]
+    Threads that all want Python's lock spend most of their time handing it over, at every operation of torch. So a
+    rank runs alone until it waits for others in a collective; who goes on then has been waiting longest.
 """
 
 from __future__ import annotations
@@ -17,20 +21,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from types import FrameType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 R = TypeVar("R")
 
@@ -41,6 +45,55 @@ GRACE_S = 2.0
 """Seconds the other ranks get to end once one has failed."""
 
 
+class _Rank(threading.Thread):
+    """One rank's thread; `turn` is free when it may go on."""
+
+    def __init__(self, ranks: _Ranks, number: int, run: Callable[[int], None]) -> None:
+        super().__init__(target=run, args=(number,), name=f"rank {number}", daemon=True)
+        self.ranks = ranks
+        self.turn = threading.Lock()
+        self.turn.acquire()
+
+
+class _Meeting:
+    """One collective of one group, in place of torch's: the last rank to come moves the data and wakes the others."""
+
+    def __init__(self, world_size: int, collective: Any, group: Any) -> None:
+        self._collective = collective
+        self._data: list[Any] = [None] * world_size
+        self._waiting: list[_Rank] = []
+
+    def join(self, rank: int, data: Any) -> Any:
+        """Returns a finished work, as torch's does; ends the thread once another rank has failed."""
+        me = threading.current_thread()
+        assert isinstance(me, _Rank)
+        self._data[rank] = data
+        if len(self._waiting) + 1 < len(self._data):
+            self._waiting.append(me)
+            me.ranks.next_turn()
+            me.turn.acquire()
+        else:
+            if self._collective is not None:
+                self._collective.work(self._data)
+            me.ranks.ready.extend(self._waiting)
+        if me.ranks.failed:
+            sys.exit("another rank has failed")
+        return multi_threaded_pg.ret_work(data)
+
+
+def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
+    """In place of the barrier with which torch's threads create a group, which would block the rank whose turn it is."""
+    me = threading.current_thread()
+    assert isinstance(me, _Rank)
+    key = store.compare_set("meeting", "", str(len(me.ranks.barriers)))
+    me.ranks.barriers.setdefault(key, _Meeting(world_size, None, None)).join(rank, None)
+
+
+def _ends(collective: Any, total: int, sizes: Sequence[int] | None, world_size: int) -> list[int]:
+    """Where the parts of an all-to-all begin and end: torch's own takes ten tensors for each pair of ranks."""
+    return [0, *accumulate(sizes or [total // world_size] * world_size)]
+
+
 class _Ranks:
     """The threads of one `run_threads` call, their results and the exceptions that ended them."""
 
@@ -49,18 +102,41 @@ class _Ranks:
         self.results: list[Any] = [None] * world_size
         self.errors: dict[int, BaseException] = {}
         self.store = dist.HashStore()
-        self.threads: list[threading.Thread] = []
+        self.threads: list[_Rank] = []
+        self.ready: deque[_Rank] = deque()
+        self.barriers: dict[bytes, _Meeting] = {}
+        self.failed = False
+        self.over = threading.Event()
+        self.left = world_size
 
     def start(self, fn: Callable[..., R], args: tuple[Any, ...], timeout: float) -> None:
-        for rank in range(self.world_size):
-            thread = threading.Thread(
-                target=self._run, args=(rank, fn, args, timeout), name=f"rank {rank}", daemon=True
-            )
-            self.threads.append(thread)
+        def run(rank: int) -> None:
+            self._run(rank, fn, args, timeout)
+
+        self.threads = [_Rank(self, rank, run) for rank in range(self.world_size)]
+        self.ready.extend(self.threads)
         for thread in self.threads:
             thread.start()
+        self.next_turn()
+
+    def next_turn(self) -> None:
+        """Lets the rank go on that has been ready longest, if any is."""
+        if self.ready:
+            self._release(self.ready.popleft())
+
+    def fail(self) -> None:
+        """All ranks may go on at once: their next collective, or the one in which they wait, ends them."""
+        self.failed = True
+        for thread in self.threads:
+            self._release(thread)
+
+    @staticmethod
+    def _release(thread: _Rank) -> None:
+        with suppress(RuntimeError):  # after a failure: free already
+            thread.turn.release()
 
     def _run(self, rank: int, fn: Callable[..., R], args: tuple[Any, ...], timeout: float) -> None:
+        self.threads[rank].turn.acquire()
         try:
             dist.init_process_group(
                 "threaded",
@@ -70,25 +146,25 @@ class _Ranks:
                 timeout=timedelta(seconds=timeout),
             )
             self.results[rank] = fn(rank, *args)
-        except SystemExit:  # how the threaded group ends a rank that waits for one that has failed
+        except SystemExit:  # how a rank ends that waits for one that has failed
             self.errors.setdefault(rank, _LeftAloneError("was waiting in a collective for a rank that had failed"))
         except BaseException as error:
             self.errors[rank] = error
-            ProcessLocalGroup.exception_handle(error)
+            self.fail()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            self.left -= 1
+            if self.errors or not self.left:
+                self.over.set()
+            self.next_turn()
 
     def join(self, timeout: float) -> None:
         """Waits for every rank; those still busy after `timeout` seconds, or soon after a failure, are released."""
-        deadline = time.monotonic() + timeout
-        while any(thread.is_alive() for thread in self.threads) and time.monotonic() < deadline:
-            if self.errors:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-                break
-            time.sleep(0.001)
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if self.over.wait(timeout):
+            deadline = time.monotonic() + GRACE_S
+            for thread in self.threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
         late = [rank for rank, thread in enumerate(self.threads) if thread.is_alive()]
         if late and not self.errors:
             self.errors[late[0]] = self._hang(late, timeout)
@@ -100,7 +176,7 @@ class _Ranks:
         for rank in late:
             frame = frames.get(self.threads[rank].ident or 0)
             hang.add_note(f"rank {rank} is at\n{''.join(_frames_of_the_test(frame))}")
-        ProcessLocalGroup.exception_handle(hang)
+        self.fail()
         for rank in late:
             self.threads[rank].join(GRACE_S / len(late))
         return hang
@@ -131,7 +207,7 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
     """Runs `fn(rank, *args)` on `world_size` ranks, one thread each, inside an initialised process group.
 
     Args:
-        world_size: number of ranks, at least 1. 16 ranks cost about 0.15 s.
+        world_size: number of ranks, at least 1. 16 ranks cost some milliseconds.
         fn: called as `fn(rank, *args)`; inside it `torch.distributed` works as in a real rank.
         args: passed to every rank as they are: the same objects, so treat them as read-only.
         timeout: seconds until ranks that have not returned are given up.
@@ -149,12 +225,17 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
     ranks = _Ranks(world_size)
     ProcessLocalGroup.reset()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    _install_threaded_pg()
+    multi_threaded_pg._install_threaded_pg()
     try:
-        ranks.start(fn, args, timeout)
-        ranks.join(timeout)
+        with (
+            patch.object(multi_threaded_pg, "Collective", _Meeting),
+            patch.object(multi_threaded_pg, "_store_based_barrier", _meet_at),
+            patch.object(multi_threaded_pg.AllToAllBase, "_size_cumsum", _ends),
+        ):
+            ranks.start(fn, args, timeout)
+            ranks.join(timeout)
     finally:
-        _uninstall_threaded_pg()
+        multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         ProcessLocalGroup.reset()
     ranks.raise_first()
