@@ -20,7 +20,7 @@ from zero_topo.config import (
     ZeroTopoConfig,
     resolve_config,
 )
-from zero_topo.cost.volume import Books, Workload, backward_spec, book_sync, paper_volume_table, step_bytes
+from zero_topo.cost.volume import Books, Workload, book_sync, gather_spec, paper_volume_table, step_bytes
 from zero_topo.plan import Plan, divisors
 from zero_topo.topology.model import Topology
 
@@ -316,7 +316,7 @@ def table_units(config: ResolvedConfig) -> dict[tuple[str, str], Fraction]:
     block, n = 2**15, config.plan.world_size
     specs = {
         "gather_forward": config.weights_spec,
-        "gather_backward": backward_spec(config),
+        "gather_backward": gather_spec(config, "gather_backward"),
         "scatter": config.gradients_spec,
     }
     bits = {phase: Fraction(block * spec.bits, 8 * spec.nbytes(block)) for phase, spec in specs.items() if spec}

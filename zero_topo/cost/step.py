@@ -23,8 +23,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, Books, backward_spec, book_sync, message_bytes, rows_message
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.cost.volume import ITEMSIZES, Books, book_phase, gather_spec
 
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 
@@ -107,65 +106,41 @@ class Packets:
     def of(self, phase: str, numels: tuple[int, ...]) -> Packet:
         """The collective of a phase for a module of these parameters."""
         if (phase, numels) not in self._known:
-            self._known[phase, numels] = getattr(self, f"_{phase}")(numels)
+            widths = [self.config.plan.shard_numel(numel) for numel in numels]
+            self._known[phase, numels] = self._packet(phase, widths)
         return self._known[phase, numels]
 
-    def _columns(self, numels: Sequence[int]) -> list[int]:
-        return [self.config.plan.shard_numel(numel) for numel in numels]
-
-    def _gather_forward(self, numels: tuple[int, ...]) -> Packet:
-        spec = self.config.weights_spec
-        return self._gather("gather_forward", numels, spec, packs=spec is not None)
-
-    def _gather_backward(self, numels: tuple[int, ...]) -> Packet:
-        spec, stored = backward_spec(self.config), self.config.plan.secondary is not None
-        return self._gather("gather_backward", numels, spec, packs=spec is not None and not stored)
-
-    def _gather(self, phase: str, numels: Sequence[int], spec: BlockSpec | None, packs: bool) -> Packet:
-        hop = self.config.plan.hop(phase)
-        rows, itemsize = self.config.plan.world_size // hop[1], self.job.itemsize
-        widths = self._columns(numels)
-        message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
-        whole = rows * sum(widths) * itemsize
+    def _packet(self, phase: str, widths: Sequence[int]) -> Packet:
         books = Books(self.config.plan)
-        books.gather(phase, hop, message)
-        return self._packet(phase, books, (whole + message) * packs, hop[1] * (message + whole))
-
-    def _scatter(self, numels: tuple[int, ...]) -> Packet:
-        plan, itemsize = self.config.plan, self.job.itemsize
-        columns = sum(self._columns(numels))
-        message = message_bytes(plan.world_size // plan.gradients * columns, self.config.gradients_spec, itemsize)
-        books = Books(plan)
-        books.reduce("scatter", plan.hop("scatter"), message)
-        touched = plan.world_size * columns * itemsize + sum(move.sent for move in books.moves)
-        return self._packet("scatter", books, touched, touched)
-
-    def _sync(self, numels: tuple[int, ...]) -> Packet:
-        config, plan = self.config, self.config.plan
-        itemsize = ITEMSIZES.get(getattr(config.sync, "dtype", None) or config.accumulation_dtype or "")
-        books = Books(plan)
-        book_sync(config.sync, books, self._columns(numels), itemsize or self.job.itemsize)
-        touched = 2 * sum(move.sent for move in books.moves)
-        return self._packet("sync", books, touched, touched)
-
-    def _publish(self, numels: tuple[int, ...]) -> Packet:
-        config, plan = self.config, self.config.plan
-        itemsize = ITEMSIZES.get(config.publish.dtype or "", self.job.itemsize)
-        rows = plan.world_size // plan.optimizer
-        message = rows_message(rows, self._columns(numels), config.publish.spec, itemsize)
-        books = Books(plan)
-        books.gather("publish", plan.hop("publish"), message)
-        touched = sum(move.sent for move in books.moves)
-        return self._packet("publish", books, message, touched)
-
-    def _packet(self, phase: str, books: Books, before: float, after: float) -> Packet:
+        message = book_phase(self.config, books, phase, widths, self._itemsize(phase))
         found = [move for move in books.moves if move.sent]
         if not found:
             return Packet(phase, 0.0, 0.0, ())
-        pattern = self.network.rates.gather
-        hops = (self.network.hop(m.lo, m.hi, float(m.sent), pattern if m.gathers else "direct") for m in found)
-        speed = self.network.rates.memory
-        return Packet(phase, before / speed, after / speed, tuple(hops))
+        rates = self.network.rates
+        hops = (self.network.hop(m.lo, m.hi, float(m.sent), rates.gather if m.gathers else "direct") for m in found)
+        before, after = self._touched(phase, sum(widths), message, sum(move.sent for move in found))
+        return Packet(phase, before / rates.memory, after / rates.memory, tuple(hops))
+
+    def _itemsize(self, phase: str) -> int:
+        config = self.config
+        sync = getattr(config.sync, "dtype", None) or config.accumulation_dtype
+        name = {"sync": sync, "publish": config.publish.dtype}.get(phase)
+        return self.job.itemsize if name is None else ITEMSIZES[name]
+
+    def _touched(self, phase: str, columns: int, message: int, sent: int) -> tuple[int, int]:
+        """Bytes of memory that packing and unpacking go over, where a rank's world shards have so many columns."""
+        plan, whole = self.config.plan, columns * self.job.itemsize
+        if phase == "sync":
+            return 2 * sent, 2 * sent
+        if phase == "publish":
+            return message, sent
+        if phase == "scatter":
+            return plan.world_size * whole + sent, plan.world_size * whole + sent
+        members = plan.hop(phase)[1]
+        shard = plan.world_size // members * whole
+        stored = phase == "gather_backward" and plan.secondary is not None
+        packs = gather_spec(self.config, phase) is not None and not stored
+        return (shard + message) * packs, members * (shard + message)
 
 
 class Program:

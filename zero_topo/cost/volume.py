@@ -102,31 +102,24 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     shards = [plan.shard_numel(m) for m in work.numels]
     gathered = [n for n, kept in zip(shards, work.persistent, strict=True) if not kept]
     kept_whole = [n for n, kept in zip(shards, work.persistent, strict=True) if kept]
-    books = Books(plan)
+    sent: Counter[Key] = Counter()
 
-    def gather(phase: str, sizes: Iterable[int], spec: BlockSpec | None, times: int = 1) -> None:
-        rows = plan.world_size // plan.hop(phase)[1]
-        books.gather(phase, plan.hop(phase), times * sum(message_bytes(rows * n, spec, work.itemsize) for n in sizes))
+    def add(phase: str, widths: Sequence[int], itemsize: int, times: int = 1) -> None:
+        books = Books(plan)
+        book_phase(config, books, phase, widths, itemsize)
+        for move in books.moves:
+            sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
-    gather("gather_forward", gathered, config.weights_spec, work.micro_batches)
-    gather("gather_backward", gathered, backward_spec(config), work.micro_batches)
-    gather("gather_exact", kept_whole, None)
-    rows = plan.world_size // plan.gradients
+    add("gather_forward", gathered, work.itemsize, work.micro_batches)
+    add("gather_backward", gathered, work.itemsize, work.micro_batches)
+    add("gather_exact", kept_whole, work.itemsize)
     for bucket in work.parameter_buckets():
-        numel = rows * sum(shards[i] for i in bucket)
-        scattered = message_bytes(numel, config.gradients_spec, work.scatter_itemsize)
-        books.reduce("scatter", plan.hop("scatter"), work.micro_batches * scattered)
+        add("scatter", [shards[i] for i in bucket], work.scatter_itemsize, work.micro_batches)
     sizes = [plan.world_size * n for n in shards]
     for run in packed_runs(sizes, None if config.sync.WHOLE else work.run_numel):
-        book_sync(config.sync, books, [shards[i] for i in run], work.sync_itemsize)
-    rows = plan.world_size // plan.optimizer
+        add("sync", [shards[i] for i in run], work.sync_itemsize)
     for run in packed_runs(sizes, work.run_numel):
-        widths = [shards[i] for i in run]
-        published = rows_message(rows, widths, config.publish.spec, work.publish_itemsize)
-        books.gather("publish", plan.hop("publish"), published)
-    sent: Counter[Key] = Counter()
-    for move in books.moves:
-        sent[move.phase, config.topology.domain(move.hi)] += move.sent
+        add("publish", [shards[i] for i in run], work.publish_itemsize)
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
@@ -166,6 +159,37 @@ class Books:
         for lo, hi in self.plan.route(*pair):
             sent = (hi // lo - 1) * (pair[1] // hi) * message
             self.moves.append(Move(phase, lo, hi, sent, gathers=False))
+
+
+def book_phase(config: ResolvedConfig, books: Books, phase: str, widths: Sequence[int], itemsize: int) -> int:
+    """Book one pass of a phase over some parameters.
+
+    Args:
+        config: plan and wire formats.
+        books: where to.
+        phase: one of ``plan.PHASES``.
+        widths: columns of a world shard that each parameter takes.
+        itemsize: bytes per element where nothing is quantized.
+
+    Returns:
+        Bytes of a rank's message; 0 for sync, which sends several.
+    """
+    hop = config.plan.hop(phase)
+    rows = config.plan.world_size // hop[1]
+    if phase == "sync":
+        book_sync(config.sync, books, widths, itemsize)
+        return 0
+    if phase == "scatter":
+        message = message_bytes(rows * sum(widths), config.gradients_spec, itemsize)
+        books.reduce(phase, hop, message)
+        return message
+    if phase == "publish":
+        message = rows_message(rows, widths, config.publish.spec, itemsize)
+    else:
+        spec = gather_spec(config, phase)
+        message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
+    books.gather(phase, hop, message)
+    return message
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
@@ -219,9 +243,12 @@ def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, items
     return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
-def backward_spec(config: ResolvedConfig) -> BlockSpec | None:
-    """Wire format of the gather before a backward: the secondary copy's if there is one."""
-    return config.weights_spec if config.plan.secondary is None else config.secondary_spec
+def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
+    """Wire format of a gather: before a backward, the secondary copy's if there is one."""
+    if phase == "gather_exact":
+        return None
+    copied = phase == "gather_backward" and config.plan.secondary is not None
+    return config.secondary_spec if copied else config.weights_spec
 
 
 def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
