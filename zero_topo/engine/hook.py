@@ -303,7 +303,7 @@ class TopoStage3(Stock):
         flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
         self.topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
-            self.topo.weights.publish_slot(self._slots[param.ds_id])
+            self.topo.weights.publish_world(self._slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -26,19 +26,18 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Masters:
-    """Masters as tables of rows, and their way, with their optimizer states, from and to DeepSpeed's layout."""
+    """Masters as tables of rows, and their way, with their optimizer states, from and to DeepSpeed's layout.
+
+    Attributes:
+        own_row: index of the row that DeepSpeed's layout knows.
+    """
 
     def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
         self._rows = layout.plan.world_size // layout.plan.optimizer
-        self._own = layout.row(layout.plan.optimizer)
+        self.own_row = layout.row(layout.plan.optimizer)
         self._route = mesh.route(layout.plan.optimizer, layout.plan.world_size)
         self._counted = Counted(meter, "publish")
         self._device = device
-
-    @property
-    def own_row(self) -> int:
-        """Index of the row that DeepSpeed's layout knows."""
-        return self._own
 
     def table(self, flat: Tensor) -> Tensor:
         """A flat master, state or gradient as ``[N / O, columns]``, a view."""
@@ -132,28 +131,28 @@ class Masters:
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             changed = state.pop(small, None)
             if share:
-                self.table(master.detach())[self._own].copy_(small.detach())
+                self.table(master.detach())[self.own_row].copy_(small.detach())
                 self.share(master)
                 entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
             if entry is not None:
                 state[master] = entry
 
     def _narrow(self, master: Tensor) -> Tensor:
-        small = self.table(master.detach())[self._own].clone().requires_grad_(True)
+        small = self.table(master.detach())[self.own_row].clone().requires_grad_(True)
         if hasattr(master, "ds_id"):
             small.ds_id = master.ds_id  # type: ignore[attr-defined]
         return small
 
     def _narrow_value(self, value: Any, master: Tensor) -> Any:
         if isinstance(value, Tensor) and value.numel() == master.numel() and value.dim():
-            return self.table(value)[self._own].clone()
+            return self.table(value)[self.own_row].clone()
         return value
 
     def _widen(self, value: Any, small: Tensor, master: Tensor) -> Any:
         if not (isinstance(value, Tensor) and value.numel() == small.numel() and value.dim()):
             return value
         wide = torch.zeros(master.numel(), dtype=value.dtype, device=value.device)
-        self.table(wide)[self._own].copy_(value)
+        self.table(wide)[self.own_row].copy_(value)
         self.share(wide)
         return wide
 

@@ -68,11 +68,6 @@ class Publisher:
         self._held = [0] * len(layout.numels)  # version that the primary shard holds
         self._pending: list[tuple[range, Handle[None]]] = []
 
-    @property
-    def sends_differences(self) -> bool:
-        """Whether :meth:`start` needs the FP32 masters."""
-        return self._options.wire.spec is not None
-
     def start(self, slots: range, masters: Tensor | None = None) -> None:
         """Begin to publish consecutive slots whose optimizer rows were updated; collective.
 

@@ -42,16 +42,13 @@ class Rows:
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """One message of some slots, 1-D, and where each slot's part begins (plus the end)."""
         spec, parts = self.spec, [self.layout.slot(self.rows, index) for index in slots]
-        if spec is None:
-            ends = _ends(part.numel() for part in parts)
-            message = self.rows.new_empty(ends[-1])
-            for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
-                message[begin:end].view(part.shape).copy_(part)
-            return message, ends
-        ends = _ends(spec.nbytes(part.numel()) for part in parts)
-        message = torch.empty(ends[-1], dtype=torch.uint8, device=self.rows.device)
+        ends = _ends(part.numel() if spec is None else spec.nbytes(part.numel()) for part in parts)
+        message = self.rows.new_empty(ends[-1], dtype=None if spec is None else torch.uint8)
         for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
-            self.quantizer.quantize(part, spec, message[begin:end])
+            if spec is None:
+                message[begin:end].view(part.shape).copy_(part)
+            else:
+                self.quantizer.quantize(part, spec, message[begin:end])
         return message, ends
 
     def store(self, index: int, rows: Tensor) -> None:

@@ -159,7 +159,7 @@ class Weights:
     @property
     def publishes_differences(self) -> bool:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
-        return self._publisher.sends_differences
+        return self._options.publish.spec is not None
 
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
         """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
@@ -178,22 +178,18 @@ class Weights:
         if changed:
             self._renew(changed)
 
-    def publish_world(self) -> None:
-        """Rebuild the primary shards from each rank's own world shard: at start-up and after a load."""
-        self.finish()
-        self._rebuild(self.primary)
-        self._renew(range(len(self.layout.numels)))
+    def publish_world(self, index: int | None = None) -> None:
+        """Rebuild the primary shards from each rank's own world shard: at start-up, after a load, after an edit.
 
-    def publish_slot(self, index: int) -> None:
-        """Rebuild the primary shards of one slot whose world shards were edited in place."""
-        self.finish([index])
-        self._rebuild(self.layout.slot(self.primary, index))
-        self._renew([index])
-
-    def _rebuild(self, rows: Tensor) -> None:
-        plan = self.layout.plan
+        Args:
+            index: of the one slot that was edited; None is all.
+        """
+        plan, slots = self.layout.plan, range(len(self.layout.numels)) if index is None else [index]
+        self.finish(slots)
+        rows = self.primary if index is None else self.layout.slot(self.primary, index)
         counted = Counted(self._meter, "publish", self._options.run_numel)
         all_gather_rows(self._mesh.route(plan.weights, plan.world_size), rows, counted)
+        self._renew(slots)
 
     def _renew(self, slots: Sequence[int]) -> None:
         """The primary shards of some slots changed: older secondaries are stale, those cut from it are cut anew."""
