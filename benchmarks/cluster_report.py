@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
-from zero_topo.collectives.meter import PHASES
 from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.plan import PHASES
 from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"

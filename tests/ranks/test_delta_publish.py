@@ -178,36 +178,23 @@ def publish_step(engine: Stage3, masters: Tensor) -> None:
     engine.weights.publish()
 
 
-class Late:
-    """A work that delivers only when waited for: until then, the received buffer holds NaN."""
-
-    def __init__(self, work: Any, received: Tensor, poison: Tensor) -> None:
-        self._work, self._received, self._poison = work, received, poison
-
-    def wait(self) -> None:
-        """Deliver."""
-        self._work.wait()
-        self._received.copy_(self._poison)
-
-
 def delayed(to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """An exchange whose messages arrive at the last moment."""
+    """An exchange whose messages arrive when they are waited for; until then, the received buffer holds NaN."""
 
     def slow(hop: Any, message: Tensor) -> Any:
-        received, work = to_all(hop, message)
-        work.wait()
+        received = to_all(hop, message).wait()
         arrived = received.clone()
         received.view(torch.uint8).fill_(255)  # NaN in every floating type
-        return received, Late(Handle(None, (), lambda: None), received, arrived)
+        return Handle(None, (), lambda: received.copy_(arrived))
 
     return slow
 
 
 def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is gathered after a step is of that step, however late publish arrives."""
-    from zero_topo.collectives import all_gather
+    from zero_topo.collectives import exchange, peers
 
-    monkeypatch.setattr(all_gather, "to_all", delayed(all_gather.to_all))
+    monkeypatch.setattr(peers, "to_all", delayed(exchange.to_all))
     w = world(block("topo", None))
 
     def rank_main(rank: int) -> bool:

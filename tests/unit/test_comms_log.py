@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.collectives.exchange import Works
+from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.engine.comms_log import NAMES, CommsLog, row
 
@@ -67,9 +67,9 @@ def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     meter, lines = Meter(enabled=False), []
     meter.listener = CommsLog(logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
-        assert meter.exchange(GATHER, lambda: ("came", Work()))[0] == "came"
+        assert meter.exchange(GATHER, lambda: Handle(Work(), (), lambda: "came")).wait() == "came"
     logger.verbose = True
-    meter.exchange(SCATTER, lambda: (None, Works(())))
+    meter.exchange(SCATTER, lambda: Handle(None, (), list))
     told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")
     assert list(told) == [100] and told[100]["count"] == 3 == len(waited)
     assert told[100]["tput_avg_gbps"] == pytest.approx(told[100]["busbw_avg_gbps"] * 4 / 3)
@@ -104,6 +104,6 @@ def test_what_nobody_listens_to_is_not_waited_for() -> None:
             raise AssertionError("waited for")
 
     meter = Meter()
-    meter.exchange(GATHER, lambda: (None, Work()))
+    meter.exchange(GATHER, lambda: Handle(Work(), (), list))
     meter.end_step()
     assert meter.last_step() == {("gather_forward", "node"): 300}

@@ -4,31 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.exchange import to_all
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Exchange, Meter
+from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import Wire
-from zero_topo.mesh import Hop, Route
+from zero_topo.mesh import Route
 from zero_topo.quant.ops import PLAIN
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
 
 
-@dataclass(frozen=True)
-class Counted:
-    """How a gather is counted and cut: the meter, the phase, the elements one collective may carry."""
-
-    meter: Meter
-    phase: str
-    chunk_numel: int = 1 << 26
-
-
-def all_gather(route: Route, message: Tensor, meter: Meter, phase: str) -> Handle[list[Tensor]]:
+def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[list[Tensor]]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
@@ -40,31 +30,19 @@ def all_gather(route: Route, message: Tensor, meter: Meter, phase: str) -> Handl
     Args:
         route: the members.
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
-        meter: counts what this rank sends under ``phase``.
-        phase: one of ``meter.PHASES``.
+        counted: meter and phase.
     """
-    outer = _hop_gather(route.hops[-1], message, meter, phase)
+    outer = Peers(route.hops[-1], counted).gather_later(message)
     if len(route.hops) == 1:
         return Handle(None, (), lambda: list(outer.wait()))
-    inner = route.hops[0]
+    inner = Peers(route.hops[0], counted)
 
     def finish() -> list[Tensor]:
-        came = outer.wait()
-        passed = _hop_gather(inner, came.view(-1), meter, phase).wait()
         # [inner member, outer member, values]: member c of the route is c % inner.size there, c // inner.size here
-        table = passed.view(inner.size, *came.shape)
+        table = inner.gather(outer.wait())
         return [table[c % inner.size, c // inner.size] for c in range(route.size)]
 
     return Handle(None, (), finish)
-
-
-def _hop_gather(hop: Hop, message: Tensor, meter: Meter, phase: str) -> Handle[Tensor]:
-    """One hop's gather: ``[size, numel]`` in tree order of the members, contiguous."""
-    if hop.group is None:
-        return Handle(None, (message,), lambda: message[None])
-    exchange = Exchange("all_gather", phase, hop.domain, hop.size, (hop.size - 1) * message.nbytes)
-    received, work = meter.exchange(exchange, lambda: to_all(hop, message))
-    return Handle(work, (), lambda: received if hop.in_order else received[list(hop.slots)])
 
 
 def all_gather_pieces(
@@ -97,7 +75,7 @@ def spread(
     reduce: Reduce = PLAIN,
 ) -> Handle[None]:
     """:func:`all_gather_pieces` of a message that is encoded already."""
-    handle = all_gather(route, message, counted.meter, counted.phase)
+    handle = all_gather(route, message, counted)
 
     def finish() -> None:
         for member, (pieces, came) in enumerate(zip(members, handle.wait(), strict=True)):
@@ -107,22 +85,22 @@ def spread(
     return Handle(None, (), finish)
 
 
-def all_gather_rows(route: Route, rows: Tensor, counted: Counted, dtype: torch.dtype | None = None) -> None:
+def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
     """All-gather, in place, the degree-``lo`` shard of which this rank holds its degree-``hi`` rows. Blocking.
 
     Args:
         route: the members.
         rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
-        counted: meter, phase and chunk size.
-        dtype: type in which the values travel; None means that of ``rows``. The sender's own rows are not rounded.
+        counted: meter and phase.
+        chunk_numel: elements that one collective may carry.
     """
     if route.size == 1 or rows.numel() == 0:
         return
-    width = max(1, counted.chunk_numel // rows.shape[0])
+    width = max(1, chunk_numel // rows.shape[0])
     for begin in range(0, rows.shape[1], width):
         by_member = rows[:, begin : begin + width].unflatten(0, (-1, route.size))
-        message = by_member[:, route.index].to(dtype or rows.dtype).contiguous()
-        pieces = all_gather(route, message.view(-1), counted.meter, counted.phase).wait()
+        message = by_member[:, route.index].contiguous()
+        pieces = all_gather(route, message.view(-1), counted).wait()
         for member, piece in enumerate(pieces):
             if member != route.index:
                 by_member[:, member].copy_(piece.view_as(message))

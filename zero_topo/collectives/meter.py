@@ -10,10 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from zero_topo.collectives.handle import Work
-from zero_topo.plan import PHASES
-
-__all__ = ["PHASES", "Exchange", "Listener", "Meter"]
+from zero_topo.collectives.handle import Handle
 
 Key = tuple[str, str]
 T = TypeVar("T")
@@ -25,7 +22,7 @@ class Exchange:
 
     Attributes:
         op: to all others the same message, or to each its own.
-        phase: one of ``PHASES``.
+        phase: one of ``plan.PHASES``.
         domain: smallest domain that holds the group.
         members: ranks of the group.
         nbytes: what this rank sends to the others.
@@ -84,7 +81,7 @@ class Meter:
             self._step[phase, domain] += nbytes
             self.calls[phase] += 1
 
-    def exchange(self, exchange: Exchange, begin: Callable[[], tuple[T, Work]]) -> tuple[T, Work]:
+    def exchange(self, exchange: Exchange, begin: Callable[[], Handle[T]]) -> Handle[T]:
         """Begin and count an exchange; if somebody listens, also finish it.
 
         Args:
@@ -92,15 +89,15 @@ class Meter:
             begin: starts it.
 
         Returns:
-            What ``begin`` returned; the work may be waited for again.
+            What ``begin`` returned.
         """
         self.record(exchange.phase, exchange.domain, exchange.nbytes)
         if self.listener is None or not self.listener.listens(exchange):
             return begin()
         with self.listener.timing(exchange):
-            came, work = begin()
-            work.wait()
-        return came, work
+            handle = begin()
+            handle.wait()
+        return handle
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -148,3 +145,16 @@ class Meter:
     def total(self) -> Mapping[Key, int]:
         """Bytes of all closed optimizer steps."""
         return dict(self._total)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Where what is sent is counted, and as what.
+
+    Attributes:
+        meter: counts the bytes.
+        phase: one of ``plan.PHASES``.
+    """
+
+    meter: Meter
+    phase: str

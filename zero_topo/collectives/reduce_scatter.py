@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Exchange, Meter
-from zero_topo.collectives.wire import Wire, settle
+from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.peers import Peers
+from zero_topo.collectives.wire import Wire, store
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
 from zero_topo.quant.pieces import Piece, read_all, total_numel
@@ -31,14 +30,12 @@ class Sums:
 
     Attributes:
         pieces: take this rank's sums.
+        counted: meter and phase.
         reduce: what becomes of them.
-        meter: counts the bytes sent.
-        phase: one of ``meter.PHASES``.
     """
 
     pieces: Sequence[Piece]
-    meter: Meter
-    phase: str
+    counted: Counted
     reduce: Reduce = PLAIN
 
 
@@ -60,25 +57,22 @@ def reduce_scatter(route: Route, parts: Sequence[Sequence[Piece]], wire: Wire, s
         Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
     """
     if route.size == 1:
-        settle(read_all(parts[0]), sums.pieces, sums.reduce)
+        store(read_all(parts[0]), sums.pieces, sums.reduce)
         return Handle(None, (), _nothing)
     first, numel = route.hops[0], total_numel(sums.pieces)
     send = _empty(first, len(parts), wire.nbytes(numel), sums.pieces[0].flat.device)
     for member, pieces in enumerate(parts):
-        wire.encode(pieces, _place(send, first, member))
-    began = _exchange(first, send, sums)
+        wire.encode(pieces, _place(send, member))
+    began = Peers(first, sums.counted).scatter_later(send)
 
     def finish() -> None:
         received = began.wait()
-        for hop, following in zip_longest(route.hops, route.hops[1:]):
-            by_destination = [[received[slot, rest] for slot in hop.slots] for rest in range(received.shape[1])]
-            if following is None:
-                wire.reduce(by_destination[0], sums.pieces, sums.reduce)
-                return
-            send = _empty(following, len(by_destination), wire.nbytes(numel), received.device)
-            for destination, messages in enumerate(by_destination):
-                wire.recode(messages, _place(send, following, destination), numel)
-            received = _exchange(following, send, sums).wait()
+        for following in route.hops[1:]:
+            send = _empty(following, received.shape[1], wire.nbytes(numel), received.device)
+            for destination in range(received.shape[1]):
+                wire.recode(list(received[:, destination]), _place(send, destination), numel)
+            received = Peers(following, sums.counted).scatter_later(send).wait()
+        wire.reduce(list(received[:, 0]), sums.pieces, sums.reduce)
 
     return Handle(None, (), finish)
 
@@ -88,19 +82,9 @@ def _nothing() -> None:
 
 
 def _empty(hop: Hop, destinations: int, nbytes: int, device: torch.device) -> Tensor:
-    """Room for the messages of a hop: ``[members in group order, destinations behind each, bytes]``."""
+    """Room for the messages of a hop: ``[members, destinations behind each, bytes]``."""
     return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 
-def _place(send: Tensor, hop: Hop, destination: int) -> Tensor:
-    member, rest = destination % hop.size, destination // hop.size
-    return send[hop.slots[member], rest]
-
-
-def _exchange(hop: Hop, send: Tensor, sums: Sums) -> Handle[Tensor]:
-    if hop.group is None:
-        return Handle(None, (), lambda: send)
-    nbytes = (hop.size - 1) * (send.nbytes // hop.size)
-    exchange = Exchange("all_to_all", sums.phase, hop.domain, hop.size, nbytes)
-    received, work = sums.meter.exchange(exchange, lambda: to_each(hop, send))
-    return Handle(work, (), lambda: received)
+def _place(send: Tensor, destination: int) -> Tensor:
+    return send[destination % len(send), destination // len(send)]

@@ -49,7 +49,7 @@ class Wire:
         if self.spec is not None:
             self.quantizer.dequantize_reduce(messages, self.spec, pieces, reduce)
         else:
-            settle(self._sum(messages), pieces, reduce)
+            store(self._sum(messages), pieces, reduce)
 
     def recode(self, messages: Sequence[Tensor], out: Tensor, numel: int) -> None:
         """Sum of messages of ``numel`` values in FP32 -> one message."""
@@ -65,7 +65,7 @@ class Wire:
         return total
 
 
-def settle(total: Tensor, pieces: Sequence[Piece], reduce: Reduce) -> None:
+def store(total: Tensor, pieces: Sequence[Piece], reduce: Reduce) -> None:
     """What becomes of an FP32 sum ``[numel]`` (used up): scaled, added to what the pieces hold, or put in its place."""
     assert total.numel() == total_numel(pieces)
     if reduce.factor != 1:

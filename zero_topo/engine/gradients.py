@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import in_tree_order, rows_of, shard_piece
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
@@ -112,7 +112,7 @@ class Gradients:
         flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
         parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
         reduce = Reduce(1.0 / plan.world_size, accumulate=True)
-        sums = Sums([self._slot_piece(index) for index in slots], self._meter, "scatter", reduce)
+        sums = Sums([self._slot_piece(index) for index in slots], Counted(self._meter, "scatter"), reduce)
         reduce_scatter(self._route, parts, self._options.wire, sums).wait()
 
     def _slot_piece(self, index: int) -> Piece:

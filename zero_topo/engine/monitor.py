@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from zero_topo.collectives.meter import PHASES
 from zero_topo.engine.comms_log import CommsLog
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.plan import PHASES
 
 Event = tuple[str, float, int]
 

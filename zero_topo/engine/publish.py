@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import Counted, all_gather_pieces, spread
+from zero_topo.collectives.all_gather import all_gather_pieces, spread
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span, members, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout

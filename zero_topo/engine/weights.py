@@ -31,10 +31,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import Counted, all_gather, all_gather_rows
+from zero_topo.collectives.all_gather import all_gather, all_gather_rows
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import flat_of, members, rows_of
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.publish import Publisher, PublishOptions
@@ -120,7 +120,7 @@ class Weights:
         if self.layout.plan.weights == 1:  # every rank holds all weights: nothing is sent, nor rounded by a format
             return Handle(None, (), lambda: [self._local(i) for i in slots])
         message, ends = source.message(slots)
-        handle = all_gather(source.route, message, self._meter, phase)
+        handle = all_gather(source.route, message, Counted(self._meter, phase))
         capture = self.secondary.capturing(slots) if phase == "gather_forward" else None
 
         def finish() -> list[Tensor]:
@@ -187,8 +187,8 @@ class Weights:
         plan, slots = self.layout.plan, range(len(self.layout.numels)) if index is None else [index]
         self.finish(slots)
         rows = self.primary if index is None else self.layout.slot(self.primary, index)
-        counted = Counted(self._meter, "publish", self._options.run_numel)
-        all_gather_rows(self._mesh.route(plan.weights, plan.world_size), rows, counted)
+        counted = Counted(self._meter, "publish")
+        all_gather_rows(self._mesh.route(plan.weights, plan.world_size), rows, counted, self._options.run_numel)
         self._renew(slots)
 
     def _renew(self, slots: Sequence[int]) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import Counted, all_gather_pieces
+from zero_topo.collectives.all_gather import all_gather_pieces
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
@@ -41,7 +42,7 @@ class Dense(SyncMode):
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = [span_pieces(row[None], spans) for row in shard]
-        sums = Sums(parts[self._up.index], self.context.meter, "sync")
+        sums = Sums(parts[self._up.index], Counted(self.context.meter, "sync"))
         up = reduce_scatter(self._up, parts, self._wire, sums)
 
         def finish() -> None:

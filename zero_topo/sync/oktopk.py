@@ -30,12 +30,13 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.mpi import MpiPeers
+from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import OkTopkSync
 from zero_topo.mesh import Hop
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.mpi import MpiPeers
-from zero_topo.sync.peers import Peers
 from zero_topo.sync.picks import Picked, above, added, kth_largest, largest, non_zero, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
@@ -92,7 +93,7 @@ class OkTopk(Sparse[Memory]):
     def join(self, across: Hop) -> Peers:
         """See :meth:`Sparse.join`."""
         if self.config.transport == "mpi":
-            return MpiPeers(across, self.context.meter, self.context.device)
+            return MpiPeers(across, Counted(self.context.meter, "sync"))
         return super().join(across)
 
     def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:

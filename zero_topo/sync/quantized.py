@@ -18,10 +18,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Exchange
+from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span, span_pieces
+from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import QuantizedSync
@@ -40,7 +40,7 @@ class _Sent:
         spans: their columns of a gradient shard.
         rows: what was to be sent, ``[members, ...]``: the gradient shard itself, or a table of these columns alone.
         places: their columns of ``rows``.
-        messages: ``[members, bytes]``, by member.
+        messages: uint8 ``[members, bytes]``; nothing for this rank itself.
         scale: the loss scale in both.
         owing: whether the residual was added to the rows.
     """
@@ -48,7 +48,7 @@ class _Sent:
     spans: tuple[Span, ...]
     rows: Tensor
     places: tuple[Span, ...]
-    messages: Mapping[int, Tensor]
+    messages: Tensor
     scale: float
     owing: bool
 
@@ -80,6 +80,7 @@ class Quantized(SyncMode):
         self._residual: Tensor | None = None
         if config.error_feedback and self.across.size > 1:
             self._residual = torch.zeros(self.across.size - 1, context.columns, device=context.device)
+        self._peers = Peers(self.across, Counted(context.meter, "sync"))
         self._sent: dict[tuple[Span, ...], _Sent] = {}
         self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
 
@@ -89,14 +90,14 @@ class Quantized(SyncMode):
             return Handle(None, (), lambda: None)
         rows, places = self._rows(shard, spans)
         owing = self._residual is not None and tuple(spans) not in self._paid
-        run = _Sent(tuple(spans), rows, places, {}, scale, owing)
+        run = _Sent(tuple(spans), rows, places, rows.new_empty(0), scale, owing)
         run = replace(run, messages=self._encode(run))
-        across = self._exchange(run.messages)
+        across = self._peers.scatter_later(run.messages)
         self._sent[run.spans] = run
 
         def finish() -> None:
             received = across.wait()
-            others = [received[slot] for member, slot in enumerate(self.across.slots) if member != self.across.index]
+            others = [received[member] for member, _ in self._others()]
             own = self._pieces(rows[self.across.index], places)
             self.wire.reduce(others, own, Reduce(accumulate=True))
             self._settle(shard, run)
@@ -116,7 +117,7 @@ class Quantized(SyncMode):
             return rows, places
         size = self._inner.size
         parts = [span_pieces(shard[member::size], spans) for member in range(size)]
-        sums = Sums(span_pieces(rows, places), self.context.meter, "sync")
+        sums = Sums(span_pieces(rows, places), Counted(self.context.meter, "sync"))
         reduce_scatter(self._inner, parts, self._dense, sums).wait()
         return rows, places
 
@@ -145,14 +146,12 @@ class Quantized(SyncMode):
         owed = self._pieces(self._residual[k], run.spans)
         return [_filled(p, r.flat.mul(run.scale).add_(p.flat)) for p, r in zip(pieces, owed, strict=True)]
 
-    def _encode(self, run: _Sent) -> dict[int, Tensor]:
+    def _encode(self, run: _Sent) -> Tensor:
         """The message for each other member."""
-        messages = {}
+        nbytes = self.wire.nbytes(total_numel(self._pieces(run.rows[0], run.places)))
+        messages = torch.zeros(self.across.size, nbytes, dtype=torch.uint8, device=run.rows.device)
         for member, k in self._others():
-            pieces = self._wanted(run, member, k)
-            nbytes = self.wire.nbytes(total_numel(pieces))
-            messages[member] = torch.empty(nbytes, dtype=torch.uint8, device=run.rows.device)
-            self.wire.encode(pieces, messages[member])
+            self.wire.encode(self._wanted(run, member, k), messages[member])
         return messages
 
     def _lost(self, run: _Sent, member: int, k: int) -> list[Piece]:
@@ -160,16 +159,6 @@ class Quantized(SyncMode):
         pieces = [_filled(p, p.flat.to(torch.float32, copy=True)) for p in self._wanted(run, member, k)]
         self.wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
         return pieces
-
-    def _exchange(self, messages: Mapping[int, Tensor]) -> Handle[Tensor]:
-        hop, context = self.across, self.context
-        nbytes = next(iter(messages.values())).numel()
-        send = torch.zeros(hop.size, nbytes, dtype=torch.uint8, device=context.device)
-        for member, message in messages.items():
-            send[hop.slots[member]].copy_(message)
-        exchange = Exchange("all_to_all", "sync", hop.domain, hop.size, (hop.size - 1) * nbytes)
-        received, work = context.meter.exchange(exchange, lambda: to_each(hop, send))
-        return Handle(work, (), lambda: received)
 
     def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
         """See :meth:`SyncMode.reopen`: what quantization took away stays in the rows, and the residual is spent."""

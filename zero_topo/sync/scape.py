@@ -32,12 +32,13 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span
+from zero_topo.collectives.peers import Peers
 from zero_topo.config import ScapeSync
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.masked import Masked
-from zero_topo.sync.peers import Peers
 from zero_topo.sync.picks import share
 from zero_topo.sync.sparse import Outcome
 
@@ -63,7 +64,7 @@ class Scape(Masked[Memory]):
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         self.config = config
         hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
-        self._inside = Peers(hops[0], context.meter, context.device) if len(hops) > 1 else None
+        self._inside = Peers(hops[0], Counted(context.meter, "sync")) if len(hops) > 1 else None
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -30,16 +30,17 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import Counted, all_gather_pieces
+from zero_topo.collectives.all_gather import all_gather_pieces
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span, members, rows_of, span_pieces
+from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Hop, Route
 from zero_topo.sync.base import Owed, Parameter, SyncContext, SyncMode
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.peers import Peers
 
 logger = logging.getLogger(__name__)
 State = TypeVar("State")
@@ -112,7 +113,7 @@ class Sparse(SyncMode, Generic[State]):
 
     def join(self, across: Hop) -> Peers:
         """The peers of the hop across."""
-        return Peers(across, self.context.meter, self.context.device)
+        return Peers(across, Counted(self.context.meter, "sync"))
 
     @abstractmethod
     def exchange(self, total: Tensor, state: State) -> Outcome[State]:
@@ -154,7 +155,7 @@ class Sparse(SyncMode, Generic[State]):
                 table[:, first:past].copy_(shard[:, begin:end])
             return table
         parts = [span_pieces(shard[member :: self._inner.size], self._spans) for member in range(self._inner.size)]
-        sums = Sums(span_pieces(table, self._places), self.context.meter, "sync")
+        sums = Sums(span_pieces(table, self._places), Counted(self.context.meter, "sync"))
         reduce_scatter(self._inner, parts, self._wire, sums).wait()
         return table
 

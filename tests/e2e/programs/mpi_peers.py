@@ -1,10 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ok-Topk over MPI and over torch on the same gradients, under mpirun; rank 0 prints SAME if all bits agree."""
+"""Ok-Topk over MPI and over torch on the same gradients, under mpirun; rank 0 prints SAME if all bits agree.
+
+Over MPI, torch's exchanges raise.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,7 +41,23 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
         engine.end_step(skipped=False)
     mode = engine.gradients.mode
     assert isinstance(mode, Sparse)
-    return [*found, mode.residual], sum(engine.meter.total().values())
+    told = mode.peers.gather_later(torch.arange(5.0) + rank).wait()
+    return [*found, mode.residual, told], sum(engine.meter.total().values())
+
+
+def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
+    """The same over MPI, and over nothing else."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a message goes over torch")
+
+    module = "zero_topo.collectives.peers"
+    with (
+        patch(f"{module}.to_all", refuse),
+        patch(f"{module}.to_each", refuse),
+        patch(f"{module}.to_each_uneven", refuse),
+    ):
+        return synced("mpi", sharded)
 
 
 def main() -> None:
@@ -46,7 +67,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     same = True
     for sharded in (False, True):
-        (mine, sent), (theirs, sent_too) = synced("mpi", sharded), synced("torch", sharded)
+        (mine, sent), (theirs, sent_too) = synced_over_mpi(sharded), synced("torch", sharded)
         same &= all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)) and sent == sent_too > 0
     verdicts = torch.tensor([int(same)])
     dist.all_reduce(verdicts, dist.ReduceOp.MIN)

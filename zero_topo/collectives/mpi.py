@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What the members of one hop say to one another over MPI: the same calls, the same bits, another way.
+
+For machines whose MPI knows the network better than torch's backends do, and for a job that ``mpirun`` or ``srun``
+started. mpi4py is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.peers import Peers, as_bytes
+from zero_topo.mesh import Hop
+
+T = TypeVar("T")
+
+
+class MpiPeers(Peers):
+    """The members of a hop, over a communicator of their own, in tree order. By way of the host, and blocking.
+
+    Raises:
+        ValueError: on every rank, if MPI does not know the job's ranks as torch does.
+    """
+
+    def __init__(self, hop: Hop, counted: Counted) -> None:
+        super().__init__(hop, counted)
+        self._mpi: Any = importlib.import_module("mpi4py.MPI")
+        world = self._mpi.COMM_WORLD
+        if (world.Get_size(), world.Get_rank()) != (dist.get_world_size(), dist.get_rank()):
+            raise ValueError(
+                f"sync.transport = mpi: MPI sees rank {world.Get_rank()} of {world.Get_size()}, torch rank "
+                f'{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or set "transport": "torch"'
+            )
+        if hop.group is not None:
+            ranks = dist.get_process_group_ranks(hop.group)
+            members = world.Get_group().Incl([ranks[slot] for slot in hop.slots])
+            self._comm = world.Create_group(members, hop.lo)
+
+    def _to_all(self, message: Tensor) -> Handle[Tensor]:
+        received = torch.empty(self.size, message.numel(), dtype=torch.uint8)
+        self._comm.Allgather(message.cpu().numpy(), received.numpy())
+        return _came(received.to(message.device))
+
+    def _to_each(self, table: Tensor) -> Handle[Tensor]:
+        received = torch.empty_like(table, device="cpu")
+        self._comm.Alltoall(as_bytes(table.cpu()).numpy(), as_bytes(received).numpy())
+        return _came(received.to(table.device))
+
+    def _to_each_uneven(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Handle[list[Tensor]]:
+        send, received = torch.cat(list(messages)).cpu(), torch.empty(sum(lengths), dtype=torch.uint8)
+        sent = [send.numpy(), [message.numel() for message in messages]]
+        self._comm.Alltoallv(sent, [received.numpy(), list(lengths)])
+        return _came(list(received.to(messages[0].device).split(list(lengths))))
+
+
+def _came(result: T) -> Handle[T]:
+    return Handle(None, (), lambda: result)
