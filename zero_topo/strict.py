@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import field, fields
 from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -39,15 +39,6 @@ def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str
     return "" if near is None else f"; did you mean {near!r}?"
 
 
-def check_count(what: str, value: object) -> None:
-    """Refuse what is not a whole number above zero; ``what`` names it.
-
-    Raises:
-        ValueError: in one line.
-    """
-    read(Count, what, value)
-
-
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +50,7 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, block: Any) -> Any:
-        return _known_keys(block, list(cls.model_fields), [])
+        return _known(block, list(cls.model_fields))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -70,8 +61,7 @@ def strict_dataclass(cls: type[T]) -> type[T]:
     """
 
     def check_keys(made: Any, block: Any) -> Any:
-        needed = [item.name for item in fields(made) if item.default is item.default_factory is MISSING]
-        return _known_keys(block, [item.name for item in fields(made)], needed)
+        return _known(block, [item.name for item in fields(made)])
 
     method: Any = classmethod(check_keys)
     setattr(cls, "_check_keys", model_validator(mode="before")(method))  # noqa: B010 (the class does not declare it)
@@ -117,15 +107,11 @@ def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
     return written
 
 
-def _known_keys(block: Any, known: list[str], needed: list[str]) -> Any:
-    if isinstance(block, Mapping):
-        unknown = [str(key) for key in block if key not in known]
-        missing = [key for key in needed if key not in block]
-        if unknown:
-            hint = f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: {', '.join(known)})"
-            raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint, "known": known})
-        if missing:
-            raise PydanticCustomError("missing_key", "missing", {"missing": missing, "known": known})
+def _known(block: Any, known: list[str]) -> Any:
+    unknown = [str(key) for key in block if key not in known] if isinstance(block, Mapping) else []
+    if unknown:
+        hint = f"unknown key{did_you_mean(unknown[0], known, cutoff=0.5)} (allowed: {', '.join(known)})"
+        raise PydanticCustomError("unknown_key", "{key}: {hint}", {"key": unknown[0], "hint": hint, "known": known})
     return block
 
 
@@ -151,20 +137,20 @@ Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
 Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
-Share = Annotated[float, Field(strict=True, gt=0, le=1), must_be("a share of the peak, above 0 and at most 1")]
 
 
 def _told(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
     """The first mistake in one line; ``names`` are those of positional arguments."""
-    detail = error.errors(include_url=False)[0]
+    detail, *others = error.errors(include_url=False)
     place = ": ".join([what, *_places(detail["loc"], names)])
     context = detail.get("ctx", {})
     match detail["type"]:
         case "unknown_key":
             hint = did_you_mean(context["key"], context["known"])
             return f"{place}: unknown key {context['key']!r}{hint} (known: {context['known']})"
-        case "missing_key":
-            return f"{place}: missing key {', '.join(map(repr, context['missing']))} (known: {context['known']})"
+        case "missing":
+            missing = [repr(each["loc"][-1]) for each in (detail, *others) if each["type"] == "missing"]
+            return f"{place.rpartition(': ')[0]}: missing key {', '.join(missing)}"
         case "value_error":
             return f"{place}: {context['error']}" if detail["loc"] else str(context["error"])
         case "must_be":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.strict import check_count
+from zero_topo.strict import Count, read
 from zero_topo.topology.model import Link, Topology
 from zero_topo.topology.ring import ring_bandwidth
 
@@ -90,7 +90,7 @@ class DeviceTree:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_count(f"{self.tool}: number of devices", self.count)
+        read(Count, f"{self.tool}: number of devices", self.count)
         for key in ("packages", "numa", "bus_ids"):
             values = getattr(self, key)
             if values is not None and len(values) != self.count:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero_topo.strict import check_count, did_you_mean
+from zero_topo.strict import Count, did_you_mean, read
 from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
@@ -69,7 +69,7 @@ def resolve_topology(
         ValueError: if the setting is wrong or its number of ranks is not the job's.
     """
     if world_size is not None:
-        check_count("world size", world_size)
+        read(Count, "world size", world_size)
     if setting == "auto":
         return _discover_world(env, world_size, ask)
     if isinstance(setting, Mapping):

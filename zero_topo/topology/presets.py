@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from zero_topo.strict import Count, check_count, did_you_mean, read, strict_dataclass
+from zero_topo.strict import Count, did_you_mean, read, strict_dataclass
 from zero_topo.topology.model import Bytes, Link, LinkedDomain, Topology
 from zero_topo.topology.rates import Rates
 
@@ -94,7 +94,7 @@ def load_preset(name: str, world_size: int) -> Topology:
         ValueError: if the name is unknown or the ranks do not fill whole nodes.
     """
     machine = load_machine(name)
-    check_count("world size", world_size)
+    read(Count, "world size", world_size)
     per_node = machine.ranks_per_node or world_size
     if world_size % per_node:
         why = "is less than one node" if world_size < per_node else "does not fill whole nodes"
