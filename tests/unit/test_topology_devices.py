@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from zero_topo.topology import load_preset
 from zero_topo.topology.captures import read_captures, recognise
 from zero_topo.topology.devices import DeviceLink, DeviceTree, merge, normal_bus_id
-from zero_topo.topology.probes import hwloc, nvml, xgmi
 from zero_topo.topology.ring import ring_bandwidth
+from zero_topo.topology.tools import hwloc, nvml, xgmi
 from zero_topo.units import GB
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"

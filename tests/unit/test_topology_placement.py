@@ -18,7 +18,7 @@ from zero_topo.topology.captures import Asked, ask_tools, read_captures
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.placement import local_devices, reorder
 from zero_topo.topology.probes import slurm
-from zero_topo.topology.probes.tools import Tool, run_tool
+from zero_topo.topology.tools import Tool, run_tool
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
@@ -270,6 +270,6 @@ def test_programs_are_run_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_tool(("no-such-tool-anywhere",)) is None
     with pytest.raises(ValueError, match="failed with exit status 3"):
         run_tool((sys.executable, "-c", "raise SystemExit(3)"))
-    monkeypatch.setattr("zero_topo.topology.probes.tools.TIMEOUT", 0.2)
+    monkeypatch.setattr("zero_topo.topology.tools.TIMEOUT", 0.2)
     with pytest.raises(ValueError, match="did not answer within"):
         run_tool((sys.executable, "-c", "import time; time.sleep(60)"))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zero_topo.topology.devices import DeviceTree, merge
-from zero_topo.topology.probes import amd_smi, hwloc, nvidia_smi, nvml, rocm_smi
-from zero_topo.topology.probes.tools import Runner, Tool, run_tool
+from zero_topo.topology.tools import Runner, Tool, amd_smi, hwloc, nvidia_smi, nvml, rocm_smi, run_tool
 
 TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
 """Asked in this order, until one knows the packages."""

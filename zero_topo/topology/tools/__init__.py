@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a device tool is: how its output is recognised and parsed, and how it is run."""
+"""What device tools tell of a node, each file one tool: how its output is recognised and parsed, and how it is run."""
 
 from __future__ import annotations
 

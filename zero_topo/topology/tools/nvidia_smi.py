@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_topo.topology.devices import PCI_KINDS, DeviceLink, DeviceTree, Nic
-from zero_topo.topology.probes.tools import Tool, asking, plain
+from zero_topo.topology.tools import Tool, asking, plain
 from zero_topo.units import GB
 
 NAME = "nvidia-smi"

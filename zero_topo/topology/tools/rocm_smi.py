@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
-from zero_topo.topology.probes.tools import Tool, asking, plain
-from zero_topo.topology.probes.xgmi import Pair, read_fabric
+from zero_topo.topology.tools import Tool, asking, plain
+from zero_topo.topology.tools.xgmi import Pair, read_fabric
 
 NAME = "rocm-smi"
 COMMAND = (NAME, "--showbus", "--showtopo", "--shownodesbw")

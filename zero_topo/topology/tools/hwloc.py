@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_topo.topology.devices import DeviceTree, Nic, normal_bus_id
-from zero_topo.topology.probes.tools import Runner, Tool, asking
+from zero_topo.topology.tools import Runner, Tool, asking
 
 GPU_CLASSES = ("0300", "0302", "0380", "1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators (AMD Instinct)."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_topo.topology.devices import DeviceLink, DeviceTree, normal_bus_id
-from zero_topo.topology.probes.tools import Runner, Tool
+from zero_topo.topology.tools import Runner, Tool
 from zero_topo.units import GB
 
 NAME = "nvml"

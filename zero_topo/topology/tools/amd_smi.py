@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
-from zero_topo.topology.probes.tools import Tool, asking
-from zero_topo.topology.probes.xgmi import Pair, read_fabric
+from zero_topo.topology.tools import Tool, asking
+from zero_topo.topology.tools.xgmi import Pair, read_fabric
 
 NAME = "amd-smi"
 COMMAND = (NAME, "topology", "--json")
