@@ -8,8 +8,6 @@ into ``zero_topo.<path>: <what>; did you mean '<nearest>'? (<allowed>)`` with va
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -25,58 +23,27 @@ def describe(error: ValidationError, root: str = ROOT) -> str:
 
 
 def _describe_one(detail: ErrorDetails, root: str) -> str:
-    path = ".".join([root, *_keys(detail["loc"])])
-    return _DESCRIBERS.get(detail["type"], _other)(path, detail)
+    # The tag that follows ``sync`` in a location is no JSON key.
+    keys = [str(key) for i, key in enumerate(detail["loc"]) if i == 0 or detail["loc"][i - 1] != "sync"]
+    path, context, shown = ".".join([root, *keys]), detail.get("ctx", {}), as_json(detail["input"])
+    match detail["type"]:
+        case "unknown_key":
+            return f"{path}.{context['key']}: {context['hint']}"
+        case "bad_setting":
+            return f"{path}: {detail['msg']}"
+        case "value_error":
+            return f"{path}: {context['error']}"
+        case "literal_error":
+            return f"{path}: {shown} is not one of {context['expected']}{_near(detail['input'], context['expected'])}"
+        case "union_tag_invalid":
+            tag, modes = context["tag"], context["expected_tags"]
+            return f"{path}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: {modes})"
+        case "union_tag_not_found" | "model_type" | "model_attributes_type" | "dict_type":
+            return f"{path}: must be a JSON object, got {shown}"
+        case _:
+            message = detail["msg"].removeprefix("Input ")
+            return f"{path}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
-def _keys(location: tuple[int | str, ...]) -> list[str]:
-    """The JSON keys of a pydantic location: the tag that follows ``sync`` is not one."""
-    return [str(key) for i, key in enumerate(location) if i == 0 or location[i - 1] != "sync"]
-
-
-def _unknown_key(path: str, detail: ErrorDetails) -> str:
-    return f"{path}.{detail['ctx']['key']}: {detail['ctx']['hint']}"
-
-
-def _custom(path: str, detail: ErrorDetails) -> str:
-    return f"{path}: {detail['msg']}"
-
-
-def _not_an_object(path: str, detail: ErrorDetails) -> str:
-    return f"{path}: must be a JSON object, got {as_json(detail['input'])}"
-
-
-def _not_in_list(path: str, detail: ErrorDetails) -> str:
-    expected = str(detail["ctx"]["expected"])
-    hint = did_you_mean(detail["input"], re.findall(r"'([^']*)'", expected), cutoff=0.5)
-    return f"{path}: {as_json(detail['input'])} is not one of {expected}{hint}"
-
-
-def _not_a_mode(path: str, detail: ErrorDetails) -> str:
-    expected = str(detail["ctx"]["expected_tags"])
-    hint = did_you_mean(detail["ctx"]["tag"], re.findall(r"'([^']*)'", expected), cutoff=0.5)
-    return f"{path}.mode: {as_json(detail['ctx']['tag'])} is not a mode of sync{hint} (modes: {expected})"
-
-
-def _raised_here(path: str, detail: ErrorDetails) -> str:
-    return f"{path}: {detail['ctx']['error']}"
-
-
-def _other(path: str, detail: ErrorDetails) -> str:
-    message = detail["msg"].removeprefix("Input ")
-    return f"{path}: {message[:1].lower()}{message[1:]}, got {as_json(detail['input'])}"
-
-
-_DESCRIBERS: Mapping[str, Callable[[str, ErrorDetails], str]] = MappingProxyType(
-    {
-        "unknown_key": _unknown_key,
-        "bad_setting": _custom,
-        "literal_error": _not_in_list,
-        "union_tag_invalid": _not_a_mode,
-        "value_error": _raised_here,
-        "union_tag_not_found": _not_an_object,
-        "model_type": _not_an_object,
-        "model_attributes_type": _not_an_object,
-        "dict_type": _not_an_object,
-    }
-)
+def _near(word: object, expected: str) -> str:
+    return did_you_mean(word, re.findall(r"'([^']*)'", expected), cutoff=0.5)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from zero_topo.config.sync_config import Dtype
+from zero_topo.config.sync_settings import BlockSize, Dtype
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel, as_json, did_you_mean
 
@@ -48,7 +48,7 @@ class QuantizeConfig(StrictModel):
         None, description="The secondary copy, as stored and as gathered before a backward; null keeps 16 bits."
     )
     gradients: Bits | None = Field(None, description="Gradients in the scatter; null sends them unquantized.")
-    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+    block_size: BlockSize = Field(
         256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
     )
     symmetric: bool = Field(
@@ -71,7 +71,7 @@ class PublishConfig(StrictModel):
         "the weights; the FP32 masters keep what that leaves behind, and it is in the next difference. Null sends the "
         "weights.",
     )
-    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+    block_size: BlockSize = Field(
         256, description="Elements of a difference that share one scale; no block holds values of two parameters."
     )
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from zero_topo.config.sparse_config import SparseSync
-
-if TYPE_CHECKING:
-    from zero_topo.plan import Plan
+from zero_topo.plan import Plan
 
 
 class ScapeSync(SparseSync):
@@ -32,7 +30,7 @@ class ScapeSync(SparseSync):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """See :meth:`SyncSettings.problem`."""
+        """Refuses gradient and optimizer shards that differ: the momentum could not be rebuilt."""
         if plan.optimizer == plan.gradients:
             return None
         return (

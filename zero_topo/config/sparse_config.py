@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from zero_topo.config.sync_settings import Dtype, SyncSettings
-
-if TYPE_CHECKING:
-    from zero_topo.plan import Plan
+from zero_topo.plan import Plan
 
 
 class SparseSync(SyncSettings):
@@ -99,7 +97,7 @@ class OkTopkSync(SparseSync):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """See :meth:`SyncSettings.problem`."""
+        """Refuses MPI where mpi4py is missing, and sums that stay with one of several holders of an optimizer shard."""
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             return 'sync.transport = "mpi": mpi4py is not installed; pip install mpi4py, or set "transport": "torch"'
         if not self.sharded or plan.optimizer == plan.world_size:

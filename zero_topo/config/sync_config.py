@@ -16,7 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 from zero_topo.config.radius_config import RadiusSync
 from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
-from zero_topo.config.sync_settings import Dtype, SyncSettings
+from zero_topo.config.sync_settings import BlockSize, Dtype, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant.spec import BlockSpec
 
@@ -44,7 +44,7 @@ class QuantizedSync(SyncSettings):
 
     mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
     bits: Literal[8, 4] = Field(4, description="Bits per value on the wire, next to one FP32 scale per block.")
-    block_size: Literal[64, 128, 256, 512, 1024, 2048] = Field(
+    block_size: BlockSize = Field(
         256, description="Elements that share one scale; no block holds values of two parameters."
     )
     error_feedback: bool = Field(

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from zero_topo.plan import Plan
 from zero_topo.strict import StrictModel
 
-if TYPE_CHECKING:
-    from zero_topo.plan import Plan
-
 Dtype = Literal["fp32", "bf16", "fp16"]
+BlockSize = Literal[64, 128, 256, 512, 1024, 2048]
 
 
 class SyncSettings(StrictModel):
-    """The name of the mode.
+    """Settings of one mode; each subclass adds the key ``mode`` and its own.
 
     Attributes:
         MODE: the value of ``mode``.
