@@ -149,8 +149,10 @@ def _told(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
             hint = did_you_mean(context["key"], context["known"])
             return f"{place}: unknown key {context['key']!r}{hint} (known: {context['known']})"
         case "missing":
-            missing = [repr(each["loc"][-1]) for each in (detail, *others) if each["type"] == "missing"]
-            return f"{place.rpartition(': ')[0]}: missing key {', '.join(missing)}"
+            *there, _ = detail["loc"]
+            missing = [each["loc"] for each in (detail, *others) if each["type"] == "missing"]
+            keys = [repr(key) for *where, key in missing if where == there]
+            return f"{place.rpartition(': ')[0]}: missing key {', '.join(keys)}"
         case "value_error":
             return f"{place}: {context['error']}" if detail["loc"] else str(context["error"])
         case "must_be":
