@@ -7,30 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.cli import main
 from zero_topo.cost.simulator import PHASES
 
 RECORD = str(ROOT / "benchmarks/records/cluster-t8.json")
 SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line and returns (status, stdout, stderr)."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(words)
-        seen = capsys.readouterr()
-        return status, seen.out, seen.err
-
-    return call
 
 
 def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from zero_topo.cli import main
 from zero_topo.cli.described import this_machine
 from zero_topo.topology import Topology, load_preset
 from zero_topo.topology.captures import Asked, read_captures
@@ -23,14 +22,12 @@ SAMPLES = Path(__file__).parents[1] / "data" / "devices"
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], no_job: None) -> Run:
+def run(run: Run) -> Run:
     """Runs ``zero-topo topology`` outside of any job; each word is a source unless it is an option or its number."""
 
     def call(*words: str) -> tuple[int, str, str]:
         parts = [("--from", word) if not word.startswith("-") and not word.isdecimal() else (word,) for word in words]
-        status = main(["topology", *(part for pair in parts for part in pair)])
-        seen = capsys.readouterr()
-        return status, seen.out, seen.err
+        return run("topology", *(part for pair in parts for part in pair))
 
     return call
 

@@ -156,7 +156,7 @@ def known_rates(topology: Topology) -> Rates | None:
 
 
 def rates_of(topology: Topology) -> Rates:
-    """As :func:`known_rates`.
+    """Rates of the preset that a topology has its name from.
 
     Raises:
         ValueError: if there are none.
