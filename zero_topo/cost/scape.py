@@ -31,7 +31,7 @@ def _(mode: ScapeSync, books: Books, widths: Sequence[int], itemsize: int) -> No
     book_sparse(mode, books, widths)
     inner, outer = sync_hops(books.plan)
     if inner is not None and outer[1] > outer[0]:
-        books.gather("sync", inner, outer[1] // outer[0] * _bits(sum(widths)))
+        books.gather(inner, outer[1] // outer[0] * _bits(sum(widths)))
 
 
 @mask_bytes.register

@@ -35,10 +35,10 @@ def book_sparse(mode: SparseSync, books: Books, widths: Sequence[int]) -> None:
     if peers == 1:
         return
     if inner is not None:
-        books.reduce("sync", inner, peers * columns * 4)
-    books.moves.append(Move("sync", *outer, round(peer_bytes(mode, widths, plan, peers)), gathers=False))
+        books.reduce(inner, peers * columns * 4)
+    books.moves.append(Move(*outer, round(peer_bytes(mode, widths, plan, peers)), gathers=False))
     if inner is not None and plan.optimizer < inner[1]:
-        books.gather("sync", (plan.optimizer, inner[1]), peers * columns * 4)
+        books.gather((plan.optimizer, inner[1]), peers * columns * 4)
 
 
 @singledispatch

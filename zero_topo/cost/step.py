@@ -23,7 +23,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, Books, book_phase, gather_spec
+from zero_topo.cost.volume import ITEMSIZES, gather_spec, phase_moves
 
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 
@@ -111,9 +111,8 @@ class Packets:
         return self._known[phase, numels]
 
     def _packet(self, phase: str, widths: Sequence[int]) -> Packet:
-        books = Books(self.config.plan)
-        message = book_phase(self.config, books, phase, widths, self._itemsize(phase))
-        found = [move for move in books.moves if move.sent]
+        moves, message = phase_moves(self.config, phase, widths, self._itemsize(phase))
+        found = [move for move in moves if move.sent]
         if not found:
             return Packet(phase, 0.0, 0.0, ())
         rates = self.network.rates

@@ -105,9 +105,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     sent: Counter[Key] = Counter()
 
     def add(phase: str, widths: Sequence[int], itemsize: int, times: int = 1) -> None:
-        books = Books(plan)
-        book_phase(config, books, phase, widths, itemsize)
-        for move in books.moves:
+        for move in phase_moves(config, phase, widths, itemsize)[0]:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
     add("gather_forward", gathered, work.itemsize, work.micro_batches)
@@ -129,7 +127,6 @@ class Move(NamedTuple):
     ``gathers`` tells a message for all members from one for each.
     """
 
-    phase: str
     lo: int
     hi: int
     sent: int
@@ -137,7 +134,7 @@ class Move(NamedTuple):
 
 
 class Books:
-    """Notes what a rank sends, hop by hop.
+    """Notes what a rank sends in a phase, hop by hop.
 
     Attributes:
         plan: routes and degrees.
@@ -148,48 +145,45 @@ class Books:
         self.plan = plan
         self.moves: list[Move] = []
 
-    def gather(self, phase: str, pair: tuple[int, int], message: int) -> None:
+    def gather(self, hop: tuple[int, int], message: int) -> None:
         """A message from each member to all others: outermost hop first, then all that came, inside."""
-        for lo, hi in reversed(self.plan.route(*pair)):
-            self.moves.append(Move(phase, lo, hi, (hi // lo - 1) * message, gathers=True))
+        for lo, hi in reversed(self.plan.route(*hop)):
+            self.moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
             message *= hi // lo
 
-    def reduce(self, phase: str, pair: tuple[int, int], message: int) -> None:
+    def reduce(self, hop: tuple[int, int], message: int) -> None:
         """A message from each member to each: by every hop, those for the destinations beyond it."""
-        for lo, hi in self.plan.route(*pair):
-            sent = (hi // lo - 1) * (pair[1] // hi) * message
-            self.moves.append(Move(phase, lo, hi, sent, gathers=False))
+        for lo, hi in self.plan.route(*hop):
+            self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
 
 
-def book_phase(config: ResolvedConfig, books: Books, phase: str, widths: Sequence[int], itemsize: int) -> int:
-    """Book one pass of a phase over some parameters.
+def phase_moves(config: ResolvedConfig, phase: str, widths: Sequence[int], itemsize: int) -> tuple[Sequence[Move], int]:
+    """What a rank sends in one pass of a phase over some parameters.
 
     Args:
         config: plan and wire formats.
-        books: where to.
         phase: one of ``plan.PHASES``.
         widths: columns of a world shard that each parameter takes.
         itemsize: bytes per element where nothing is quantized.
 
     Returns:
-        Bytes of a rank's message; 0 for sync, which sends several.
+        The moves, and bytes of a rank's message; 0 for sync, which sends several.
     """
-    hop = config.plan.hop(phase)
-    rows = config.plan.world_size // hop[1]
+    hop, books = config.plan.hop(phase), Books(config.plan)
+    rows, message = config.plan.world_size // hop[1], 0
     if phase == "sync":
         book_sync(config.sync, books, widths, itemsize)
-        return 0
-    if phase == "scatter":
+    elif phase == "scatter":
         message = message_bytes(rows * sum(widths), config.gradients_spec, itemsize)
-        books.reduce(phase, hop, message)
-        return message
-    if phase == "publish":
+        books.reduce(hop, message)
+    elif phase == "publish":
         message = rows_message(rows, widths, config.publish.spec, itemsize)
+        books.gather(hop, message)
     else:
         spec = gather_spec(config, phase)
         message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
-    books.gather(phase, hop, message)
-    return message
+        books.gather(hop, message)
+    return books.moves, message
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
@@ -214,9 +208,9 @@ def book_sync(mode: object, books: Books, widths: Sequence[int], itemsize: int) 
 def _(mode: DenseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
     """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
     plan, row = books.plan, sum(widths) * itemsize
-    books.reduce("sync", plan.hop("sync"), row)
+    books.reduce(plan.hop("sync"), row)
     whole = mode.reduce == "all_reduce"
-    books.gather("sync", (plan.gradients if whole else plan.optimizer, plan.world_size), row)
+    books.gather((plan.gradients if whole else plan.optimizer, plan.world_size), row)
 
 
 @book_sync.register
@@ -225,9 +219,9 @@ def _(mode: QuantizedSync, books: Books, widths: Sequence[int], itemsize: int) -
     plan = books.plan
     inner, outer = sync_hops(plan)
     if inner is not None:
-        books.reduce("sync", inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
-    books.reduce("sync", outer, rows_message(1, widths, mode.spec, itemsize))
-    books.gather("sync", (plan.optimizer, plan.world_size), sum(widths) * itemsize)
+        books.reduce(inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
+    books.reduce(outer, rows_message(1, widths, mode.spec, itemsize))
+    books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
 
 
 def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
