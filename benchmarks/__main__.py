@@ -6,28 +6,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from benchmarks import cluster, cluster_report, convergence, convergence_report
+from benchmarks.emulated_cluster import network
+from benchmarks.emulated_cluster.spec import load_spec
+from benchmarks.training_setup import TrainingSetup, width_for
+from zero_topo.bench.schemes import load_blocks, schemes_named
 from zero_topo.cli.app import run as run_command
 from zero_topo.cli.inputs import read_count, read_shape, words_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.recording import (
-    FAILED,
-    Json,
-    Keeper,
-    Plots,
-    Record,
-    failures_told,
-    finish,
-    progress,
-    record_file,
-)
-
-if TYPE_CHECKING:
-    from benchmarks.cluster import ClusterBench
+from zero_topo.cli.recording import FAILED, Outputs, measure
 
 app = typer.Typer(
     help="Measure what this repository claims.",
@@ -48,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class ClusterOptions:
+class ClusterOptions(Outputs):
     """Of ``benchmarks cluster``."""
 
     spec: Annotated[str, typer.Option(metavar="t8|t32|FILE", help="The cluster to emulate.")] = "t8"
@@ -61,41 +54,16 @@ class ClusterOptions:
     bucket: Annotated[int, typer.Option(min=1, help="DeepSpeed's reduce_bucket_size.")] = 5_000_000
     prefetch: Annotated[int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")] = 0
     blocks: Blocks = None
-    as_json: Json = False
-    record: Record = None
-    plots: Plots = None
     clean: Annotated[bool, typer.Option("--clean", help="Only remove what crashed runs left behind.")] = False
 
 
-@app.command()
+@app.command("cluster")
 @taking(ClusterOptions)
-def cluster(options: ClusterOptions) -> None:
+def cluster_command(options: ClusterOptions) -> None:
     """Time optimizer steps on an emulated cluster and let the kernel count what crosses its links (needs root)."""
-    from benchmarks import cluster_report
-    from benchmarks.cluster import dropped, run
-    from benchmarks.emulated_cluster import network
-
     if options.clean:
         print(f"removed {len(network.clean())} network namespaces of crashed runs")
         return
-    measured = _cluster_bench(options)
-    network.require()
-    keep = Keeper(record_file(options, "cluster"))
-    with failures_told(keep), progress(measured.ticks()) as tick:
-        content = run(measured, tick, keep)
-    finish(content, options, cluster_report, keep.file)
-    spoiled = dropped(content["results"])
-    if spoiled:
-        typer.echo(f"zero-topo: {spoiled}", err=True)
-        raise typer.Exit(FAILED)
-
-
-def _cluster_bench(options: ClusterOptions) -> ClusterBench:
-    from benchmarks.cluster import ClusterBench
-    from benchmarks.emulated_cluster.spec import load_spec
-    from benchmarks.training_setup import TrainingSetup, width_for
-    from zero_topo.bench.schemes import load_blocks, schemes_named
-
     setup = TrainingSetup(
         layers=options.layers,
         width=width_for(read_count(options.params, "--params"), options.layers),
@@ -106,11 +74,17 @@ def _cluster_bench(options: ClusterOptions) -> ClusterBench:
     )
     schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
     counts = tuple(read_count(word, "--micro-batches") for word in words_of(options.micro_batches))
-    return ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
+    wanted = cluster.ClusterBench(load_spec(options.spec), schemes, counts, setup, options.steps)
+    network.require()
+    content = measure(options, cluster_report, wanted.ticks(), partial(cluster.run, wanted))
+    spoiled = cluster.dropped(content["results"])
+    if spoiled:
+        typer.echo(f"zero-topo: {spoiled}", err=True)
+        raise typer.Exit(FAILED)
 
 
 @dataclass(frozen=True)
-class ConvergenceOptions:
+class ConvergenceOptions(Outputs):
     """Of ``benchmarks convergence``."""
 
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
@@ -124,30 +98,22 @@ class ConvergenceOptions:
     lr: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 2e-3
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
     blocks: Blocks = None
-    as_json: Json = False
-    record: Record = None
-    plots: Plots = None
 
 
-@app.command()
+@app.command("convergence")
 @taking(ConvergenceOptions)
-def convergence(options: ConvergenceOptions) -> None:
+def convergence_command(options: ConvergenceOptions) -> None:
     """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
-    from benchmarks import convergence_report
-    from benchmarks.convergence import Convergence, run
-    from benchmarks.training_setup import TrainingSetup, width_for
-    from zero_topo.bench.schemes import load_blocks, schemes_named
-
     width = width_for(read_count(options.params, "--params"), options.layers)
-    setup = TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr)
-    schemes = tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks)))
-    seeds = tuple(range(options.seeds))
-    shape = read_shape(options.shape)
-    wanted = Convergence(schemes, setup, options.steps, seeds, micro_batches=options.micro_batches, shape=shape)
-    keep = Keeper(record_file(options, "convergence"))
-    with failures_told(keep), progress(wanted.ticks()) as tick:
-        content = run(wanted, tick, keep)
-    finish(content, options, convergence_report, keep.file)
+    wanted = convergence.Convergence(
+        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
+        setup=TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr),
+        steps=options.steps,
+        seeds=tuple(range(options.seeds)),
+        micro_batches=options.micro_batches,
+        shape=read_shape(options.shape),
+    )
+    measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
 
 
 if __name__ == "__main__":

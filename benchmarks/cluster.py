@@ -10,26 +10,22 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any
 
 from benchmarks.emulated_cluster.counters import Snapshot, Traffic, between
-from benchmarks.emulated_cluster.network import FAST, EmulatedNetwork
+from benchmarks.emulated_cluster.network import FAST, EmulatedNetwork, signal_handled
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.ranks import Address, Place, Ranks, place
-from zero_topo.bench.records import Spread, machine, record
+from zero_topo.bench.records import GrowingRecord, Spread, Tick, machine, record
 from zero_topo.bench.schemes import BenchScheme
 from zero_topo.config import deepspeed_problems
 
 PROGRAM = "benchmarks.training:measure_all"
 PORT = 29500
 FEWEST_STEPS = 5
-Tick = Callable[[str, int], None]
-Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -87,42 +83,38 @@ class ClusterBench:
         return {"scheme": scheme.name, "block": block, **how}
 
 
-def run(bench: ClusterBench, tick: Tick, keep: Keep) -> dict[str, Any]:
+def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:
     """Measure everything.
 
     Args:
         bench: what.
         tick: called after each step and whenever something takes long, with a few words and the passes done since.
-        keep: called with the record so far after each result: what is measured is not lost if the rest fails.
 
-    Returns:
-        The record: ``results``, one for each scheme and number of micro-batches; ``message_bytes`` (the model in 16
-        bits); ``spec``; and how it was measured.
+    Yields:
+        The record so far, after each result: ``results``, one for each scheme and number of micro-batches;
+        ``message_bytes`` (the model in 16 bits); ``spec``; and how it was measured.
 
     Raises:
         ValueError: where no cluster can be built, or if a scheme is refused.
         RuntimeError: if a rank fails.
     """
-    host = machine()
-    settings = bench.settings()
+    host, settings, spec = machine(), bench.settings(), bench.spec
+    results: list[dict[str, Any]] = []
     tick("building the network", 0)
-    with _terminable(), EmulatedNetwork(bench.spec) as network:
+    # SIGTERM ends the block as Ctrl-C does, so that the network is taken down
+    with signal_handled(signal.SIGTERM, signal.default_int_handler), EmulatedNetwork(spec) as network:
         tick("starting the ranks", 0)
         with Ranks(PROGRAM, settings, _places(network)) as ranks:
-            under_way = _Run(network, ranks, tick, settings["jobs"])
-            for _ in under_way.follow():
-                keep(_record(bench, host, under_way))
-    return _record(bench, host, under_way)
-
-
-def _record(bench: ClusterBench, host: dict[str, Any], under_way: _Run) -> dict[str, Any]:
-    content = {
-        "results": under_way.results,
-        "message_bytes": bench.setup.message_bytes,
-        "spec": bench.spec.to_json(),
-        "compute_s_per_micro_batch": under_way.compute_s,
-    }
-    return {**record("cluster", bench.settings(), content), "machine": host}
+            observer = _Observer(network, ranks, tick)
+            for _, measured in ranks.results(settings["jobs"], observer.hear):
+                results.append(assemble(spec, measured, observer.traffic()))
+                content = {
+                    "results": results,
+                    "message_bytes": bench.setup.message_bytes,
+                    "spec": spec.to_json(),
+                    "compute_s_per_micro_batch": observer.compute_s,
+                }
+                yield {**record("cluster", settings, content), "machine": host}
 
 
 def dropped(results: Sequence[Mapping[str, Any]]) -> str | None:
@@ -138,64 +130,39 @@ def _places(network: EmulatedNetwork) -> list[Place]:
     return [place(rank, spec.world_size, spec.ranks_per_node, address, network.space(rank)) for rank in ranks]
 
 
-class _Run:
-    """The benchmark's side of a run: serves rank 0 until all ranks have ended.
+class _Observer:
+    """Serves rank 0 during a run: sets the links' rates, and reads the counters when all ranks stand still.
 
     Attributes:
         compute_s: forward and backward pass of one micro-batch.
-        results: one for each job that has ended.
     """
 
-    def __init__(self, network: EmulatedNetwork, ranks: Ranks, tick: Tick, jobs: Sequence[Mapping[str, Any]]) -> None:
-        self._network, self._ranks, self._tick, self._jobs = network, ranks, tick, jobs
+    def __init__(self, network: EmulatedNetwork, ranks: Ranks, tick: Tick) -> None:
+        self._network, self._ranks, self._tick = network, ranks, tick
         self._snapshots: list[Snapshot] = []
         self.compute_s = 0.0
-        self.results: list[dict[str, Any]] = []
 
-    def follow(self) -> Iterator[None]:
-        """Take every message; yields after each result.
-
-        Raises:
-            ValueError: if a scheme is refused.
-        """
-        for message in self._ranks.messages():
-            known = len(self.results)
-            getattr(self, f"_on_{message.pop('event')}")(**message)
-            if len(self.results) > known:
-                yield
-
-    def _on_compute(self, seconds: float) -> None:
-        self.compute_s = seconds
-
-    def _on_build(self) -> None:
-        self._tell(0)
-        self._network.set_rates(FAST)
+    def hear(self, job: Mapping[str, Any], event: str, seconds: float = 0.0) -> None:
+        """Do what rank 0 asks for during a job, and answer it."""
+        if event == "compute":
+            self.compute_s = seconds
+            return
+        if event in ("step", "build"):
+            count = job["micro_batches"]
+            passes = count if event == "step" else 0
+            self._tick(f"{job['scheme']}, {count} micro-batch{'es' * (count > 1)}", passes)
+        if event == "step":
+            return
+        if event in ("begin", "end"):
+            self._snapshots.append(self._network.at_rest())
+        else:
+            self._network.set_rates(FAST if event == "build" else self._network.spec.rates_mbit)
         self._ranks.reply({})
 
-    def _on_built(self) -> None:
-        self._network.set_rates(self._network.spec.rates_mbit)
-        self._ranks.reply({})
-
-    def _on_begin(self) -> None:
-        self._snapshots.append(self._network.at_rest())
-        self._ranks.reply({})
-
-    _on_end = _on_begin
-
-    def _on_step(self) -> None:
-        self._tell(self._jobs[len(self.results)]["micro_batches"])
-
-    def _on_measured(self, **measured: Any) -> None:
-        spec = self._network.spec
-        self.results.append(assemble(spec, measured, between(spec, *self._snapshots)))
-        self._snapshots = []
-
-    def _on_refused(self, scheme: str, reason: str) -> None:
-        raise ValueError(f"scheme {scheme!r} is refused: {reason}")
-
-    def _tell(self, passes: int) -> None:
-        job = self._jobs[len(self.results)]
-        self._tick(f"{job['scheme']}, {job['micro_batches']} micro-batch{'es' * (job['micro_batches'] > 1)}", passes)
+    def traffic(self) -> Traffic:
+        """Between the beginning and the end of the job that has ended."""
+        before, after = self._snapshots[-2:]
+        return between(self._network.spec, before, after)
 
 
 def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[str, Any]:
@@ -230,21 +197,3 @@ def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[
         "loss": measured["loss"],
         "step_seconds": seconds,
     }
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the block like Ctrl-C does, so that the network is taken down."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

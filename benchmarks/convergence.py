@@ -14,17 +14,15 @@ from typing import Any
 
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.ranks import Ranks, on_loopback
-from zero_topo.bench.records import record
+from zero_topo.bench.records import GrowingRecord, Tick, record
 from zero_topo.bench.schemes import BenchScheme
 from zero_topo.topology.presets import emulated
 
-PROGRAM = "benchmarks.convergence_training:train_all"
+PROGRAM = "benchmarks.training:train_all"
 STOCK = "stock"
 CHAOS = "chaos"
 CHANGE = 1e-6
 LAST_PART = 10  # the last tenth of a run
-Tick = Callable[[str, int], None]
-Keep = Callable[[dict[str, Any]], None]
 Curves = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
 
@@ -88,16 +86,16 @@ class Convergence:
         return self.steps * len(self.seeds) * len(self.runs())
 
 
-def run(wanted: Convergence, tick: Tick, keep: Keep) -> dict[str, Any]:
+def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
     """Train everything.
 
     Args:
         wanted: what.
         tick: called after each step, with a few words and the steps done since.
-        keep: called with the record so far after each run: what is trained is not lost if the rest fails.
 
-    Returns:
-        The record: ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
+    Yields:
+        The record so far, after each run: ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and
+        how it was measured.
 
     Raises:
         ValueError: if a scheme is refused.
@@ -106,25 +104,19 @@ def run(wanted: Convergence, tick: Tick, keep: Keep) -> dict[str, Any]:
     settings = wanted.settings()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     nodes, gpus, dies = wanted.shape
+
+    def stepped(job: Mapping[str, Any], event: str) -> None:
+        tick(f"{job['scheme']}, seed {job['seed']}", 1)
+
+    tick("starting the ranks", 0)
     with Ranks(PROGRAM, settings, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
-        jobs = iter(settings["jobs"])
-        job = next(jobs)
-        tick("starting the ranks", 0)
-        for message in ranks.messages():
-            event = message.pop("event")
-            if event == "refused":
-                raise ValueError(f"scheme {message['scheme']!r} is refused: {message['reason']}")
-            if event == "trained":
-                curves.setdefault(message.pop("scheme"), {})[message.pop("seed")] = message
-                job = next(jobs, job)
-                keep(_record(settings, curves))
-            tick(f"{job['scheme']}, seed {job['seed']}", int(event == "step"))
-    return _record(settings, curves)
-
-
-def _record(settings: dict[str, Any], curves: Curves) -> dict[str, Any]:
-    content = {"results": compare(curves), "curves": {name: _losses(seeds) for name, seeds in curves.items()}}
-    return record("convergence", settings, content)
+        for job, curve in ranks.results(settings["jobs"], stepped):
+            curves.setdefault(job["scheme"], {})[job["seed"]] = curve
+            losses = {
+                scheme: {str(seed): found["losses"] for seed, found in seeds.items()}
+                for scheme, seeds in curves.items()
+            }
+            yield record("convergence", settings, {"results": compare(curves), "curves": losses})
 
 
 def compare(curves: Curves) -> list[dict[str, Any]]:
@@ -159,10 +151,6 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
         row["crossing_bytes"] = None if None in crossing else _mean(crossing)
         results.append(row)
     return results
-
-
-def _losses(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    return {str(seed): run["losses"] for seed, run in seeds.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from benchmarks.cluster_report import COLOURS
 from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.units import MB
 
 STOCK = "stock"
 CHAOS = "chaos"
 WIDTH = 116
-MB = 1e6
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
     "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: "

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of a benchmark runs: the example's GPT under one scheme after another, in one process.
+"""What each rank of a benchmark that trains runs: the example's GPT under one scheme after another, in one process.
 
 ``measure_all`` times optimizer steps for ``benchmarks cluster``. Its rank 0 asks the benchmark to read the kernel's
-counters while every rank stands still, before and after the measured steps.
+counters while every rank stands still, before and after the measured steps. ``train_all`` trains on for
+``benchmarks convergence``, every run on the same data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,15 +29,17 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_topo
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
-from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.floors import floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.control import Control
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
+from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
 from zero_topo.quant.registry import select_quantizer
 
 COMPUTE_REPEATS = 3
+EVALUATION_BATCHES = 8
 
 
 def prepare() -> None:
@@ -82,62 +86,69 @@ def engine_of(model: GPT, config: dict[str, Any], schedule: Callable[[int], floa
 
 @dataclass(frozen=True)
 class Bench:
-    """What the runs of one start have in common on this rank."""
+    """What the runs of one start have in common on this rank.
+
+    Attributes:
+        setup: model and DeepSpeed config.
+        steps, warmup: of each run.
+        control: the line to the benchmark.
+        corpus: the text.
+        fence: a process group that no run uses.
+    """
 
     setup: TrainingSetup
-    spec: Spec
     steps: int
     warmup: int
-    control: Control | None
+    control: Control
+    corpus: Corpus
     fence: dist.ProcessGroup
-    text: Tensor
+
+    @classmethod
+    def start(cls, settings: dict[str, Any], control: Control) -> Bench:
+        """Join the other ranks; ``settings`` are those of the benchmark."""
+        behave()
+        deepspeed.init_distributed("gloo", verbose=False)
+        setup = TrainingSetup(**settings["setup"])
+        corpus = Corpus.load(None, setup.context)
+        return cls(setup, settings["steps"], settings["warmup"], control, corpus, dist.new_group())
 
     def stand_still(self, event: str) -> None:
         """Every rank waits here while the benchmark reads the counters."""
         dist.barrier(self.fence)
-        if self.control is not None:
-            self.control.ask({"event": event})
+        self.control.ask({"event": event})
         dist.barrier(self.fence)
 
-    def tell(self, **message: Any) -> None:
-        """Rank 0 tells the benchmark something."""
-        if self.control is not None:
-            self.control.send(message)
-
-    def micro_batches(self, step: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    def micro_batches(self, step: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's data of a step."""
         shape = (self.setup.batch, self.setup.context)
-        return [batch(self.text, shape, 0, step * count + k, dist.get_rank()) for k in range(count)]
+        return [batch(self.corpus.train, shape, seed, step * count + k, dist.get_rank()) for k in range(count)]
+
+    def train_step(self, engine: Any, step: int, seed: int = 0) -> float:
+        """One optimizer step; the mean loss of its micro-batches on this rank."""
+        total = 0.0
+        data = self.micro_batches(step, engine.gradient_accumulation_steps(), seed)
+        for tokens, targets in data:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach())
+        return total / len(data)
 
 
-def measure_all(settings: dict[str, Any], control: Control | None) -> None:
+# -- benchmarks cluster ------------------------------------------------------------------------------------------------
+
+
+def measure_all(settings: dict[str, Any], control: Control) -> None:
     """Measure every job of the settings, one after the other; the program of ``benchmarks cluster``.
 
     Args:
         settings: ``setup``, ``spec``, ``steps``, ``warmup``, and ``jobs``: objects of ``scheme``, ``block``, ``ring``
             and ``micro_batches``.
-        control: rank 0's line to the benchmark.
+        control: the line to the benchmark.
     """
-    behave()
-    deepspeed.init_distributed("gloo", verbose=False)
-    setup = TrainingSetup(**settings["setup"])
-    bench = Bench(
-        setup=setup,
-        spec=Spec.from_json("spec", settings["spec"]),
-        steps=settings["steps"],
-        warmup=settings["warmup"],
-        control=control,
-        fence=dist.new_group(),
-        text=Corpus.load(None, setup.context).train,
-    )
-    bench.tell(event="compute", seconds=compute_seconds(bench))
-    for job in settings["jobs"]:
-        try:
-            result = measure(bench, job)
-        except ValueError as error:  # the same on every rank: a block or a config that is refused
-            bench.tell(event="refused", scheme=job["scheme"], reason=str(error))
-            break
-        bench.tell(event="measured", **result)
+    bench = Bench.start(settings, control)
+    control.send({"event": "compute", "seconds": compute_seconds(bench)})
+    control.send_results(settings["jobs"], partial(measure, bench, Spec.from_json("spec", settings["spec"])))
     leave()
 
 
@@ -146,7 +157,7 @@ def compute_seconds(bench: Bench) -> float:
     model = build_model(bench.setup, 0).bfloat16()
     seconds = []
     for step in range(1 + COMPUTE_REPEATS):
-        ((tokens, targets),) = bench.micro_batches(step, 1)
+        ((tokens, targets),) = bench.micro_batches(step, 1, 0)
         dist.barrier(bench.fence)
         began = time.perf_counter()
         model(tokens, targets).backward()
@@ -156,7 +167,7 @@ def compute_seconds(bench: Bench) -> float:
     return statistics.median(seconds[1:])
 
 
-def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
+def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
     """One scheme with one number of micro-batches; the same result on every rank.
 
     While the engine is built, which broadcasts the model, the links are fast. Steps follow each other without a
@@ -168,7 +179,7 @@ def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
     with engine_of(build_model(bench.setup, 0), config) as engine, ring_under_deepspeed(job["ring"]):
         bench.stand_still("built")
         for step in range(bench.warmup):
-            train_step(bench, engine, step)
+            bench.train_step(engine, step)
         bench.stand_still("begin")
         own = _measured_steps(bench, engine)
         bench.stand_still("end")
@@ -182,7 +193,7 @@ def measure(bench: Bench, job: dict[str, Any]) -> dict[str, Any]:
             "step_seconds": [after - before for before, after in pairwise(last)],
             "cpu_s": sum(rank["cpu_s"] for rank in ranks),
             "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            **_expected(bench, engine, job),
+            **_expected(spec, engine, job),
         }
 
 
@@ -190,38 +201,83 @@ def _measured_steps(bench: Bench, engine: Any) -> dict[str, Any]:
     """One step more than are timed: when each ended, CPU seconds of a step, and the last loss, on this rank."""
     ends, busy, loss = [], time.process_time(), 0.0
     for step in range(bench.warmup, bench.warmup + 1 + bench.steps):
-        loss = train_step(bench, engine, step)
+        loss = bench.train_step(engine, step)
         ends.append(time.perf_counter())
-        bench.tell(event="step")
+        bench.control.send({"event": "step"})
     return {"ends": ends, "cpu_s": (time.process_time() - busy) / len(ends), "loss": loss}
 
 
-def train_step(bench: Bench, engine: Any, step: int) -> float:
-    """One optimizer step; the mean loss of its micro-batches on this rank."""
-    total = 0.0
-    data = bench.micro_batches(step, engine.gradient_accumulation_steps())
-    for tokens, targets in data:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        total += float(loss.detach())
-    return total / len(data)
-
-
-def _expected(bench: Bench, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _expected(spec: Spec, engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What the formulas say of the job, and what our own meter and clock, if any, counted on this rank."""
-    stats = None if job["block"] is None else zero_topo.stats(engine)
-    expected = _loads(bench, engine, job, stats)
-    table = phases(expected, bench.spec)
-    for (phase, domain), nbytes in ({} if stats is None else stats.step_bytes).items():
-        table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
-    for phase, seconds in ({} if stats is None else stats.phase_seconds).items():
-        table.setdefault(phase, {})["seconds"] = seconds
-    return {"formula": uplink_bytes(expected), "floor_s": floors(expected, bench.spec), "phases": table}
+    if job["block"] is None:
+        numels = [parameter.ds_numel for parameter in engine.module.parameters()]
+        expected = stock_loads(numels, job["micro_batches"], spec, job["ring"])
+        table = phases(expected, spec)
+    else:
+        stats = zero_topo.stats(engine)
+        expected = loads(stats.config, stats.work, spec)
+        table = phases(expected, spec)
+        for (phase, domain), nbytes in stats.step_bytes.items():
+            table.setdefault(phase, {}).setdefault("metered", {})[domain] = nbytes
+        for phase, seconds in stats.phase_seconds.items():
+            table.setdefault(phase, {})["seconds"] = seconds
+    return {"formula": uplink_bytes(expected), "floor_s": floors(expected, spec), "phases": table}
 
 
-def _loads(bench: Bench, engine: Any, job: dict[str, Any], stats: Any) -> list[Load]:
-    if stats is not None:
-        return loads(stats.config, stats.work, bench.spec)
-    numels = [parameter.ds_numel for parameter in engine.module.parameters()]
-    return stock_loads(numels, job["micro_batches"], bench.spec, job["ring"])
+# -- benchmarks convergence --------------------------------------------------------------------------------------------
+
+
+def train_all(settings: dict[str, Any], control: Control) -> None:
+    """Train every job of the settings; the program of ``benchmarks convergence``.
+
+    Args:
+        settings: ``setup``, ``steps``, ``warmup``, ``micro_batches``, and ``jobs``: objects of ``scheme``, ``block``,
+            ``seed`` and ``change`` (of the initial weights).
+        control: the line to the benchmark.
+    """
+    bench = Bench.start(settings, control)
+    control.send_results(settings["jobs"], partial(train, bench, settings["micro_batches"]))
+    leave()
+
+
+def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, Any]:
+    """One run: the mean loss of each step over ranks and micro-batches, and the evaluation loss at the end."""
+    model = build_model(bench.setup, job["seed"])
+    change(model, job["change"], job["seed"])
+    config = bench.setup.deepspeed(job["block"], micro_batches, job["optimizer"])
+    values = []
+    with engine_of(model, config, warm_up_and_cosine(bench.steps, bench.warmup)) as engine:
+        for step in range(bench.steps):
+            values.append(bench.train_step(engine, step, job["seed"]))
+            bench.control.send({"event": "step"})
+        values.append(evaluate(bench, engine))
+        sent = None if job["block"] is None else crossing(engine)
+    every = torch.tensor([*values, sent or 0], dtype=torch.float64)
+    dist.all_reduce(every)
+    *curve, last, mean_sent = (every / dist.get_world_size()).tolist()
+    return {"losses": curve, "evaluation": last, "crossing_bytes": None if sent is None else mean_sent}
+
+
+def crossing(engine: Any) -> float:
+    """Bytes a step that this rank sent out of its node for sync and publish."""
+    stats = zero_topo.stats(engine)
+    return sum(stats.total_bytes.get((phase, "world"), 0) for phase in ("sync", "publish")) / stats.steps
+
+
+@torch.no_grad()
+def evaluate(bench: Bench, engine: Any) -> float:
+    """Mean loss of this rank on text that the training never sees."""
+    engine.eval()
+    shape, text = (bench.setup.batch, bench.setup.context), bench.corpus.evaluation
+    data = [batch(text, shape, EVALUATION_SEED, number, dist.get_rank()) for number in range(EVALUATION_BATCHES)]
+    losses = [float(engine(tokens, targets)) for tokens, targets in data]
+    engine.train()
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def change(model: GPT, size: float, seed: int) -> None:
+    """Move every weight by a normal random number of that size; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters() if size else ():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)

@@ -105,24 +105,8 @@ def _bridge(space: str, name: str) -> Iterator[Command]:
 
 
 def _pair(space: str, name: str, other_space: str, other: str) -> Iterator[Command]:
-    mtu = ("mtu", str(MTU))
-    yield (
-        "ip",
-        "-n",
-        space,
-        "link",
-        "add",
-        name,
-        *mtu,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        other,
-        "netns",
-        other_space,
-        *mtu,
-    )
+    here, there = ("ip", "-n", space, "link", "add", name), ("type", "veth", "peer", "name", other)
+    yield (*here, "mtu", str(MTU), *there, "netns", other_space, "mtu", str(MTU))
 
 
 def _attach(space: str, name: str, bridge: str) -> Command:

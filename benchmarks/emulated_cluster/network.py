@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.emulated_cluster import commands
 from benchmarks.emulated_cluster.commands import Command
@@ -53,7 +54,7 @@ class EmulatedNetwork:
         self._remove()
 
     def _remove(self) -> None:
-        with _uninterrupted():
+        with signal_handled(signal.SIGINT, signal.SIG_IGN):
             for space in commands.spaces(self.spec, self.prefix):
                 if (NAMESPACES / space).exists():
                     _run(("ip", "netns", "del", space))
@@ -172,17 +173,17 @@ def _alive(match: re.Match[str]) -> bool:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Lets no Ctrl-C into the block."""
+def signal_handled(number: int, handler: Any) -> Iterator[None]:
+    """A signal's handler within the block; does nothing in another thread than the main one, which alone gets any."""
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread, which alone gets it
+        before = signal.signal(number, handler)
+    except ValueError:
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 def _run(command: Command) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -357,8 +358,8 @@ def test_what_was_measured_before_a_failure_is_kept(
 ) -> None:
     """A rank that fails after an hour costs what follows, not what is measured; its words are told without a trace."""
 
-    def run(bench: ClusterBench, tick: Any, keep: Any) -> None:
-        keep({"results": [bench.spec.name]})
+    def run(bench: ClusterBench, tick: Any) -> Iterator[dict[str, Any]]:
+        yield {"results": [bench.spec.name]}
         raise error
 
     monkeypatch.setattr("benchmarks.cluster.run", run)

@@ -12,10 +12,10 @@ import torch
 from benchmarks import convergence_report
 from benchmarks.__main__ import main
 from benchmarks.convergence import CHANGE, Convergence, compare
-from benchmarks.convergence_training import change, warm_up_and_cosine
-from benchmarks.training import build_model
+from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.schemes import schemes_named
+from zero_topo.examples.train_gpt import warm_up_and_cosine
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
 

@@ -25,7 +25,9 @@ def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
     """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones say why."""
-    content = run(QUICK)
+    ticks: list[int] = []
+    *_, content = run(QUICK, lambda words, done: ticks.append(done))
+    assert sum(ticks) == QUICK.ticks()
     assert {"benchmark", "machine", "versions", "settings", "results", "skipped"} <= set(content)
     assert all(set(row) >= KEYS for row in content["results"])
     names = {row["backend"] for row in content["results"]}

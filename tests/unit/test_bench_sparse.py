@@ -19,9 +19,9 @@ from zero_topo.config import SPARSE_MODES
 def test_every_mode_is_measured_and_dense_once() -> None:
     """A mode that is added to the config is added to the benchmark."""
     jobs = list(SparseBench(sources=("synthetic",), densities=(0.1, 0.01)).jobs())
-    assert {job["mode"] for job in jobs} == {"dense", *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
-    assert [job["density"] for job in jobs if job["mode"] == "dense"] == [1.0]
-    assert all(sum(job["mode"] == mode.MODE for job in jobs) == 2 for mode in SPARSE_MODES)
+    assert {job["scheme"] for job in jobs} == {"dense", *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
+    assert [job["density"] for job in jobs if job["scheme"] == "dense"] == [1.0]
+    assert all(sum(job["scheme"] == mode.MODE for job in jobs) == 2 for mode in SPARSE_MODES)
 
 
 @pytest.mark.parametrize(

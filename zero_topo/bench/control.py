@@ -1,55 +1,50 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a benchmark and its rank 0 say to each other: one JSON object a line, over a pair of sockets."""
+"""What a rank says to the benchmark that started it."""
 
 from __future__ import annotations
 
-import json
-import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 class Control:
-    """One end of the conversation.
+    """A rank's line to its benchmark. That of rank 0 alone leads there: the others' words go nowhere.
 
     Args:
-        end: a connected stream socket; owned by this object.
+        line: owned by this object; None on the other ranks.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._lines = end.makefile("r", encoding="utf-8")
+    def __init__(self, line: Connection | None) -> None:
+        self._line = line
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Say something; does not wait for anything."""
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        if self._line is not None:
+            self._line.send(message)
 
-    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """What the other end says next, or None if it has hung up.
-
-        Raises:
-            TimeoutError: if it says nothing for so long. The conversation is over then.
-        """
-        self._socket.settimeout(timeout_s)
-        try:
-            line = self._lines.readline()
-        except ConnectionResetError:
-            return None
-        return dict(json.loads(line)) if line else None
-
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Say something and wait for the answer.
+    def ask(self, message: Mapping[str, Any]) -> Any:
+        """Say something and wait for the answer; None on the other ranks.
 
         Raises:
-            ConnectionError: if the other end has hung up.
+            ConnectionError: if the benchmark has hung up.
         """
         self.send(message)
-        answer = self.receive()
-        if answer is None:
-            raise ConnectionError("the benchmark that started this rank is gone")
-        return answer
+        try:
+            return None if self._line is None else self._line.recv()
+        except EOFError:
+            raise ConnectionError("the benchmark that started this rank is gone") from None
 
-    def close(self) -> None:
-        """Hang up."""
-        self._lines.close()
-        self._socket.close()
+    def send_results(
+        self, jobs: Iterable[dict[str, Any]], measure: Callable[[dict[str, Any]], Mapping[str, Any]]
+    ) -> None:
+        """Measure one job after the other and send what comes of each, as ``Ranks.results`` takes it.
+
+        A job that is refused ends this, on every rank alike: by its block or its config.
+        """
+        for job in jobs:
+            try:
+                result = measure(job)
+            except ValueError as error:
+                return self.send({"event": "refused", "reason": str(error)})
+            self.send({"event": "measured", **result})

@@ -31,7 +31,7 @@ COMPILER = ("g++", "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel of a peer: its name, how to run it once, the bytes it reads and writes, and its format."""
+    """One kernel: its name, how to run it once on buffers of its own, the bytes it reads and writes, its format."""
 
     name: str
     call: Callable[[], object]

@@ -18,16 +18,15 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
-from zero_topo.bench.peers import ROW, SOURCES, Peer, keep_freed_memory, peers
-from zero_topo.bench.records import Spread, record
+from zero_topo.bench.peers import ROW, SOURCES, Op, keep_freed_memory, peers
+from zero_topo.bench.records import GrowingRecord, Spread, Tick, record
 from zero_topo.collectives.wire import DTYPES
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.registry import BACKENDS
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.units import GB
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
 
@@ -66,35 +65,31 @@ class Settings:
             )
         [BlockSpec(bits, block) for bits in self.bits for block in self.block_sizes]  # refuses unknown ones
 
+    def rounds(self) -> list[tuple[str, int]]:
+        """Each dtype with each number of threads, of which a GPU needs one."""
+        threads = self.threads if self.device == "cpu" else self.threads[:1]
+        return [(dtype, count) for dtype in self.dtypes for count in threads]
+
+    def ticks(self) -> int:
+        """Formats that :func:`run` announces, one tick each."""
+        return len(self.rounds()) * len(self.bits) * len(self.block_sizes)
+
     def to_json(self) -> dict[str, Any]:
         """In JSON types."""
         return {**asdict(self), "sources": SOURCES}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kernel on one kind of buffer.
-
-    Attributes:
-        call: runs it once, on buffers of its own.
-        traffic: bytes it reads and writes.
-    """
-
-    backend: str
-    op: str
-    dtype: str
-    bits: int
-    block_size: int | None
-    call: Callable[[], object]
-    traffic: int
-
-
-def run(settings: Settings) -> dict[str, Any]:
+def run(settings: Settings, tick: Tick) -> GrowingRecord:
     """Measure everything.
 
-    Returns:
-        The record; ``results`` has one entry per kernel and number of threads: backend, op, dtype, bits, block_size,
-        threads, seconds (with spread), gb_per_s, memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is not there.
+    Args:
+        settings: what.
+        tick: called after each format of each round, with the word for what is measured and 1.
+
+    Yields:
+        The record so far, after each round of one dtype and number of threads; ``results`` has one entry per kernel and
+        number of threads: backend, op, dtype, bits, block_size, threads, seconds (with spread), gb_per_s,
+        memcpy_gb_per_s and memcpy_ratio. ``skipped`` says what is not there.
     """
     results: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
@@ -102,23 +97,20 @@ def run(settings: Settings) -> dict[str, Any]:
     keep_freed_memory()
     device = torch.device(settings.device)
     quantizers, others = _quantizers(device, skipped), list(peers(device, skipped))
-    threads = settings.threads if settings.device == "cpu" else settings.threads[:1]
-    rounds = [(dtype, count) for dtype in settings.dtypes for count in threads]
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("kernels", total=len(rounds) * len(settings.bits) * len(settings.block_sizes))
-        for dtype, count in rounds:
-            torch.set_num_threads(count)
-            x = _values(settings.nbytes, DTYPES[dtype], device)
-            alien = [case for peer in others for case in _peer_cases(peer, dtype, x)]
-            for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
-                cases = [case for quantizer in quantizers for case in _cases(quantizer, dtype, spec, x)]
-                cases += [c for c in alien if (c.bits, c.block_size) == (spec.bits, spec.block_size)]
-                results += [{**result, "threads": count} for result in _measured(cases, settings)]
-                bar.advance(task)
-    torch.set_num_threads(before)
     name = torch.cuda.get_device_name() if settings.device == "cuda" else None
-    return record("quantizers", settings.to_json(), {"device": name, "results": results, "skipped": skipped})
+    for dtype, count in settings.rounds():
+        torch.set_num_threads(count)
+        x = _values(settings.nbytes, DTYPES[dtype], device)
+        alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
+        for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
+            kernels = [(quantizer.name, op) for quantizer in quantizers for op in _ops(quantizer, spec, x)]
+            kernels += [(peer, op) for peer, op in alien if (op.bits, op.block_size) == (spec.bits, spec.block_size)]
+            timed = _timed([op for _, op in kernels], settings)
+            for (backend, op), result in zip(kernels, timed, strict=True):
+                results.append({"backend": backend, "op": op.name, "dtype": dtype, **result, "threads": count})
+            tick("kernels", 1)
+        torch.set_num_threads(before)
+        yield record("quantizers", settings.to_json(), {"device": name, "results": results, "skipped": skipped})
 
 
 def _quantizers(device: torch.device, skipped: dict[str, str]) -> list[Quantizer]:
@@ -137,59 +129,47 @@ def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=generator).to(dtype).to(device)
 
 
-def _cases(quantizer: Quantizer, dtype: str, spec: BlockSpec, x: Tensor) -> list[Case]:
+def _ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
     message = quantizer.quantize(x, spec)
     back = torch.zeros_like(x)
-    part = x[: x.numel() // SOURCES]
-    messages = [quantizer.quantize(x[i * part.numel() : (i + 1) * part.numel()], spec) for i in range(SOURCES)]
-    total = torch.zeros_like(part)
+    messages = [quantizer.quantize(part, spec) for part in x.chunk(SOURCES)]
+    total = torch.zeros_like(x[: x.numel() // SOURCES])
     both = x.nbytes + message.nbytes
     reduced = sum(m.nbytes for m in messages) + total.nbytes
-
-    def case(op: str, call: Callable[[], object], traffic: int) -> Case:
-        return Case(quantizer.name, op, dtype, spec.bits, spec.block_size, call, traffic)
-
+    kind = spec.bits, spec.block_size
     return [
-        case("quantize", lambda: quantizer.quantize(x, spec, message), both),
-        case("dequantize", lambda: quantizer.dequantize(message, spec, back), both),
-        case("dequantize_reduce", lambda: quantizer.dequantize_reduce(messages, spec, total), reduced),
+        Op("quantize", lambda: quantizer.quantize(x, spec, message), both, *kind),
+        Op("dequantize", lambda: quantizer.dequantize(message, spec, back), both, *kind),
+        Op("dequantize_reduce", lambda: quantizer.dequantize_reduce(messages, spec, total), reduced, *kind),
     ]
 
 
-def _peer_cases(peer: Peer, dtype: str, x: Tensor) -> list[Case]:
-    found = peer.prepare(x)
-    return [Case(peer.name, op.name, dtype, op.bits, op.block_size, op.call, op.traffic) for op in found]
-
-
-def _measured(cases: Sequence[Case], settings: Settings) -> list[dict[str, Any]]:
+def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:
     """Times kernels of one format in turns, each beside a copy of its traffic."""
-    most = max(case.traffic for case in cases) // 2
+    most = max(op.traffic for op in ops) // 2
     places = [most * k for k in range(PLACES)]
     source = torch.ones(most * PLACES, dtype=torch.uint8, device=settings.device)
     target = torch.zeros_like(source)
     place = cycle(places)
     clock = _Clock(settings.device)
-    own: list[list[float]] = [[] for _ in cases]
-    copies: list[list[float]] = [[] for _ in cases]
+    own: list[list[float]] = [[] for _ in ops]
+    copies: list[list[float]] = [[] for _ in ops]
     for turn in range(-1, settings.repeats):
-        for case, times, copied in zip(cases, own, copies, strict=True):
+        for op, times, copied in zip(ops, own, copies, strict=True):
             begin = next(place)
-            end = begin + case.traffic // 2
-            took = clock.time(case.call), clock.time(partial(target[begin:end].copy_, source[begin:end]))
+            end = begin + op.traffic // 2
+            took = clock.time(op.call), clock.time(partial(target[begin:end].copy_, source[begin:end]))
             if turn >= 0:
                 times.append(took[0])
                 copied.append(took[1])
-    return [_result(case, Spread.of(a), Spread.of(b)) for case, a, b in zip(cases, own, copies, strict=True)]
+    return [_result(op, Spread.of(a), Spread.of(b)) for op, a, b in zip(ops, own, copies, strict=True)]
 
 
-def _result(case: Case, own: Spread, copy: Spread) -> dict[str, Any]:
-    speed, copied = case.traffic / own.median / 1e9, case.traffic // 2 * 2 / copy.median / 1e9
+def _result(op: Op, own: Spread, copy: Spread) -> dict[str, Any]:
+    speed, copied = op.traffic / own.median / GB, op.traffic // 2 * 2 / copy.median / GB
     return {
-        "backend": case.backend,
-        "op": case.op,
-        "dtype": case.dtype,
-        "bits": case.bits,
-        "block_size": case.block_size,
+        "bits": op.bits,
+        "block_size": op.block_size,
         "gb_per_s": speed,
         "memcpy_gb_per_s": copied,
         "memcpy_ratio": speed / copied,

@@ -15,18 +15,18 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from zero_topo.bench.control import Control
 
 CLONE_NEWNET = 0x40000000
-Program = Callable[[dict[str, Any], Control | None], None]
+Program = Callable[[dict[str, Any], Control], None]
 
 
 def main(arguments: list[str]) -> int:
@@ -55,13 +55,9 @@ def _load(name: str) -> Program:
     """The function, of a module that may have a ``prepare()`` to be called once, before the fork."""
     module_name, _, function = name.partition(":")
     module = importlib.import_module(module_name)
-    getattr(module, "prepare", _nothing)()
+    getattr(module, "prepare", lambda: None)()
     program: Program = getattr(module, function)
     return program
-
-
-def _nothing() -> None:
-    return None
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
@@ -92,14 +88,14 @@ def enter_network(space: str) -> None:
         os.close(descriptor)
 
 
-def _control(descriptor: int, rank: int) -> Control | None:
+def _control(descriptor: int, rank: int) -> Control:
     if rank == 0:
-        return Control(socket.socket(fileno=descriptor))
+        return Control(Connection(descriptor))
     os.close(descriptor)
-    return None
+    return Control(None)
 
 
-def _run(program: Program, settings: dict[str, Any], control: Control | None) -> None:
+def _run(program: Program, settings: dict[str, Any], control: Control) -> None:
     """The rest of a rank's life."""
     status = 1
     try:

@@ -16,26 +16,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import zero_topo
-from zero_topo.bench.control import Control
 
-_OF_LAUNCHERS = (
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "MASTER_",
-    "CROSS_",
-    "GROUP_",
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "TORCHELASTIC_",
-)
+_FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _SILENCE_S = 900.0  # longer than any step
 _ENDING_S = 5.0  # for the parent to end its ranks and itself
 _LINES = 30  # of a failed rank's log, in the error
@@ -107,7 +96,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         file = Path(self._folder.name) / "world.json"
         file.write_text(json.dumps(self._world), encoding="utf-8")
-        ours, theirs = socket.socketpair()
+        self._control, theirs = Pipe()
         self._lifeline_end, self._lifeline = os.pipe()  # the parent of the ranks ends them when this end is closed
         command = [sys.executable, "-m", "zero_topo.bench.rank_main", str(file)]
         with open(self._log("parent"), "wb") as log:
@@ -122,7 +111,6 @@ class Ranks:
             )
         theirs.close()
         os.close(self._lifeline_end)
-        self._control = Control(ours)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,16 +132,40 @@ class Ranks:
             RuntimeError: if a rank fails or all are silent for too long, with the end of the log.
         """
         while True:
+            if not self._control.poll(_SILENCE_S):
+                raise RuntimeError(f"the ranks said nothing for {_SILENCE_S:.0f} s; {self._last_words(0)}")
             try:
-                message = self._control.receive(_SILENCE_S)
-            except TimeoutError:
-                raise RuntimeError(f"the ranks said nothing for {_SILENCE_S:.0f} s; {self._last_words(0)}") from None
-            if message is None:
+                message = self._control.recv()
+            except (EOFError, OSError):  # rank 0 has ended, perhaps in the middle of a word
                 break
             yield message
         status = self._process.wait()
         if status:
             raise RuntimeError(f"the ranks did not finish; {self._failure()}")
+
+    def results(
+        self, jobs: Sequence[dict[str, Any]], hear: Callable[..., None]
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each job with its result, as they come from ``Control.send_results``.
+
+        Args:
+            jobs: those that the ranks were given, in their order.
+            hear: called for what else rank 0 says, with the job under way, the event, and what the message holds.
+
+        Raises:
+            ValueError: if a job is refused.
+            RuntimeError: as from :meth:`messages`.
+        """
+        done = 0
+        for message in self.messages():
+            event = message.pop("event")
+            if event == "refused":
+                raise ValueError(f"scheme {jobs[done]['scheme']!r} is refused: {message['reason']}")
+            if event != "measured":
+                hear(jobs[done], event, **message)
+                continue
+            done += 1
+            yield jobs[done - 1], message
 
     def reply(self, message: Mapping[str, Any]) -> None:
         """Answer what rank 0 asked last."""
@@ -175,7 +187,7 @@ class Ranks:
 
 def _environment() -> dict[str, str]:
     """Of the ranks' parent: one thread each on the CPU, and nothing that a launcher around us has set."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     root = Path(zero_topo.__file__).resolve().parent.parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja

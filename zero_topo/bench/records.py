@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,10 @@ from zero_topo import __version__
 
 FORMAT = 1
 LIBRARIES = ("torch", "deepspeed", "numpy", "triton")
+Tick = Callable[[str, int], None]
+"""Called with a few words on what is under way, and the units of work done since the last call."""
+GrowingRecord = Generator[dict[str, Any], None, None]
+"""The record so far, whenever something was measured: what is measured is not lost if the rest fails."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ Note [What is measured]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
 from zero_topo.bench.ranks import Ranks, on_loopback
-from zero_topo.bench.records import record
+from zero_topo.bench.records import GrowingRecord, Tick, record
 from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
@@ -29,7 +29,6 @@ MODES = (DENSE, *(mode.MODE for mode in SPARSE_MODES))
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"oktopk": {"tau": 8, "tau_prime": 8}, "radius": {"interval": 8}}
 )
-Tick = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,17 @@ class SparseBench:
         for block in (job["block"] for job in self.jobs()):
             resolve_config(ZeroTopoConfig.parse(block), emulated(min(self.ranks), 1, 1))
 
+    def ticks(self) -> int:
+        """Measurements that :func:`run` announces, one tick each."""
+        return len(list(self.jobs())) * len(self.ranks)
+
     def jobs(self) -> Iterator[dict[str, Any]]:
         """Each mode at each density, on each source of gradients."""
         for source in self.sources:
             for mode in self.modes:
                 for density in (1.0,) if mode == DENSE else self.densities:
                     block = data_parallel(sync_of(mode, density))
-                    yield {"source": source, "mode": mode, "density": density, "block": block}
+                    yield {"source": source, "scheme": mode, "density": density, "block": block}
 
 
 def sync_of(mode: str, density: float) -> dict[str, Any]:
@@ -90,29 +93,28 @@ def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
     return {**everything, "quantize": plain, "sync": sync}
 
 
-def run(wanted: SparseBench, tick: Tick, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
     """Measure everything.
 
     Args:
         wanted: what.
         tick: called after each measurement, with a few words and the number done since.
-        keep: called with the record so far after each group of ranks.
 
-    Returns:
-        The record; ``results`` has an entry for each mode, density, source and number of ranks: numel,
-        bytes_per_rank, words_per_k, seconds (with spread), exchange_s (the part of it in collectives, median), error.
+    Yields:
+        The record so far, after each group of ranks; ``results`` has an entry for each mode, density, source and number
+        of ranks: numel, bytes_per_rank, words_per_k, seconds (with spread), exchange_s (the part of it in collectives,
+        median), error.
 
     Raises:
         RuntimeError: if a rank fails.
     """
     results: list[dict[str, Any]] = []
     jobs = list(wanted.jobs())
+    settings = {"numel": wanted.numel, "warmup": wanted.warmup, "steps": wanted.steps, "jobs": jobs}
     for size in wanted.ranks:
-        settings = {"numel": wanted.numel, "warmup": wanted.warmup, "steps": wanted.steps, "jobs": jobs}
         tick(f"{size} ranks: starting", 0)
         with Ranks(PROGRAM, settings, on_loopback(size, 1)) as ranks:
-            for message in ranks.messages():
-                results.append(message)
-                tick(f"{size} ranks: {message['mode']}, density {message['density']}, {message['source']}", 1)
-        keep(record("sparse", asdict(wanted), {"results": results}))
-    return record("sparse", asdict(wanted), {"results": results})
+            for job, result in ranks.results(jobs, lambda *_: None):
+                results.append(result)
+                tick(f"{size} ranks: {job['scheme']}, density {job['density']}, {job['source']}", 1)
+        yield record("sparse", asdict(wanted), {"results": results})

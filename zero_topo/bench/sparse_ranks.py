@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +37,12 @@ def prepare() -> None:
     select_quantizer(torch.device("cpu"))
 
 
-def measure_all(settings: dict[str, Any], control: Control | None) -> None:
+def measure_all(settings: dict[str, Any], control: Control) -> None:
     """Measure every job of the settings; the program of ``bench sparse``."""
     behave()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for job in settings["jobs"]:
-        result = measure(settings, job)
-        if control is not None:
-            control.send(result)
+    control.send_results(settings["jobs"], partial(measure, settings))
     leave()
 
 
@@ -120,7 +118,7 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         if step >= settings["warmup"]:
             sent += sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
     found = {
-        "mode": job["mode"],
+        "mode": job["scheme"],
         "density": job["density"],
         "source": job["source"],
         "ranks": dist.get_world_size(),

@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from zero_topo.cli.inputs import read_count, words_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.recording import (
-    Json,
-    Keeper,
-    Plots,
-    Record,
-    failures_told,
-    finish,
-    progress,
-    record_file,
-)
+from zero_topo.cli.recording import Outputs, measure
 
 bench = typer.Typer(
     help="Measure schemes against each other on this machine.", rich_markup_mode=None, no_args_is_help=True
@@ -27,7 +19,7 @@ bench = typer.Typer(
 
 
 @dataclass(frozen=True)
-class QuantizerOptions:
+class QuantizerOptions(Outputs):
     """Of ``bench quantizers``."""
 
     size: Annotated[str, typer.Option(help="Bytes of the unquantized buffer.")] = "67108864"
@@ -36,9 +28,6 @@ class QuantizerOptions:
     dtypes: Annotated[str, typer.Option(help="Of the values: fp32, bf16, fp16, comma-separated.")] = "fp32,bf16"
     blocks: Annotated[str, typer.Option(help="Block sizes, comma-separated.")] = "256,2048"
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where; AMD GPUs are cuda too.")] = "cpu"
-    as_json: Json = False
-    record: Record = None
-    plots: Plots = None
 
 
 @bench.command()
@@ -56,11 +45,11 @@ def quantizers(options: QuantizerOptions) -> None:
         block_sizes=tuple(read_count(word, "--blocks") for word in words_of(options.blocks)),
         device=options.device,
     )
-    finish(run(settings), options, quantizers_report)
+    measure(options, quantizers_report, settings.ticks(), partial(run, settings))
 
 
 @dataclass(frozen=True)
-class SparseOptions:
+class SparseOptions(Outputs):
     """Of ``bench sparse``."""
 
     modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
@@ -69,9 +58,6 @@ class SparseOptions:
     sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
     numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
-    as_json: Json = False
-    record: Record = None
-    plots: Plots = None
 
 
 @bench.command()
@@ -89,10 +75,7 @@ def sparse(options: SparseOptions) -> None:
         numel=read_count(options.numel, "--numel"),
         steps=options.steps,
     )
-    keep = Keeper(record_file(options, "sparse"))
-    with failures_told(keep), progress(len(list(wanted.jobs())) * len(wanted.ranks)) as tick:
-        content = run(wanted, tick, keep)
-    finish(content, options, sparse_report, keep.file)
+    measure(options, sparse_report, wanted.ticks(), partial(run, wanted))
 
 
 def _moved(context: typer.Context) -> None:

@@ -18,7 +18,8 @@ def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., No
         options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
     """
     hints = get_type_hints(options, include_extras=True)
-    names = [field.name for field in fields(options)]  # type: ignore[arg-type]
+    own = inspect.get_annotations(options)  # those of a base class come after them
+    names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)  # type: ignore[arg-type]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
         for name in names

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,80 +19,62 @@ from zero_topo.bench import records
 from zero_topo.observe.runlog import new_run_folder
 
 FAILED = 1
-Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")]
-Record = Annotated[Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")]
-Plots = Annotated[Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")]
 
 
-class Outputs(Protocol):
-    """The options that say where a benchmark's results go."""
+@dataclass(frozen=True)
+class Outputs:
+    """Where the results of a command go; its own options are added to these."""
 
-    @property
-    def as_json(self) -> bool: ...
-    @property
-    def record(self) -> Path | None: ...
-    @property
-    def plots(self) -> Path | None: ...
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")] = False
+    record: Annotated[Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")] = None
+    plots: Annotated[Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")] = None
 
 
-def record_file(outputs: Outputs, benchmark: str) -> Path:
-    return outputs.record or new_run_folder(f"bench-{benchmark}") / "record.json"
+def measure(
+    outputs: Outputs, report: ModuleType, total: int, run: Callable[[records.Tick], records.GrowingRecord]
+) -> dict[str, Any]:
+    """Run a benchmark, write its record as it grows, then its pictures, and print the table or the JSON.
 
+    If it fails, what its ranks said is told instead of a traceback of ours, and where to find what was measured.
 
-class Keeper:
-    """Writes a record that grows."""
+    Args:
+        outputs: where to.
+        report: a module with ``draw(content, folder)`` and ``show(content)``.
+        total: ticks of the whole run.
+        run: measures.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.begun = False
-
-    def __call__(self, content: Mapping[str, Any]) -> None:
-        """Write what is measured so far."""
-        records.write(self.file, content)
-        self.begun = True
-
-
-@contextmanager
-def failures_told(keep: Keeper) -> Iterator[None]:
-    """If the block fails: what the ranks said instead of a traceback of ours, and where to find what was measured."""
+    Returns:
+        The whole record.
+    """
+    content: dict[str, Any] = {}
+    file = outputs.record
     try:
-        yield
+        # closed at once, not when it is forgotten: a run takes down what it has built
+        with _progress(total) as tick, closing(run(tick)) as growing:
+            for content in growing:
+                file = file or new_run_folder(f"bench-{content['benchmark']}") / "record.json"
+                records.write(file, content)
     except BaseException as error:
-        if keep.begun:
-            typer.echo(f"zero-topo: what was measured until then is in {keep.file}", err=True)
+        if content:
+            typer.echo(f"zero-topo: what was measured until then is in {file}", err=True)
         if not isinstance(error, RuntimeError):
             raise
         typer.echo(f"zero-topo: {error}", err=True)
         raise typer.Exit(FAILED) from error
-
-
-def finish(content: Mapping[str, Any], outputs: Outputs, report: ModuleType, record: Path | None = None) -> None:
-    """Write the record and its pictures, and print the table or the JSON.
-
-    Args:
-        content: the record.
-        outputs: where to.
-        report: a module with ``draw(content, folder)`` and ``show(content)``.
-        record: the record's file, if one was begun.
-    """
-    file = record or record_file(outputs, content["benchmark"])
-    records.write(file, content)
+    assert file is not None, "nothing was measured"
     pictures = report.draw(content, outputs.plots or file.parent)
     if outputs.as_json:
         print(json.dumps(content, indent=2))
-        return
-    report.show(content)
-    print(f"Written: {', '.join(str(path) for path in (file, *pictures))}")
+    else:
+        report.show(content)
+        print(f"Written: {', '.join(str(path) for path in (file, *pictures))}")
+    return content
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A bar on stderr if that is a terminal; gives what is to be called with a few words at each step."""
+def _progress(total: int) -> Iterator[records.Tick]:
+    """A bar on stderr if that is a terminal; gives what is to be called with a few words and the ticks done since."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=total)
-
-        def tick(words: str, done: int = 0) -> None:
-            bar.update(task, description=words, advance=done)
-
-        yield tick
+        yield lambda words, done: bar.update(task, description=words, advance=done)

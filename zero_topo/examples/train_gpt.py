@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,7 @@ def start(args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, context=args.context))
 
-    def schedule(step: int) -> float:  # linear warm-up, then a cosine down to a tenth
-        done = min(1.0, max(0, step - args.warmup) / max(1, args.steps - args.warmup))
-        return min(1.0, (step + 1) / max(1, args.warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
-
+    schedule = warm_up_and_cosine(args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -105,6 +103,16 @@ def start(args: argparse.Namespace) -> Run:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
     )
     return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
+
+
+def warm_up_and_cosine(steps: int, warmup: int) -> Callable[[int], float]:
+    """The factor of the learning rate at each step: a linear warm-up, then a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        done = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
+        return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+    return factor
 
 
 def train(run: Run, log: RunLog, first: int) -> Any:

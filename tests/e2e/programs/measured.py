@@ -13,12 +13,11 @@ from zero_topo.engine.measure import measure
 from zero_topo.examples.process import leave
 
 
-def run(settings: dict[str, Any], control: Control | None) -> None:
+def run(settings: dict[str, Any], control: Control) -> None:
     """Measure once."""
     dist.init_process_group("gloo")
     topology = measure(torch.device("cpu"))
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, topology.to_json())
-    if control is not None:
-        control.send({"event": "measured", "topologies": found})
+    control.send({"event": "measured", "topologies": found})
     leave()
