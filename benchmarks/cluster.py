@@ -58,7 +58,7 @@ class ClusterBench:
             raise ValueError(f"{self.steps} steps after {self.warmup} to warm up: measure at least 2 after at least 1")
         for scheme in self.schemes:
             scheme.resolve(self.spec.topology())
-            block = scheme.block_on(self.spec.topology_block())
+            block = scheme.job_on(self.spec.topology_block())["block"]
             problems = deepspeed_problems(self.setup.deepspeed(block, 1, scheme.optimizer))
             if problems:
                 raise ValueError(f"scheme {scheme.name!r}: {problems[0]}")
@@ -78,9 +78,8 @@ class ClusterBench:
         }
 
     def _job(self, scheme: BenchScheme, micro_batches: int) -> dict[str, Any]:
-        block = scheme.block_on(self.spec.topology_block())
-        how = {"ring": scheme.ring, "optimizer": scheme.optimizer, "micro_batches": micro_batches}
-        return {"scheme": scheme.name, "block": block, **how}
+        job = scheme.job_on(self.spec.topology_block())
+        return {**job, "ring": scheme.ring, "micro_batches": micro_batches}
 
 
 def run(bench: ClusterBench, tick: Tick) -> GrowingRecord:

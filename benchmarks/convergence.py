@@ -68,13 +68,7 @@ class Convergence:
         nodes, gpus, dies = self.shape
         topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
         jobs = [
-            {
-                "scheme": scheme.name,
-                "block": scheme.block_on(topology),
-                "optimizer": scheme.optimizer,
-                "seed": seed,
-                "change": change,
-            }
+            {**scheme.job_on(topology), "seed": seed, "change": change}
             for seed in self.seeds
             for scheme, change in self.runs()
         ]

@@ -83,8 +83,7 @@ class Ranks:
     """Rank processes under way; use it in a ``with`` block, and take :meth:`messages` until they end.
 
     Args:
-        program: ``"package.module:function"``, called on every rank with the settings and, on rank 0 alone, its end of
-            the conversation.
+        program: ``"package.module:function"``, called on every rank with the settings and a ``Control``.
         settings: JSON types.
         places: one for each rank.
     """

@@ -31,9 +31,10 @@ class BenchScheme:
     ring: bool = False
     optimizer: str = "AdamW"
 
-    def block_on(self, topology: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The block for a machine given as its ``topology`` key."""
-        return None if self.block is None else {"topology": dict(topology), **self.block}
+    def job_on(self, topology: Mapping[str, Any]) -> dict[str, Any]:
+        """In JSON types, for a machine given as its ``topology`` key: ``scheme``, ``block`` and ``optimizer``."""
+        block = None if self.block is None else {"topology": dict(topology), **self.block}
+        return {"scheme": self.name, "block": block, "optimizer": self.optimizer}
 
     def resolve(self, topology: Topology) -> ResolvedConfig | None:
         """Plan and formats on a machine; None for stock.
@@ -55,10 +56,10 @@ def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW") -> Ben
     The optimizer is replicated between nodes where the mode asks for it, and for its baseline.
     """
     place = {"optimizer": "node"} if optimizer == "AdamS" else {}
-    return BenchScheme(name, {"scheme": "topo", **place, "quantize": _PLAIN, "sync": sync}, optimizer=optimizer)
+    return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
 
 
-_PLAIN = {"weights": None, "secondary": None, "gradients": None}
+PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
     {
@@ -70,8 +71,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
-            BenchScheme("topo-exact", {"scheme": "topo", "quantize": _PLAIN}),
-            BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**_PLAIN, "gradients": "int4"}}),
+            BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
+            BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),
             # The sparse modes at densities at which a small model tells them apart; top-k without feedback is naive.
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
             *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),

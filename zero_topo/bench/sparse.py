@@ -18,6 +18,7 @@ from typing import Any
 
 from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import GrowingRecord, Tick, record
+from zero_topo.bench.schemes import PLAIN
 from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
@@ -88,9 +89,8 @@ def sync_of(mode: str, density: float) -> dict[str, Any]:
 
 def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
     """The block of plain data parallelism: every rank holds everything, nothing is quantized."""
-    plain = {"weights": None, "secondary": None, "gradients": None}
     everything = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
-    return {**everything, "quantize": plain, "sync": sync}
+    return {**everything, "quantize": PLAIN, "sync": sync}
 
 
 def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
