@@ -25,7 +25,6 @@ from zero_topo.config import deepspeed_problems
 
 PROGRAM = "benchmarks.training:measure_all"
 PORT = 29500
-FEWEST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ClusterBench:
     schemes: tuple[BenchScheme, ...]
     micro_batches: tuple[int, ...]
     setup: TrainingSetup
-    steps: int = FEWEST_STEPS
+    steps: int = 5
     warmup: int = 1
 
     def __post_init__(self) -> None:

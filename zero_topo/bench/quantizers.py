@@ -190,15 +190,3 @@ class _Clock:
         call()
         self._wait()
         return time.perf_counter() - began
-
-
-def best(results: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """The only result with these values.
-
-    Raises:
-        ValueError: if there is none, or several.
-    """
-    found = [result for result in results if all(result[key] == value for key, value in wanted.items())]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} results for {wanted}, not one")
-    return found[0]
