@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
@@ -91,6 +91,11 @@ class SyncContext:
     sparse: SparseOps
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
+
+    @property
+    def counted(self) -> Counted:
+        """How a mode's exchanges are counted."""
+        return Counted(self.meter, "sync")
 
 
 class SyncMode(ABC):

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_pieces
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import DenseSync
-from zero_topo.mesh import Route
-from zero_topo.quant.pieces import Piece
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
+from zero_topo.sync.crossing import spread_back
 
 
 class Dense(SyncMode):
@@ -42,25 +39,13 @@ class Dense(SyncMode):
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = [span_pieces(row[None], spans) for row in shard]
-        sums = Sums(parts[self._up.index], Counted(self.context.meter, "sync"))
-        up = reduce_scatter(self._up, parts, self._wire, sums)
+        up = reduce_scatter(self._up, parts, self._wire, Sums(parts[self._up.index], self.context.counted))
 
         def finish() -> None:
             up.wait()
-            spread_back(self.context, self._down, parts, self._wire)
+            spread_back(self.context, shard, spans, self._down, self._wire)
 
         return Handle(None, (), finish)
-
-
-def spread_back(context: SyncContext, down: Route, parts: Sequence[Sequence[Piece]], wire: Wire) -> None:
-    """Gather the synced rows (``parts``: one entry per row of the gradient shard) to the degree ``down.lo``."""
-    if down.size == 1:
-        return
-    plan = context.plan
-    step = down.lo // plan.gradients  # the rows of that shard are every step-th of the gradient shard
-    own = plan.row(context.mesh.rank, plan.gradients)
-    counted = Counted(context.meter, "sync")
-    all_gather_pieces(down, parts[own % step :: step], wire, counted).wait()
 
 
 @build_mode.register

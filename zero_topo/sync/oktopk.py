@@ -30,7 +30,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.mpi import MpiPeers
 from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import DTYPES
@@ -93,7 +92,7 @@ class OkTopk(Sparse[Memory]):
     def join(self, across: Hop) -> Peers:
         """See :meth:`Sparse.join`."""
         if self.config.transport == "mpi":
-            return MpiPeers(across, Counted(self.context.meter, "sync"))
+            return MpiPeers(across, self.context.counted)
         return super().join(across)
 
     def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:

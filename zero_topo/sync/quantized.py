@@ -12,24 +12,19 @@ Note [Error feedback]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span, span_pieces
-from zero_topo.collectives.peers import Peers
-from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import QuantizedSync
-from zero_topo.mesh import Hop, Route
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
-from zero_topo.sync.base import SyncContext, SyncMode, build_mode
-from zero_topo.sync.dense import spread_back
+from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.crossing import Crossing, places_of, spread_back
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class _Sent:
     owing: bool
 
 
-class Quantized(SyncMode):
+class Quantized(Crossing[_Sent]):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
     1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
@@ -63,76 +58,51 @@ class Quantized(SyncMode):
     5. after the step: residual = rows + residual - dequantized messages. See Note [Error feedback].
 
     Attributes:
-        across: the hop over which messages are quantized.
-        wire: their format.
+        wire: format of the messages.
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
-        super().__init__(context)
-        plan, mesh = context.plan, context.mesh
+        super().__init__(context, Wire(context.quantizer, None, context.dtype))
         self._spec = config.spec
-        hops = mesh.route(plan.gradients, plan.world_size).hops
-        self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self.across: Hop = hops[-1]
-        self._down = mesh.route(plan.optimizer, plan.world_size)
-        self._dense = Wire(context.quantizer, None, context.dtype)
+        self._down = context.mesh.route(context.plan.optimizer, context.plan.world_size)
         self.wire = Wire(context.quantizer, config.spec, context.dtype)
         self._residual: Tensor | None = None
-        if config.error_feedback and self.across.size > 1:
-            self._residual = torch.zeros(self.across.size - 1, context.columns, device=context.device)
-        self._peers = Peers(self.across, Counted(context.meter, "sync"))
-        self._sent: dict[tuple[Span, ...], _Sent] = {}
-        self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
+        if config.error_feedback and self.peers.size > 1:
+            self._residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
-        """See :meth:`SyncMode.start`."""
-        if self.across.group is None:
+        """Send the messages of a run; what comes is added when waited for."""
+        if self.peers.size == 1:
             return Handle(None, (), lambda: None)
-        rows, places = self._rows(shard, spans)
-        owing = self._residual is not None and tuple(spans) not in self._paid
-        run = _Sent(tuple(spans), rows, places, rows.new_empty(0), scale, owing)
-        run = replace(run, messages=self._encode(run))
-        across = self._peers.scatter_later(run.messages)
-        self._sent[run.spans] = run
+        run = self._encoded(shard, tuple(spans), scale)
+        self._runs[run.spans] = run
+        across, own = self.peers.scatter_later(run.messages), self.peers.index
 
         def finish() -> None:
             received = across.wait()
             others = [received[member] for member, _ in self._others()]
-            own = self._pieces(rows[self.across.index], places)
-            self.wire.reduce(others, own, Reduce(accumulate=True))
-            self._settle(shard, run)
+            self.wire.reduce(others, self._pieces(run.rows[own], run.places), Reduce(accumulate=True))
+            if run.rows is not shard:
+                self.deliver(shard, run.spans, run.rows, slice(own, own + 1))
+            spread_back(self.context, shard, run.spans, self._down, self._wire)
 
         return Handle(None, (), finish)
 
-    def _rows(self, shard: Tensor, spans: Sequence[Span]) -> tuple[Tensor, tuple[Span, ...]]:
-        """What the members of the hop across shall get, and which columns of it."""
-        if self._inner is None and self._down.size == 1:
-            return shard, tuple(spans)
-        ends = accumulate((end - begin for begin, end in spans), initial=0)
-        places = tuple(pairwise(ends))
-        rows = shard.new_zeros(self.across.size, places[-1][1], dtype=torch.float32)
-        if self._inner is None:  # what is sent back would overwrite rows that are needed until the step is decided
-            for (begin, end), (first, past) in zip(spans, places, strict=True):
-                rows[:, first:past] = shard[:, begin:end]
-            return rows, places
-        size = self._inner.size
-        parts = [span_pieces(shard[member::size], spans) for member in range(size)]
-        sums = Sums(span_pieces(rows, places), Counted(self.context.meter, "sync"))
-        reduce_scatter(self._inner, parts, self._dense, sums).wait()
-        return rows, places
-
-    def _settle(self, shard: Tensor, run: _Sent) -> None:
-        """Put the own row where it belongs, and bring it to the ranks that hold copies of it."""
-        plan = self.context.plan
-        if run.rows is not shard:
-            own = plan.row(self.context.mesh.rank, plan.gradients)
-            for (begin, end), (first, past) in zip(run.spans, run.places, strict=True):
-                shard[own, begin:end] = run.rows[self.across.index, first:past]
-        spread_back(self.context, self._down, [span_pieces(row[None], run.spans) for row in shard], self._dense)
+    def _encoded(self, shard: Tensor, spans: tuple[Span, ...], scale: float) -> _Sent:
+        """A run with the message for each other member."""
+        # What is sent back would overwrite rows that are needed until the step is decided: those are copied.
+        whole = self._inner is None and self._down.size == 1
+        rows, places = (shard, spans) if whole else (self.table(shard, spans), places_of(spans))
+        nbytes = self.wire.nbytes(total_numel(self._pieces(rows[0], places)))
+        messages = torch.zeros(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
+        run = _Sent(spans, rows, places, messages, scale, self._residual is not None and spans not in self._paid)
+        for member, k in self._others():
+            self.wire.encode(self._wanted(run, member, k), messages[member])
+        return run
 
     def _others(self) -> list[tuple[int, int]]:
         """(member, row of the residual) of every other member."""
-        return [(member, k) for k, member in enumerate(m for m in range(self.across.size) if m != self.across.index)]
+        return [(member, k) for k, member in enumerate(m for m in range(self.peers.size) if m != self.peers.index)]
 
     def _pieces(self, row: Tensor, spans: Sequence[Span]) -> list[Piece]:
         return span_pieces(row[None], spans, self._spec.block_size)
@@ -146,42 +116,35 @@ class Quantized(SyncMode):
         owed = self._pieces(self._residual[k], run.spans)
         return [_filled(p, r.flat.mul(run.scale).add_(p.flat)) for p, r in zip(pieces, owed, strict=True)]
 
-    def _encode(self, run: _Sent) -> Tensor:
-        """The message for each other member."""
-        nbytes = self.wire.nbytes(total_numel(self._pieces(run.rows[0], run.places)))
-        messages = torch.zeros(self.across.size, nbytes, dtype=torch.uint8, device=run.rows.device)
-        for member, k in self._others():
-            self.wire.encode(self._wanted(run, member, k), messages[member])
-        return messages
-
-    def _lost(self, run: _Sent, member: int, k: int) -> list[Piece]:
-        """What a member should have got and did not, FP32, times the loss scale."""
+    def _lost(self, run: _Sent, member: int, k: int) -> Tensor:
+        """What a member should have got and did not, FP32 ``[C]``, times the loss scale."""
         pieces = [_filled(p, p.flat.to(torch.float32, copy=True)) for p in self._wanted(run, member, k)]
         self.wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
-        return pieces
+        return torch.cat([piece.flat for piece in pieces])
 
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
-        """See :meth:`SyncMode.reopen`: what quantization took away stays in the rows, and the residual is spent."""
-        run = self._sent.pop(tuple(spans), None)
-        lost = [] if run is None or self._residual is None else [(m, self._lost(run, m, k)) for m, k in self._others()]
-        super().reopen(shard, spans)
-        rows = shard if self._inner is None else shard[self._inner.index :: self._inner.size]
-        for member, pieces in lost:
-            for piece, target in zip(pieces, self._pieces(rows[member], spans), strict=True):
-                target.flat.copy_(piece.flat)
-        self._paid.add(tuple(spans))
+    def undelivered(self, run: _Sent) -> Tensor | None:
+        """What quantization took away, nothing for this rank itself; without error feedback it is dropped."""
+        if self._residual is None:
+            return None
+        left = torch.zeros(self.peers.size, places_of(run.spans)[-1][1], device=run.rows.device)
+        for member, k in self._others():
+            left[member] = self._lost(run, member, k)
+        return left
 
-    def commit(self, skipped: bool) -> None:
-        """Take over the residuals of this step, or forget it."""
-        sent, self._sent = self._sent, {}
-        self._paid.clear()
-        if skipped or self._residual is None:
+    def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
+        """To the rows of the others: the own one was delivered whole."""
+        for member, _ in self._others():
+            for (begin, end), (first, past) in zip(spans, places_of(spans), strict=True):
+                rows[member, begin:end] = left[member, first:past]
+
+    def keep(self, run: _Sent) -> None:
+        """What quantization took away, without the loss scale."""
+        if self._residual is None:
             return
-        for run in sent.values():
-            for member, k in self._others():
-                residual = self._pieces(self._residual[k], run.spans)
-                for piece, target in zip(self._lost(run, member, k), residual, strict=True):
-                    target.flat.copy_(piece.flat.div_(run.scale))
+        for member, k in self._others():
+            lost = self._lost(run, member, k).div_(run.scale)
+            for (begin, end), (first, past) in zip(run.spans, places_of(run.spans), strict=True):
+                self._residual[k, begin:end] = lost[first:past]
 
     @property
     def residual(self) -> Tensor | None:

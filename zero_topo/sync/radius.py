@@ -99,7 +99,7 @@ class Radius(Masked[Memory]):
     @property
     def wants_updates(self) -> bool:
         """Of a step that resamples."""
-        return self._pending is not None and self._pending.outcome is not None and self._resamples(self._state)
+        return self._stepped and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
         """See :meth:`SyncMode.after_update`."""

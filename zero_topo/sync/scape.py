@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import Span
 from zero_topo.collectives.peers import Peers
 from zero_topo.config import ScapeSync
@@ -64,7 +63,7 @@ class Scape(Masked[Memory]):
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         self.config = config
         hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
-        self._inside = Peers(hops[0], Counted(context.meter, "sync")) if len(hops) > 1 else None
+        self._inside = Peers(hops[0], context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +93,7 @@ class Scape(Masked[Memory]):
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
         kept = torch.zeros(self.peers.size, self._columns, device=self.context.device)
         for moment in moments:
-            rows = self._rows(moment.mean)
+            rows = self.rows(moment.mean)
             factor = moment.beta / (1 - moment.beta) / self.peers.size
             for columns, places in self._within(moment.begin, moment.mean.shape[1]):
                 kept[:, places] = rows[:, columns].to(kept) * factor
@@ -116,7 +115,7 @@ class Scape(Masked[Memory]):
 
     def before_update(self, begin: int, width: int) -> None:
         """See :meth:`SyncMode.before_update`: off the mask the momentum has gone into the residuals."""
-        if self._pending is None or self._pending.outcome is None:
+        if not self._stepped:
             return
         within = list(self._within(begin, width))
         if not within:

@@ -24,22 +24,18 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_pieces
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Counted
-from zero_topo.collectives.pack import Span, members, rows_of, span_pieces
-from zero_topo.collectives.peers import Peers
-from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
+from zero_topo.collectives.pack import Span, rows_of
 from zero_topo.collectives.wire import Wire
 from zero_topo.config import DenseSync, SparseSync
-from zero_topo.mesh import Hop, Route
-from zero_topo.sync.base import Owed, Parameter, SyncContext, SyncMode
+from zero_topo.mesh import Route
+from zero_topo.sync.base import Owed, Parameter, SyncContext
+from zero_topo.sync.crossing import Crossing, places_of, spread_back
 from zero_topo.sync.dense import Dense
 
 logger = logging.getLogger(__name__)
@@ -64,41 +60,33 @@ class Outcome(Generic[State]):
     report: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class _Pending(Generic[State]):
+class Step(NamedTuple, Generic[State]):
     """A step that is not decided yet, and the scale of its gradients."""
 
-    outcome: Outcome[State] | None
+    outcome: Outcome[State]
     scale: float
 
 
-class Sparse(SyncMode, Generic[State]):
+class Sparse(Crossing[Step[State]], Generic[State]):
     """A mode that sends a share of the elements.
 
     Attributes:
-        peers: the ranks that hold the same elements.
         everywhere: whether ranks need more than their own row.
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        super().__init__(context)
-        plan, mesh = context.plan, context.mesh
-        hops = mesh.route(plan.gradients, plan.world_size).hops
-        self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self._across: Hop = hops[-1]
-        self.peers = self.join(self._across)
+        super().__init__(context, Wire(context.quantizer, None, torch.float32))
+        plan = context.plan
         self.everywhere = plan.optimizer < plan.world_size
         self._taken = tuple(p for p in context.parameters if taken(p, config))
         self._spans = tuple(p.span for p in self._taken)
         self._others = tuple(p.span for p in context.parameters if not taken(p, config))
-        ends = accumulate((end - begin for begin, end in self._spans), initial=0)
-        self._places = tuple(pairwise(ends))  # their columns of the table
+        self._places = places_of(self._spans)  # their columns of the table
         self._columns = self._places[-1][1] if self._places else 0
         self.numel = self.peers.size * self._columns
         self._dense = Dense(DenseSync(), context)
-        self._wire = Wire(context.quantizer, None, torch.float32)
         self.active = self.peers.size > 1 and self._columns > 0
         self._offloaded = config.offload_residual and context.device.type != "cpu"
         self._residual = torch.zeros(
@@ -107,13 +95,7 @@ class Sparse(SyncMode, Generic[State]):
             pin_memory=self._offloaded,
         )
         self._state = self.fresh()
-        self._pending: _Pending[State] | None = None
-        self._paid = False  # the residual is in the gradients already
         self._report: dict[str, float] = {}
-
-    def join(self, across: Hop) -> Peers:
-        """The peers of the hop across."""
-        return Peers(across, Counted(self.context.meter, "sync"))
 
     @abstractmethod
     def exchange(self, total: Tensor, state: State) -> Outcome[State]:
@@ -125,80 +107,52 @@ class Sparse(SyncMode, Generic[State]):
         """
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
-        """See :meth:`SyncMode.start`."""
+        """Exchange what takes part, all of it in one run; the rest is reduced densely, under way when this returns."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         dense = self._dense.start(shard, self._others, scale) if self._others else None
-        self._pending = _Pending(None, scale)
-        if self._columns:
-            self._pending = _Pending(self._step(shard, scale), scale)
+        if self._columns and (outcome := self._step(shard, scale, owing=tuple(spans) not in self._paid)):
+            self._runs[tuple(spans)] = Step(outcome, scale)
         return Handle(None, (), lambda: None if dense is None else dense.wait())
 
-    def _step(self, shard: Tensor, scale: float) -> Outcome[State] | None:
-        total = self._table(shard).div_(scale).view(-1)
+    def _step(self, shard: Tensor, scale: float, owing: bool) -> Outcome[State] | None:
+        total = self.table(shard, self._spans).div_(scale).view(-1)
         finite = torch.isfinite(total).all().to(torch.uint8).view(1)
         if not self.peers.gather(finite).all():
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
             return None
-        if self._residual.numel() and not self._paid:
+        if self._residual.numel() and owing:
             total += self._residual.to(total.device, non_blocking=True)
         outcome = self.exchange(total, self._state)
-        self._deliver(shard, outcome.reduced.view(self.peers.size, -1) * scale)
+        which = slice(None) if self.everywhere else slice(self.peers.index, self.peers.index + 1)
+        self.deliver(shard, self._spans, outcome.reduced.view(self.peers.size, -1) * scale, which)
+        plan = self.context.plan
+        if self._inner is not None and plan.optimizer < self._inner.hi:
+            within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
+            spread_back(self.context, shard, self._spans, within, self._wire)
         return outcome
 
-    def _table(self, shard: Tensor) -> Tensor:
-        """The rows of all peers, ``[P, C]`` in FP32, a copy: the shard itself, or its sums inside the node."""
-        table = shard.new_empty(self.peers.size, self._columns, dtype=torch.float32)
-        if self._inner is None:
-            for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
-                table[:, first:past].copy_(shard[:, begin:end])
-            return table
-        parts = [span_pieces(shard[member :: self._inner.size], self._spans) for member in range(self._inner.size)]
-        sums = Sums(span_pieces(table, self._places), Counted(self.context.meter, "sync"))
-        reduce_scatter(self._inner, parts, self._wire, sums).wait()
-        return table
+    @property
+    def _stepped(self) -> bool:
+        """Whether a step was exchanged, all of it finite, that is not decided yet."""
+        return bool(self._runs)
 
-    def _rows(self, shard: Tensor) -> Tensor:
-        """View of those rows of the shard that the table has."""
-        return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
+    def undelivered(self, run: Step[State]) -> Tensor:
+        """What the mode left."""
+        return run.outcome.residual.view(self.peers.size, -1) * run.scale
 
-    def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
-        rows = self._rows(shard)
-        which = slice(None) if self.everywhere else slice(self.peers.index, self.peers.index + 1)
-        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
-            rows[which, begin:end] = reduced[which, first:past].to(shard.dtype)
-        plan = self.context.plan
-        if self._inner is None or plan.optimizer >= self._inner.hi:
-            return
-        step = plan.optimizer // plan.gradients
-        own = plan.row(self.context.mesh.rank, plan.gradients)
-        route = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
-        held = members(shard[own % step :: step], route.size)
-        pieces = [span_pieces(rows, self._spans) for rows in held]
-        all_gather_pieces(route, pieces, self._wire, Counted(self.context.meter, "sync")).wait()
+    def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
+        """Only to the parameters that take part."""
+        super().give_back(rows, self._spans, left)
 
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
-        """See :meth:`SyncMode.reopen`: what was not delivered goes back into the rows, and the residual is spent."""
-        pending, self._pending = self._pending, None
-        super().reopen(shard, spans)
-        if pending is None or pending.outcome is None:
-            return
-        left, rows = pending.outcome.residual.view(self.peers.size, -1) * pending.scale, self._rows(shard)
-        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
-            rows[:, begin:end] += left[:, first:past].to(shard.dtype)
-        self._paid = True
-
-    def commit(self, skipped: bool) -> None:
-        """See :meth:`SyncMode.commit`."""
-        pending, self._pending, self._paid = self._pending, None, False
-        if skipped or pending is None or pending.outcome is None:
-            return
-        outcome, left = pending.outcome, pending.outcome.residual.view(-1)
+    def keep(self, run: Step[State]) -> None:
+        """What the mode left, and what it remembers, are in force."""
         if self._residual.numel():
+            left = run.outcome.residual.view(-1)
             self._residual = self._residual.copy_(left) if self._offloaded else left
-        self._state = outcome.state
-        self._report = dict(outcome.report)
+        self._state = run.outcome.state
+        self._report = dict(run.outcome.report)
 
     @property
     def residual(self) -> Tensor:
@@ -219,7 +173,7 @@ class Sparse(SyncMode, Generic[State]):
             return None
         plan = self.context.plan
         places = zip(self._taken, self._places, strict=True)
-        owners = plan.group(self.context.mesh.rank, self._across.lo, self._across.hi)
+        owners = plan.group(self.context.mesh.rank, self.across.lo, self.across.hi)
         return Owed(owners, {parameter.name: (parameter.numel, *place) for parameter, place in places})
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
