@@ -1,14 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The meter's clock: each second belongs to one phase, the innermost, and to one optimizer step."""
+"""The meter's clock: each second belongs to one phase, the innermost, and to one optimizer step; its profiles."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from zero_topo.collectives import meter as module
 from zero_topo.collectives.meter import Meter
+from zero_topo.plan import PHASES
 
 Wait = Callable[[float], None]
 
@@ -63,3 +66,15 @@ def test_a_meter_that_is_off_keeps_no_time(wait: Wait) -> None:
         wait(1)
     meter.end_step()
     assert meter.last_seconds() == {}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_profiler_sees_each_phase(enabled: bool) -> None:
+    """Once for each time it runs, by its name, also where nothing is counted."""
+    meter = Meter(enabled)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for phase in (*PHASES, "sync"):
+            with meter.timing(phase):
+                torch.zeros(1)
+    seen = Counter(event.name for event in profile.events() if event.name.startswith("zero_topo."))
+    assert seen == Counter(f"zero_topo.{phase}" for phase in (*PHASES, "sync"))

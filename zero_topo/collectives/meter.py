@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
+from torch._C._profiler import _RecordFunctionFast
+
 from zero_topo.collectives.handle import Handle
 
 Key = tuple[str, str]
@@ -104,18 +106,21 @@ class Meter:
         """The host works for, or waits for, a phase: encoding, blocking in a collective, decoding.
 
         What runs beside the computation costs nothing until it is waited for. A phase inside another stops the outer
-        one's clock. On a GPU this is the host's time alone.
+        one's clock. On a GPU this is the host's time alone. A profiler sees ``zero_topo.<phase>``, also of a meter that
+        is off.
         """
-        if not self._enabled:
-            yield
-            return
-        self._tick()
-        self._open.append(phase)
-        try:
-            yield
-        finally:
+        # torch.profiler.record_function costs 30 times as much where no profiler runs: 20 us to these 0.7.
+        with _RecordFunctionFast(f"zero_topo.{phase}"):
+            if not self._enabled:
+                yield
+                return
             self._tick()
-            self._open.pop()
+            self._open.append(phase)
+            try:
+                yield
+            finally:
+                self._tick()
+                self._open.pop()
 
     def _tick(self) -> None:
         now = time.perf_counter()

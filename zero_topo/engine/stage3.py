@@ -214,7 +214,7 @@ class Stage3:
 
     def destroy(self) -> None:
         """Finish what is under way and destroy the groups. Collective."""
-        self.gradients.mode.settle()
+        self.gradients.mode.drain()
         self.mesh.destroy()
 
     def state_dict(self) -> dict[str, Any]:

@@ -98,7 +98,47 @@ class SyncContext:
         return Counted(self.meter, "sync")
 
 
-class SyncMode(ABC):
+class OptimizerHooks:
+    """What a mode may do around the optimizer's step; here nothing, as most modes do."""
+
+    @property
+    def wants_updates(self) -> bool:
+        """Whether :meth:`after_update` shall be called in this step; alike on all ranks of a hop across domains."""
+        return False
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that the mode cannot work with.
+
+        Raises:
+            ValueError: if it cannot.
+        """
+
+    def before_update(self, begin: int, width: int) -> None:
+        """The optimizer will update the masters of some whole parameters now; the step is not skipped.
+
+        Args:
+            begin: the first of their columns.
+            width: how many there are.
+        """
+
+    def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
+        """The optimizer has updated the masters of some whole parameters; the step is not skipped.
+
+        Args:
+            begin: the first of their columns.
+            old: FP32 ``[width]`` on the optimizer's device: the rank's own row of the masters as it was.
+            new: the same row as it is now; neither may be changed or kept.
+            rate: the learning rate, alike on all ranks.
+        """
+
+    def commit(self, skipped: bool) -> None:
+        """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
+
+    def drain(self) -> None:
+        """Wait for what :meth:`commit` has begun; collective."""
+
+
+class SyncMode(OptimizerHooks, ABC):
     """One way to reduce gradient shards across gradient domains.
 
     Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
@@ -130,42 +170,6 @@ class SyncMode(ABC):
         for begin, end in spans:
             shard[:own, begin:end] = 0
             shard[own + 1 :, begin:end] = 0
-
-    @property
-    def wants_updates(self) -> bool:
-        """Whether :meth:`after_update` shall be called in this step; alike on all ranks of a hop across domains."""
-        return False
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (most modes do with any)
-        """Refuse an optimizer that the mode cannot work with.
-
-        Raises:
-            ValueError: if it cannot.
-        """
-
-    def before_update(self, begin: int, width: int) -> None:  # noqa: B027 (most modes leave the optimizer alone)
-        """The optimizer will update the masters of some whole parameters now; the step is not skipped.
-
-        Args:
-            begin: the first of their columns.
-            width: how many there are.
-        """
-
-    def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:  # noqa: B027
-        """The optimizer has updated the masters of some whole parameters; the step is not skipped.
-
-        Args:
-            begin: the first of their columns.
-            old: FP32 ``[width]`` on the optimizer's device: the rank's own row of the masters as it was.
-            new: the same row as it is now; neither may be changed or kept.
-            rate: the learning rate, alike on all ranks.
-        """
-
-    def commit(self, skipped: bool) -> None:  # noqa: B027 (most modes keep no state)
-        """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
-
-    def settle(self) -> None:  # noqa: B027 (most modes leave nothing under way)
-        """Wait for what :meth:`commit` has begun; collective."""
 
     def owed(self) -> Owed | None:
         """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""

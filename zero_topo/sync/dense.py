@@ -35,7 +35,7 @@ class Dense(SyncMode):
         self._wire = Wire(context.quantizer, None, context.dtype)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
-        """See :meth:`SyncMode.start`."""
+        """Begin the reduction; the way back to the ranks that need more follows when waited for."""
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = [span_pieces(row[None], spans) for row in shard]

@@ -44,7 +44,7 @@ CROWDED = 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class OkTopkState:
     """What Ok-Topk remembers; alike on all peers but for ``local``.
 
     Attributes:
@@ -80,7 +80,7 @@ class _Chosen:
     exact: bool
 
 
-class OkTopk(Sparse[Memory]):
+class OkTopk(Sparse[OkTopkState]):
     """See the module."""
 
     def __init__(self, config: OkTopkSync, context: SyncContext) -> None:
@@ -90,15 +90,16 @@ class OkTopk(Sparse[Memory]):
         self.k = share(config.density, self.numel)
 
     def join(self, across: Hop) -> Peers:
-        """See :meth:`Sparse.join`."""
+        """The peers of the hop across, over the transport that the config names."""
         if self.config.transport == "mpi":
             return MpiPeers(across, self.context.counted)
         return super().join(across)
 
-    def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
-        """See :meth:`Sparse.exchange`."""
+    def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
+        """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = state.step < self.config.tau_prime or state.step % self.config.tau_prime == 0
         threshold, recomputed = self._local_threshold(total, state, exact)
+        # Rounded as the messages round them, so that what is subtracted below is what the owners add up.
         picked = above(total, threshold, self.context.sparse).rounded(self.dtype)
         bounds = state.bounds
         if not self.config.sharded and state.step % self.config.tau == 0:
@@ -109,7 +110,7 @@ class OkTopk(Sparse[Memory]):
         found = non_zero(added(messages, end - begin, total))
         sums = Picked(found.indices + begin, found.values)
         chosen = self._sharded(sums, state, exact) if self.config.sharded else self._choose(sums, state, exact)
-        self._settle(total, picked, sums, chosen)
+        self._subtract_delivered(total, picked, sums, chosen)
         report = {
             "density_asked": self.config.density,
             "density": len(picked) / self.numel,
@@ -117,9 +118,9 @@ class OkTopk(Sparse[Memory]):
             "recomputed": float(recomputed) + float(chosen.exact),
         }
         local = threshold / DRIFT if 5 * len(picked) < 4 * self.k else threshold
-        return Outcome(chosen.reduced, total, Memory(state.step + 1, local, chosen.threshold, bounds), report)
+        return Outcome(chosen.reduced, total, OkTopkState(state.step + 1, local, chosen.threshold, bounds), report)
 
-    def _local_threshold(self, total: Tensor, state: Memory, exact: bool) -> tuple[float, bool]:
+    def _local_threshold(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[float, bool]:
         if not exact:
             count = int(self.context.sparse.count_above(total, state.local))
             exact = 4 * count > 5 * self.k
@@ -133,7 +134,7 @@ class OkTopk(Sparse[Memory]):
         means = self.peers.gather(own.to(self.context.device)).sum(dim=0) // size
         return (0, *(int(bound) for bound in means.tolist()), self.numel)
 
-    def _choose(self, sums: Picked, state: Memory, exact: bool) -> _Chosen:
+    def _choose(self, sums: Picked, state: OkTopkState, exact: bool) -> _Chosen:
         """The largest sums, on all ranks."""
         if exact:
             gathered = self._all(sums)
@@ -176,7 +177,7 @@ class OkTopk(Sparse[Memory]):
         came = [Picked.decode(message, self.dtype) for message in messages]
         return Picked(torch.cat([part.indices for part in came]), torch.cat([part.values for part in came]))
 
-    def _sharded(self, sums: Picked, state: Memory, exact: bool) -> _Chosen:
+    def _sharded(self, sums: Picked, state: OkTopkState, exact: bool) -> _Chosen:
         """The largest sums, each on its owner; Note [Sharded]."""
         if exact:
             magnitudes = sums.values.abs()
@@ -187,35 +188,36 @@ class OkTopk(Sparse[Memory]):
         reduced = added([chosen], self.numel, sums.values)
         return _Chosen(reduced, chosen, None, len(chosen), threshold, exact)
 
-    def _settle(self, total: Tensor, picked: Picked, sums: Picked, chosen: _Chosen) -> None:
+    def _subtract_delivered(self, total: Tensor, picked: Picked, sums: Picked, chosen: _Chosen) -> None:
         """Turn gradient plus residual into the new residual, in place."""
-        if chosen.indices is None:
+        if chosen.indices is None:  # this rank does not know whose picks were chosen: owners take the rest of the sums
             total[picked.indices] -= picked.values
             total[sums.indices] += sums.values
             total[chosen.own.indices] -= chosen.own.values
             return
         delivered = picked.where(torch.isin(picked.indices, chosen.indices, assume_unique=True))
         total[delivered.indices] -= delivered.values
+        # Sums were rounded on their way to all ranks; what that took only their owner knows.
         lost = sums.where(torch.isin(sums.indices, chosen.own.indices, assume_unique=True))
         total[lost.indices] += lost.values - chosen.own.values
 
-    def fresh(self) -> Memory:
+    def fresh(self) -> OkTopkState:
         """No threshold, regions of equal size."""
         size = self.peers.size
-        return Memory(0, 0.0, 0.0, tuple(self.numel * p // size for p in range(size + 1)))
+        return OkTopkState(0, 0.0, 0.0, tuple(self.numel * p // size for p in range(size + 1)))
 
-    def save(self, state: Memory) -> dict[str, Tensor]:
-        """See :meth:`Sparse.save`."""
+    def save(self, state: OkTopkState) -> dict[str, Tensor]:
+        """Steps, thresholds and regions."""
         return {
             "step": torch.tensor(state.step),
             "thresholds": torch.tensor([state.local, state.world], dtype=torch.float64),
             "bounds": torch.tensor(state.bounds),
         }
 
-    def restored(self, saved: Mapping[str, Tensor]) -> Memory:
-        """See :meth:`Sparse.restored`."""
+    def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
+        """Steps, thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].tolist()
-        return Memory(int(saved["step"]), local, world, tuple(int(bound) for bound in saved["bounds"]))
+        return OkTopkState(int(saved["step"]), local, world, tuple(int(bound) for bound in saved["bounds"]))
 
 
 @build_mode.register

@@ -160,7 +160,7 @@ class Quantized(Crossing[_Sent]):
         return {} if self._residual is None else {"residual": self._residual}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`SyncMode.load_state_dict`."""
+        """Restore the residual, or start with none owed; refuse another shape."""
         if self._residual is None:
             return super().load_state_dict(state)
         if not state:

@@ -36,7 +36,7 @@ from zero_topo.sync.sparse import Outcome
 
 
 @dataclass(frozen=True)
-class Memory:
+class RadiusState:
     """What Radius remembers, alike on all peers.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Choice:
     moved: bool
 
 
-class Radius(Masked[Memory]):
+class Radius(Masked[RadiusState]):
     """See the module."""
 
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
@@ -71,8 +71,8 @@ class Radius(Masked[Memory]):
         super().__init__(config, context)
         self._choice: _Choice | None = None
 
-    def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
-        """See :meth:`Sparse.exchange`."""
+    def exchange(self, total: Tensor, state: RadiusState) -> Outcome[RadiusState]:
+        """Reduce what the mask holds, or everything in a step before the first mask or that resamples."""
         table = total.view(self.peers.size, -1)
         after = replace(state, step=state.step + 1)
         if state.step < self.config.start or self._resamples(state):
@@ -81,7 +81,7 @@ class Radius(Masked[Memory]):
         reduced, left, sent = self.reduce_masked(table, self.mask(state))
         return Outcome(reduced, left.view(-1), after, self._numbers(sent, resampled=False))
 
-    def _resamples(self, state: Memory) -> bool:
+    def _resamples(self, state: RadiusState) -> bool:
         """Whether the step reduces everything and chooses a mask."""
         since = state.step - self.config.start
         return since >= 0 and (not state.chosen or since % self.config.interval == 0)
@@ -90,7 +90,7 @@ class Radius(Masked[Memory]):
         """The report: which share of the elements was reduced, and whether the step resampled."""
         return {"density_asked": self.config.density, "density": sent / self.numel, "resampled": float(resampled)}
 
-    def mask(self, state: Memory) -> Tensor:
+    def mask(self, state: RadiusState) -> Tensor:
         """Bool ``[P, C]``."""
         return self.unpacked(state.bits)
 
@@ -102,7 +102,7 @@ class Radius(Masked[Memory]):
         return self._stepped and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
-        """See :meth:`SyncMode.after_update`."""
+        """Choose the elements of the own row that the update moved most, if the learning rate moved any."""
         if self._choice is None:
             self._choice = _Choice(self.mask(self._state)[self.peers.index], False)
         if rate == 0 and self._state.chosen:
@@ -117,7 +117,7 @@ class Radius(Masked[Memory]):
                 self._choice.mask[low + kept] = True
 
     def commit(self, skipped: bool) -> None:
-        """See :meth:`SyncMode.commit`; after a step that resamples it is collective, and tells the peers the choice."""
+        """Take over the step; after one that resamples it is collective, and tells the peers the choice."""
         choice, self._choice = self._choice, None
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
@@ -127,23 +127,23 @@ class Radius(Masked[Memory]):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def fresh(self) -> Memory:
+    def fresh(self) -> RadiusState:
         """No step, no mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
-        return Memory(0, False, bits)
+        return RadiusState(0, False, bits)
 
     def state_bytes(self) -> int:
-        """See :meth:`SyncMode.state_bytes`: the residual and the mask."""
+        """Bytes of the residual and the mask."""
         return super().state_bytes() + self.peers.size * -(-self._columns // 8) if self.active else 0
 
-    def save(self, state: Memory) -> dict[str, Tensor]:
-        """See :meth:`Sparse.save`."""
+    def save(self, state: RadiusState) -> dict[str, Tensor]:
+        """Steps, and the mask if one is chosen."""
         return {"step": torch.tensor(state.step), "chosen": torch.tensor(state.chosen), "mask": state.bits}
 
-    def restored(self, saved: Mapping[str, Tensor]) -> Memory:
-        """See :meth:`Sparse.restored`."""
+    def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
+        """Steps and mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return Memory(int(saved["step"]), bool(saved["chosen"]), bits)
+        return RadiusState(int(saved["step"]), bool(saved["chosen"]), bits)
 
 
 @build_mode.register

@@ -43,7 +43,7 @@ from zero_topo.sync.sparse import Outcome
 
 
 @dataclass(frozen=True)
-class Memory:
+class ScapeState:
     """What SCAPE remembers.
 
     Attributes:
@@ -57,7 +57,7 @@ class Memory:
     chosen: Tensor | None
 
 
-class Scape(Masked[Memory]):
+class Scape(Masked[ScapeState]):
     """See the module."""
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
@@ -67,27 +67,27 @@ class Scape(Masked[Memory]):
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See :meth:`SyncMode.check_optimizer`."""
+        """Refuse all but AdamS."""
         if not isinstance(optimizer, AdamS):
             raise ValueError(
                 f'sync.mode = "scape" with optimizer {type(optimizer).__name__}: it rebuilds the momentum of AdamS; '
                 'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
             )
 
-    def exchange(self, total: Tensor, state: Memory) -> Outcome[Memory]:
-        """See :meth:`Sparse.exchange`."""
+    def exchange(self, total: Tensor, state: ScapeState) -> Outcome[ScapeState]:
+        """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
         table = total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
         kept = self._momentum(self.context.moments())
         own = self.peers.index
-        score = table[own] + kept[own]
+        score = table[own] + kept[own]  # of the table before the reduction overwrites it
         reduced, left, sent = self.reduce_masked(table, mask)
         left += kept.masked_fill_(mask, 0)
         chosen = torch.zeros_like(mask[own])
         count = share(self.config.density_at(state.step + 1), self._columns)
         chosen[torch.topk(score.abs(), count, sorted=False).indices] = True
         report = {"density_asked": self.config.density_at(state.step), "density": sent / self.numel}
-        return Outcome(reduced, left.view(-1), Memory(state.step + 1, state.bits, self.packed(chosen)), report)
+        return Outcome(reduced, left.view(-1), ScapeState(state.step + 1, state.bits, self.packed(chosen)), report)
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
@@ -109,12 +109,12 @@ class Scape(Masked[Memory]):
         """Those rows of a gradient shard that the table has."""
         return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
 
-    def mask(self, state: Memory) -> Tensor:
+    def mask(self, state: ScapeState) -> Tensor:
         """The mask of the next step, bool ``[N / G, C]``; waits for it, and inside a node is collective then."""
         return self.unpacked(state.bits.wait())
 
     def before_update(self, begin: int, width: int) -> None:
-        """See :meth:`SyncMode.before_update`: off the mask the momentum has gone into the residuals."""
+        """Zero the momentum off the mask: it has gone into the residuals."""
         if not self._stepped:
             return
         within = list(self._within(begin, width))
@@ -128,23 +128,23 @@ class Scape(Masked[Memory]):
                     moment.mean[:, columns] *= mask[:, places.start - low : places.stop - low].to(moment.mean)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
-        """See :meth:`SyncMode.start`."""
-        self.settle()
+        """Exchange what the mask holds that the last step chose."""
+        self.drain()  # inside a node that is collective: all ranks do it here, before they say anything else
         return super().start(shard, spans, scale)
 
-    def settle(self) -> None:
-        """See :meth:`SyncMode.settle`."""
+    def drain(self) -> None:
+        """Wait for the mask that is under way; collective inside a node."""
         self._state.bits.wait()
 
     def commit(self, skipped: bool) -> None:
-        """See :meth:`SyncMode.commit`; after a step that counts, the choice of the next mask sets out."""
+        """Take over the step; after one that counts, the choice of the next mask sets out."""
         super().commit(skipped)
         chosen = self._state.chosen
         if chosen is None:
             return
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        self._state = Memory(self._state.step, bits, None)
+        self._state = ScapeState(self._state.step, bits, None)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Of the rows of all tables inside the node the rows of the gradient shard; collective there."""
@@ -154,26 +154,26 @@ class Scape(Masked[Memory]):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def fresh(self) -> Memory:
+    def fresh(self) -> ScapeState:
         """No step; everything is in the mask."""
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = self.packed(ones).expand(rows, -1).contiguous()
-        return Memory(0, Handle(None, (), lambda: bits), None)
+        return ScapeState(0, Handle(None, (), lambda: bits), None)
 
     def state_bytes(self) -> int:
-        """See :meth:`SyncMode.state_bytes`: the residual, the mask in force and the next one."""
+        """Bytes of the residual, the mask in force and the next one."""
         masks = 2 * len(self.context.plan.rows(0, self.context.plan.gradients)) * -(-self._columns // 8)
         return super().state_bytes() + masks if self.active else 0
 
-    def save(self, state: Memory) -> dict[str, Tensor]:
-        """See :meth:`Sparse.save`."""
+    def save(self, state: ScapeState) -> dict[str, Tensor]:
+        """Steps, and the mask in force; waits for it."""
         return {"step": torch.tensor(state.step), "mask": state.bits.wait()}
 
-    def restored(self, saved: Mapping[str, Tensor]) -> Memory:
-        """See :meth:`Sparse.restored`."""
+    def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
+        """Steps and mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return Memory(int(saved["step"]), Handle(None, (), lambda: bits), None)
+        return ScapeState(int(saved["step"]), Handle(None, (), lambda: bits), None)
 
 
 @build_mode.register

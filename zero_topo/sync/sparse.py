@@ -168,7 +168,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         return table
 
     def owed(self) -> Owed | None:
-        """See :meth:`SyncMode.owed`."""
+        """Owners and columns of the residual; None without error feedback."""
         if not self._residual.numel():
             return None
         plan = self.context.plan
@@ -177,7 +177,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         return Owed(owners, {parameter.name: (parameter.numel, *place) for parameter, place in places})
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """See :meth:`SyncMode.inherit`."""
+        """Take a ``P``-th of what the peers of another run owed, in the rows of the owners here."""
         owed = self.owed()
         if owed is None and not self.active:
             logger.warning("residuals of another run are dropped: here one gradient domain has all ranks")
@@ -197,7 +197,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             table[:, first:past] = rows_of(sums[name], plan)[positions] / self.peers.size
 
     def report(self) -> dict[str, float]:
-        """See :meth:`SyncMode.report`."""
+        """The mode's numbers of the last step, and the residual's norm."""
         return {**self._report, "residual_norm": float(self._residual.norm())} if self._report else {}
 
     def state_bytes(self) -> int:
@@ -211,7 +211,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         return {"residual": self._residual, **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See :meth:`SyncMode.load_state_dict`."""
+        """Restore the residual and what the mode remembers; refuse other entries or shapes."""
         if not state:
             self._residual.zero_()
             self._state = self.fresh()

@@ -100,7 +100,7 @@ class Tagc(Sparse[int]):
         self.width = self.numel // self.peers.size
 
     def exchange(self, total: Tensor, state: int) -> Outcome[int]:
-        """See :meth:`Sparse.exchange`."""
+        """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
         picked = largest(total, share(1 - self.theta, self.numel))
         index = self._index(picked)
         densest = max(index.counts) / self.width
@@ -164,9 +164,9 @@ class Tagc(Sparse[int]):
             row = total.new_zeros(self.width)
             row[part.indices] = part.values
             beside = row[places.long()]
-            row[places.long()] = 0
+            row[places.long()] = 0  # in the sketch they would not come apart
             messages.append(torch.cat([ops.sketch(row, SEED, rows).view(-1), beside]))
-        total[picked.indices] = 0
+        total[picked.indices] = 0  # sketches and what goes beside them are FP32: no rounding leaves anything
         came = self.peers.scatter_known(messages, [rows * LANES + stuck.numel()] * self.peers.size)
         summed = came[0].clone()
         for other in came[1:]:
@@ -203,6 +203,7 @@ class Tagc(Sparse[int]):
         head = index.bits.numel()
         sizes = [head + row.itemsize * n for n in index.counts]
         for place, came in zip(table, self.peers.scatter_known([message] * size, sizes), strict=True):
+            # Copies: after the bits, values may begin at any byte, where no FP32 view can.
             place[ops.unpack(came[:head].clone(), self.width)] = came[head:].clone().view(row.dtype)
         return table.view(-1)
 
@@ -211,11 +212,11 @@ class Tagc(Sparse[int]):
         return 0
 
     def save(self, state: int) -> dict[str, Tensor]:
-        """See :meth:`Sparse.save`."""
+        """How many steps fell back."""
         return {"fallbacks": torch.tensor(state)}
 
     def restored(self, saved: Mapping[str, Tensor]) -> int:
-        """See :meth:`Sparse.restored`."""
+        """How many steps fell back, from a checkpoint."""
         return int(saved["fallbacks"])
 
 

@@ -52,7 +52,7 @@ class AllGathered(Stateless):
         """What this rank sends of its vector."""
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """See :meth:`Sparse.exchange`."""
+        """Gather all picks; the sum is everybody's union."""
         picked = self.pick(total).rounded(self.dtype)
         messages = self.peers.gather_uneven(picked.encode(self.dtype))
         reduced = added([Picked.decode(message, self.dtype) for message in messages], self.numel, total)
@@ -105,7 +105,7 @@ class TopkDsa(Stateless):
     """
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """See :meth:`Sparse.exchange`."""
+        """Reduce the picks at the owners of their rows, then gather the sums if all ranks need them."""
         size, width = self.peers.size, self.numel // self.peers.size
         picked = largest(total, self.k).rounded(self.dtype)
         parts = picked.cut([width * p for p in range(size + 1)])
@@ -142,7 +142,7 @@ class GTopk(Stateless):
     """
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """See :meth:`Sparse.exchange`."""
+        """Merge picks up a tree of peers, then hand the result down the same tree."""
         picked = largest(total, self.k)
         total[picked.indices] -= picked.values
         steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
