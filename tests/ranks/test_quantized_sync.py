@@ -264,8 +264,7 @@ def test_two_bits_need_error_feedback() -> None:
 
         def rank_main(rank: int, w: World = w) -> float:
             engine = w.engine()
-            wire = mode(engine).wire
-            object.__setattr__(wire, "quantizer", Quantizer("coarse", Coarse()))
+            mode(engine).wire.quantizer = Quantizer("coarse", Coarse())
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):

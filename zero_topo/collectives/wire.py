@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,52 +16,77 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """A config's names of the types in which values are kept and travel."""
 
 
-@dataclass(frozen=True)
 class Wire:
-    """The format of messages, and what is done with them.
+    """Messages of 16- or 32-bit floats, and what is done with them.
 
     Attributes:
-        quantizer: packs and unpacks quantized values.
-        spec: their format; None sends ``dtype``.
-        dtype: type of unquantized values.
+        dtype: of what a message holds.
+        spec: how a :class:`BlockWire` quantizes; None here.
     """
 
-    quantizer: Quantizer
-    spec: BlockSpec | None
-    dtype: torch.dtype
+    spec: BlockSpec | None = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     def nbytes(self, numel: int) -> int:
         """Bytes of a message of ``numel`` values."""
-        return numel * self.dtype.itemsize if self.spec is None else self.spec.nbytes(numel)
+        return numel * self.dtype.itemsize
 
     def encode(self, pieces: Sequence[Piece], message: Tensor) -> None:
         """The concatenated pieces -> one message, uint8 ``[nbytes(numel)]``."""
-        if self.spec is not None:
-            self.quantizer.quantize(pieces, self.spec, message)
-            return
         values = message.view(self.dtype).split([piece.numel for piece in pieces])
         for piece, part in zip(pieces, values, strict=True):
             piece.read_into(part)
 
     def reduce(self, messages: Sequence[Tensor], pieces: Sequence[Piece], reduce: Reduce = PLAIN) -> None:
         """Sum of messages in FP32, in the order given -> the pieces; see :class:`Reduce`."""
-        if self.spec is not None:
-            self.quantizer.dequantize_reduce(messages, self.spec, pieces, reduce)
-        else:
-            store(self._sum(messages), pieces, reduce)
+        store(self._sum(messages), pieces, reduce)
 
     def recode(self, messages: Sequence[Tensor], out: Tensor, numel: int) -> None:
         """Sum of messages of ``numel`` values in FP32 -> one message."""
-        if self.spec is not None:
-            self.quantizer.requantize(messages, self.spec, self.spec, out, Total(numel))
-        else:
-            out.view(self.dtype).copy_(self._sum(messages))
+        out.view(self.dtype).copy_(self._sum(messages))
 
     def _sum(self, messages: Sequence[Tensor]) -> Tensor:
         total = messages[0].view(self.dtype).to(torch.float32, copy=True)
         for message in messages[1:]:
             total.add_(message.view(self.dtype))
         return total
+
+
+class BlockWire(Wire):
+    """Messages of block-quantized values.
+
+    Attributes:
+        quantizer: packs and unpacks them.
+        spec: their format.
+    """
+
+    def __init__(self, quantizer: Quantizer, spec: BlockSpec) -> None:
+        super().__init__(torch.uint8)
+        self.quantizer = quantizer
+        self.spec: BlockSpec = spec
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of values and scales."""
+        return self.spec.nbytes(numel)
+
+    def encode(self, pieces: Sequence[Piece], message: Tensor) -> None:
+        """Quantize, reading pieces where they lie."""
+        self.quantizer.quantize(pieces, self.spec, message)
+
+    def reduce(self, messages: Sequence[Tensor], pieces: Sequence[Piece], reduce: Reduce = PLAIN) -> None:
+        """Dequantize and sum in one pass."""
+        self.quantizer.dequantize_reduce(messages, self.spec, pieces, reduce)
+
+    def recode(self, messages: Sequence[Tensor], out: Tensor, numel: int) -> None:
+        """Dequantize, sum and quantize in one pass."""
+        self.quantizer.requantize(messages, self.spec, self.spec, out, Total(numel))
+
+
+def wire_of(quantizer: Quantizer, spec: BlockSpec | None, dtype: torch.dtype) -> Wire:
+    """The format that a config asks for: quantized, or of a type."""
+    return Wire(dtype) if spec is None else BlockWire(quantizer, spec)
 
 
 def store(total: Tensor, pieces: Sequence[Piece], reduce: Reduce) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.wire import DTYPES, Wire
+from zero_topo.collectives.wire import DTYPES, wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas
@@ -129,8 +129,8 @@ class Stage3:
 
     def _build_weights(self) -> Weights:
         config, setup = self.config, self.setup
-        publish = Wire(self.quantizer, config.publish.spec, self.publish_dtype)
-        options = WeightOptions(config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
+        publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
+        options = WeightOptions(self.quantizer, config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
         return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
 
     def _build_gradients(self) -> Gradients:
@@ -152,7 +152,7 @@ class Stage3:
             ),
         )
         options = GradientOptions(
-            wire=Wire(self.quantizer, config.gradients_spec, setup.scatter_dtype),
+            wire=wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype),
             accumulation_dtype=self.accumulation_dtype,
             run_numel=self.run_numel,
             loss_scale=setup.loss_scale,

@@ -42,6 +42,7 @@ from zero_topo.engine.secondary import build_secondary
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Rows, Source
 from zero_topo.mesh import Mesh
+from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.spec import BlockSpec
 
 
@@ -49,6 +50,7 @@ from zero_topo.quant.spec import BlockSpec
 class WeightOptions:
     """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish."""
 
+    quantizer: Quantizer
     primary: BlockSpec | None
     secondary: BlockSpec | None
     publish: Wire
@@ -73,7 +75,7 @@ class Weights:
         publish = PublishOptions(options.publish, options.run_numel)
         self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
         self._updated: torch.Event | None = None
-        self._exact = Rows(layout, mesh.route(1, plan.weights), self.primary, options.publish.quantizer, None)
+        self._exact = Rows(layout, mesh.route(1, plan.weights), self.primary, options.quantizer, None)
         primary = replace(self._exact, spec=options.primary)
         self.secondary = build_secondary(mesh, primary, options.secondary)
         same = plan.secondary == plan.weights and self.secondary.source.spec == options.primary

@@ -32,7 +32,7 @@ class Dense(SyncMode):
         self._up = context.mesh.route(plan.gradients, plan.world_size)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.mesh.route(target, plan.world_size)
-        self._wire = Wire(context.quantizer, None, context.dtype)
+        self._wire = Wire(context.dtype)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """Begin the reduction; the way back to the ranks that need more follows when waited for."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.pack import Span, span_pieces
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.wire import BlockWire, Wire
 from zero_topo.config import QuantizedSync
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
@@ -62,10 +62,9 @@ class Quantized(Crossing[_Sent]):
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
-        super().__init__(context, Wire(context.quantizer, None, context.dtype))
-        self._spec = config.spec
+        super().__init__(context, Wire(context.dtype))
         self._down = context.mesh.route(context.plan.optimizer, context.plan.world_size)
-        self.wire = Wire(context.quantizer, config.spec, context.dtype)
+        self.wire = BlockWire(context.quantizer, config.spec)
         self._residual: Tensor | None = None
         if config.error_feedback and self.peers.size > 1:
             self._residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
@@ -105,7 +104,7 @@ class Quantized(Crossing[_Sent]):
         return [(member, k) for k, member in enumerate(m for m in range(self.peers.size) if m != self.peers.index)]
 
     def _pieces(self, row: Tensor, spans: Sequence[Span]) -> list[Piece]:
-        return span_pieces(row[None], spans, self._spec.block_size)
+        return span_pieces(row[None], spans, self.wire.spec.block_size)
 
     def _wanted(self, run: _Sent, member: int, k: int) -> list[Piece]:
         """What a member should get if nothing were lost: the rows, plus the residual if that is due."""

@@ -77,7 +77,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        super().__init__(context, Wire(context.quantizer, None, torch.float32))
+        super().__init__(context, Wire(torch.float32))
         plan = context.plan
         self.everywhere = plan.optimizer < plan.world_size
         self._taken = tuple(p for p in context.parameters if taken(p, config))
