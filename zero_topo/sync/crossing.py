@@ -37,13 +37,13 @@ class Crossing(SyncMode, Generic[Run]):
         across: their hop.
     """
 
-    def __init__(self, context: SyncContext, wire: Wire) -> None:
+    def __init__(self, context: SyncContext, dense_wire: Wire) -> None:
         super().__init__(context)
         hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.across: Hop = hops[-1]
         self.peers = self.join(self.across)
-        self._wire = wire  # format of what is summed inside a node, and gathered back
+        self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
         self._runs: dict[tuple[Span, ...], Run] = {}  # what was started in this step
         self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
 
@@ -106,7 +106,8 @@ class Crossing(SyncMode, Generic[Run]):
                 table[:, first:past].copy_(shard[:, begin:end])
             return table
         parts = [span_pieces(shard[member :: self._inner.size], spans) for member in range(self._inner.size)]
-        reduce_scatter(self._inner, parts, self._wire, Sums(span_pieces(table, places), self.context.counted)).wait()
+        sums = Sums(span_pieces(table, places), self.context.counted)
+        reduce_scatter(self._inner, parts, self._dense_wire, sums).wait()
         return table
 
     def deliver(self, shard: Tensor, spans: Sequence[Span], table: Tensor, which: slice) -> None:

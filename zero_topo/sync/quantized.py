@@ -83,7 +83,7 @@ class Quantized(Crossing[_Sent]):
             self.wire.reduce(others, self._pieces(run.rows[own], run.places), Reduce(accumulate=True))
             if run.rows is not shard:
                 self.deliver(shard, run.spans, run.rows, slice(own, own + 1))
-            spread_back(self.context, shard, run.spans, self._down, self._wire)
+            spread_back(self.context, shard, run.spans, self._down, self._dense_wire)
 
         return Handle(None, (), finish)
 

@@ -130,7 +130,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
-            spread_back(self.context, shard, self._spans, within, self._wire)
+            spread_back(self.context, shard, self._spans, within, self._dense_wire)
         return outcome
 
     @property
