@@ -43,6 +43,8 @@ def _triton() -> str | None:
 def _seam() -> dict[str, Any]:
     """Whether the seam fits the installed DeepSpeed: ``seam`` is None if it does, else one line."""
     try:
+        import deepspeed  # noqa: F401  (first, for with it comes the hook, which imports the seam)
+
         from zero_topo.engine import seam
 
         seam.check_deepspeed()
