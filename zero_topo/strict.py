@@ -7,7 +7,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
-from functools import wraps
+from functools import cache, wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
@@ -94,17 +94,20 @@ def read(kind: Any, what: str, data: object) -> Any:
             that does not fit.
     """
     try:
-        return TypeAdapter(kind).validate_python(data)
+        return _adapter(kind).validate_python(data)
     except ValidationError as error:
         raise ValueError(_told(what, error)) from None
 
 
 def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
     """A JSON object from which :func:`read` builds an equal value."""
-    written: dict[str, Any] = TypeAdapter(type(value)).dump_python(
-        value, mode="json", exclude_defaults=exclude_defaults
-    )
+    written: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json", exclude_defaults=exclude_defaults)
     return written
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _known(block: Any, known: list[str]) -> Any:
