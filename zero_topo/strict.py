@@ -101,7 +101,8 @@ def read(kind: Any, what: str, data: object) -> Any:
 
 def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
     """A JSON object from which :func:`read` builds an equal value."""
-    written: dict[str, Any] = _adapter(type(value)).dump_python(value, mode="json", exclude_defaults=exclude_defaults)
+    kind: Any = type(value)
+    written: dict[str, Any] = _adapter(kind).dump_python(value, mode="json", exclude_defaults=exclude_defaults)
     return written
 
 
