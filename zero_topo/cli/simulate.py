@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -184,7 +184,8 @@ def _calibrate(options: Options, path: Path) -> None:
     rates = calibrate.fit(fitting, calibrate.host_rates(record))
     fitted, predicted = calibrate.predict(fitting, rates), calibrate.predict(others, rates)
     if options.as_json:
-        _print_calibration(rates, fitted, predicted)
+        told = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
+        print(json.dumps({"rates": to_json(rates), "results": told}, indent=2))
         return
     table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
     for rows, what in ((fitted, "fitted"), (predicted, "predicted")):
@@ -194,20 +195,3 @@ def _calibrate(options: Options, path: Path) -> None:
     show(table)
     links = ", ".join(f"{domain} {share:.2f}" for domain, share in rates.link_efficiency.items())
     print(f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' rates: {links}")
-
-
-def _print_calibration(
-    rates: Rates, fitted: Sequence[calibrate.Prediction], predicted: Sequence[calibrate.Prediction]
-) -> None:
-    rows = [
-        {
-            "scheme": row.scheme,
-            "micro_batches": row.micro_batches,
-            "measured_s": row.measured_s,
-            "predicted_s": row.predicted_s,
-            "ratio": row.ratio,
-            "fitted": row in fitted,
-        }
-        for row in (*fitted, *predicted)
-    ]
-    print(json.dumps({"rates": to_json(rates), "results": rows}, indent=2))
