@@ -11,25 +11,40 @@ import pytest
 from tests.launching import ROOT, LaunchSettings
 from tests.suite import SuiteRun, run_suite
 
+pytestmark = pytest.mark.alone
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A launch of eight ranks and one of four; with `--launcher-k` one of `--launcher-ranks`."""
+    if "ranks" in metafunc.fixturenames:
+        option = metafunc.config.getoption
+        metafunc.parametrize("ranks", [option("--launcher-ranks")] if option("--launcher-k") else [8, 4])
+
 
 def test_launcher_suite(
+    ranks: int,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     subtests: pytest.Subtests,
 ) -> None:
-    """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit code 0."""
+    """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit code 0.
+
+    Those that need three levels run under the launcher on eight ranks, the others on four that are forked.
+    """
     option = request.config.getoption
+    selection, forked = option("--launcher-k"), ("pytest", "deepspeed", "zero_topo")
+    words = ["-k", selection] if selection else ["-m", "eight_ranks" if ranks == 8 else "not eight_ranks"]
     settings = LaunchSettings(
         log_dir=tmp_path / "launch",
-        world_size=option("--launcher-ranks"),
+        world_size=ranks,
         timeout_s=option("--launcher-timeout"),
+        forked=() if ranks == 8 else forked,
         on_text=_on_terminal,
     )
-    selection = option("--launcher-k")
     with capfd.disabled():
         print(f"\nrank 0 of {settings.world_size}; logs of all ranks are in {settings.log_dir}")
-        run = run_suite([str(ROOT / "tests" / "launcher"), *(["-k", selection] if selection else [])], settings)
+        run = run_suite([str(ROOT / "tests" / "launcher"), *words], settings)
     _report_each(run, subtests)
     _check_whole(run)
 

@@ -79,7 +79,7 @@ class Branching(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Parameters of 1, 3, 5, 7 and 9 elements: most ranks of 8 hold nothing but padding."""
+    """Parameters of 1, 3, 5, 7 and 9 elements: some ranks of 4, and most of 8, hold nothing but padding."""
 
     def __init__(self) -> None:
         super().__init__()

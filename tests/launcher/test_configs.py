@@ -1,22 +1,26 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Every DeepSpeed JSON that ships takes two steps on CPU ranks, on an emulated machine in place of its own."""
+"""DeepSpeed JSONs that ship take two steps on CPU ranks: one of each plan they give on the emulated machine.
+
+That every one of them loads and resolves on its own machine is in `tests/unit/test_configs.py`.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_topo
 from tests.launcher.training import EMULATED, Net, batch, close, mean, mse
 from tests.launching import ROOT
-from zero_topo.config import load_deepspeed_config
-
-CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
+from zero_topo.topology import resolve
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
@@ -24,12 +28,25 @@ def on_cpu(path: Path) -> dict[str, Any]:
     config = load_deepspeed_config(path)
     config["zero_topo"] = config["zero_topo"] | {"topology": EMULATED}
     config["steps_per_print"] = 10**9
+    config["gradient_accumulation_steps"] = min(2, config["gradient_accumulation_steps"])
     if config["optimizer"]["type"] == "AdamW":
         config["optimizer"]["params"]["torch_adam"] = True
     return config
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def plan(path: Path) -> tuple[object, ...]:
+    """What an engine would run on, but for what it says of it."""
+    block = ZeroTopoConfig.from_ds_config(on_cpu(path))
+    assert block is not None
+    found = block.resolve(resolve(block.topology, os.environ, dist.get_world_size()))
+    formats = (found.weights_spec, found.secondary_spec, found.gradients_spec)
+    return found.plan, *formats, found.sync, found.publish
+
+
+CONFIGS = {plan(path): path for path in sorted((ROOT / "configs").glob("*.json"), reverse=True)}
+
+
+@pytest.mark.parametrize("path", CONFIGS.values(), ids=[path.stem for path in CONFIGS.values()])
 def test_configs_train(path: Path) -> None:
     """Two optimizer steps: finite losses, weights that move, and zero_topo's engine under it."""
     torch.manual_seed(0)

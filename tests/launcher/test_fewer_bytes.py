@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync and delta publish under DeepSpeed: they train, resume, skip and overlap as everything else does."""
+"""Quantized sync and delta publish under DeepSpeed: they train, skip and overlap as everything else does."""
 
 from __future__ import annotations
 
@@ -14,25 +14,16 @@ from torch import Tensor
 
 from tests.launcher.checkpoints import SAVED_AT, assert_same_bits, job, loaded, save
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, train, weights
-from zero_topo.sync.quantized import Quantized
 
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"delta": "int8"}}
 Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 
 
-def residual(engine: Any) -> Tensor:
-    """What this rank owes the others."""
-    mode = engine.optimizer.topo.gradients.mode
-    assert isinstance(mode, Quantized) and mode.residual is not None
-    return mode.residual
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("micro_batches", "dtype"), [(1, "fp32"), (2, "bf16")])
 def test_fewer_bits_between_nodes_train_as_dense_does(micro_batches: int, dtype: str) -> None:
     """INT8 both ways: the loss follows the unquantized scheme's closely, with all copies compared every step."""
-    dense = train(Job(zero_topo=block("topo"), dtype=dtype, micro_batches=micro_batches))
-    fewer = train(Job(zero_topo=block("topo", **Q8), dtype=dtype, micro_batches=micro_batches))
+    run = Job(dtype=dtype, micro_batches=micro_batches, steps=12)
+    dense, fewer = train(run.under(block("topo"))), train(run.under(block("topo", **Q8)))
     assert 0 < largest_difference(dense, fewer) <= 0.02 * dense[0]
     assert fewer[-1] < 0.7 * fewer[0]
 
@@ -52,20 +43,9 @@ def test_overlap_gives_the_same_bits(more: dict[str, Any]) -> None:
 
 
 def test_copies_stay_alike_for_hundreds_of_steps() -> None:
-    """Every replica of every weight shard is bit-identical after each of 300 steps (compared each step)."""
-    losses = train(Job(zero_topo=block("topo", quantize={}, **Q4), dtype="bf16", steps=300, model=lambda: Net(19, 1)))
+    """Every replica of every weight shard is bit-identical after each of 200 steps (compared each step)."""
+    losses = train(Job(zero_topo=block("topo", quantize={}, **Q4), dtype="bf16", steps=200, model=lambda: Net(19, 1)))
     assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("plan", [{}, {"optimizer": "node"}], ids=["world", "node"])
-def test_a_resumed_run_repeats_the_unbroken_one(dtype: str, plan: dict[str, str], shared_path: Path) -> None:
-    """Bit for bit, the residuals and what the copies hold included."""
-    saved = save(job(block("topo", quantize={}, **Q4, **plan), dtype), shared_path)
-    with loaded(saved.job, shared_path) as engine:
-        assert_same_bits(weights(engine), saved.weights)
-        assert residual(engine).any()
-        assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
 
 
 def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
@@ -81,23 +61,28 @@ def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:
             assert torch.allclose(masters[name].float(), held, rtol=1e-2, atol=1e-2), name
 
 
-def test_an_overflow_leaves_the_residual_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP16: a skipped step is as if it had never been, and the loss scale never gets into the residual."""
+@pytest.mark.parametrize("more", [Q8, {"sync": {"mode": "oktopk", "tau": 4, "tau_prime": 4, "density": 0.1}}])
+def test_an_overflow_changes_no_state(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP16: an Inf on one rank makes all skip, as if the step had never been; the residual knows no loss scale."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    seen: list[tuple[float, int, Tensor]] = []
+    seen: list[tuple[int, dict[str, Tensor]]] = []
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         scale = 1e6 if engine.global_steps == 4 and torch.distributed.get_rank() == 3 else 1.0
         return (engine(x).float() - y.float()).square().mean() * scale
 
     def record(engine: Any, step: int) -> None:
-        seen.append((engine.optimizer.loss_scale, engine.skipped_steps, residual(engine).clone()))
+        state = engine.optimizer.topo.gradients.mode.state_dict()
+        seen.append((engine.skipped_steps, {key: value.clone() for key, value in state.items()}))
 
     scaling = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
-    run = Job(zero_topo=block("topo", **Q8), steps=8, dtype="fp16", loss=loss, after_step=record, ds={"fp16": scaling})
+    run = Job(
+        zero_topo=block("topo", **more), steps=8, dtype="fp16", loss=loss, after_step=record, ds={"fp16": scaling}
+    )
     train(run)
-    skipped = [step for step in range(1, 8) if seen[step][1] > seen[step - 1][1]]
+    skipped = [step for step in range(1, 8) if seen[step][0] > seen[step - 1][0]]
     assert skipped
     for step in range(1, 8):
-        assert torch.equal(seen[step][2], seen[step - 1][2]) == (step in skipped)
-    assert max(float(debt.abs().max()) for _, _, debt in seen) < 1.0  # gradients are that small, scales are not
+        before, after = seen[step - 1][1], seen[step][1]
+        assert all(torch.equal(before[key], after[key]) for key in before) == (step in skipped)
+    assert max(float(state["residual"].abs().max()) for _, state in seen) < 1.0  # so small are gradients, not scales

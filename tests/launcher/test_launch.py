@@ -6,8 +6,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+
+pytestmark = pytest.mark.eight_ranks
 
 
 def test_every_rank_is_there_once(rank: int, world_size: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 import zero_topo
 from zero_topo.collectives.wire import DTYPES
 
-EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
+EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": int(os.environ.get("WORLD_SIZE", 8)) // 4, "gcds_per_gpu": 2}}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
+DATA_PARALLEL: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "rank", "secondary": None}
+ADAMS: dict[str, Any] = {"optimizer": {"type": "AdamS", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 
 def block(scheme: str, **more: Any) -> dict[str, Any]:
-    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies; unquantized unless ``quantize`` says otherwise."""
+    """A ``zero_topo`` block on 2 nodes x 2 GPUs x 2 dies, or half of it; unquantized unless ``quantize`` says else."""
     return {"topology": EMULATED, "scheme": scheme, "quantize": PLAIN, "debug_checks": True, **more}
 
 
