@@ -26,14 +26,16 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help setup demo ops test test-fast test-launcher lint format clean distclean unlock
+.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards lint format clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo                    train the example on 8 ranks of this CPU, then print its report (ARGS="--steps 50")'
-	@echo 'make test                    ruff, mypy and every test'
+	@echo 'make test                    ruff, mypy and every test that does not take long'
+	@echo 'make test-long               those that do: benchmarks that train, Hugging Face, Lightning, Slurm trainings'
 	@echo 'make test-fast               the tests that need one process (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
+	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'
 	@echo 'make setup                   only make the environment: .venv and .torch_extensions'
@@ -83,16 +85,29 @@ format: $(STAMP)
 ops: $(STAMP)
 	@python -m zero_topo.op_builder >/dev/null 2>&1 || true
 
-# Two workers for what runs in one process; launches, which fill the cores by themselves, one after the other.
+# Two workers for what runs in one process, and beside them programs that wait or start few ranks; their output comes
+# when they end. Then what fills the cores by itself, one after the other.
 test: lint unlock ops
-	pytest $(PYTEST_ARGS) --numprocesses 2 --dist loadfile tests/unit tests/ranks tests/kernels
-	pytest $(PYTEST_ARGS) tests/e2e
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-workers test-programs
+	pytest $(PYTEST_ARGS) -m 'alone and not long' tests/e2e
+
+test-workers: ops
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal tests/unit tests/ranks tests/kernels
+
+test-programs: unlock ops
+	pytest $(PYTEST_ARGS) -m 'not alone and not long' tests/e2e
+
+test-long: unlock ops
+	pytest $(PYTEST_ARGS) -m long tests/e2e
 
 test-fast: ops
 	pytest $(PYTEST_ARGS) tests/unit tests/ranks
 
 test-launcher: unlock ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
+
+test-hazards: unlock ops
+	python -m tests.hazards $(K)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,7 +26,7 @@ from benchmarks.emulated_cluster.spec import LEVELS, MBIT, LinkRates, Spec
 from tests.launching import ROOT
 
 REASON = network.refusal()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SPEC = Spec("tiny", 2, 2, 2, LinkRates(120, 80, 40))
 PAYLOAD = 2_500_000
@@ -140,6 +140,7 @@ def ours(pid: int) -> list[str]:
     return [path.name for path in NAMESPACES.glob(f"ztopo-{pid}-*")]
 
 
+@pytest.mark.long
 def test_training_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     """Stock with the ring, zero3 and topo: the kernel counts on each uplink what the formulas say, and no drop."""
     words = [*bench(tmp_path), "--schemes", "stock-ring,zero3,topo", "--json"]
@@ -167,6 +168,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.long
 def test_an_interrupted_benchmark_takes_its_network_down(tmp_path: Path) -> None:
     """Ctrl-C in the middle ends the ranks, removes the namespaces, and gives the shell's status for it."""
     process = subprocess.Popen(

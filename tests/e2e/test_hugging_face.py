@@ -13,10 +13,13 @@ import pytest
 from tests.launching import ROOT, LaunchSettings, launch
 
 CLOSE = 1e-5
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
-    reason="transformers or accelerate is not installed: pip install 'zero-topo[hf]'",
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+        reason="transformers or accelerate is not installed: pip install 'zero-topo[hf]'",
+    ),
+]
 
 
 def outcome(program: str, folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from tests.launching import ROOT, LaunchSettings, launch
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
 def test_lightning_trains_as_under_stock_zero3(tmp_path: Path) -> None:
     """Twenty steps in FP32, unquantized, micro-batches and clipping by Lightning; the strategy passes the block on."""

@@ -40,6 +40,7 @@ def measured(spec: Spec, places: Sequence[int]) -> Topology:
     return Topology.from_json(first)
 
 
+@pytest.mark.alone
 @needs_cluster
 def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
     """Shape, placement, and of each level what every rank gets of it when all talk, within 15%."""
@@ -66,7 +67,9 @@ def test_the_levels_and_rates_of_a_cluster_are_found() -> None:
 def test_the_command_measures_inside_a_job(tmp_path: Path) -> None:
     """``zero-topo topology --measure`` under a launcher: rank 0 prints what ``--from`` reads back, others nothing."""
     command = ["zero_topo.cli", "topology", "--measure", "--json"]
-    done = launch(command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120))
+    done = launch(
+        command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=["zero_topo.measure"])
+    )
     assert done.returncode == 0, done.tails()
     text = done.log(0)
     found = Topology.from_json(json.loads(text[text.index("{\n") : text.rindex("}\n") + 2]))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -54,6 +55,7 @@ SMALLER = {
     # of an option that is given twice, the last one counts
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }
+LONG = ("python -m benchmarks cluster", "python -m benchmarks convergence")
 
 
 def smaller(line: str, folder: Path) -> str:
@@ -62,7 +64,12 @@ def smaller(line: str, folder: Path) -> str:
     return f"{line} {found[0]} --record {folder}/record.json" if found else line
 
 
-@pytest.mark.parametrize("line", [*OF_ZERO_TOPO, *OF_BENCHMARKS])
+def marked(line: str) -> Any:
+    """A benchmark that trains takes long, made smaller too."""
+    return pytest.param(line, marks=[pytest.mark.long] * line.startswith(LONG))
+
+
+@pytest.mark.parametrize("line", [marked(line) for line in (*OF_ZERO_TOPO, *OF_BENCHMARKS)])
 def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each `zero-topo` command and each benchmark succeeds in the checkout and prints something."""
     if "benchmarks cluster" in line and (os.geteuid() or not shutil.which("tc")):
@@ -71,7 +78,7 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
     line = smaller(line, tmp_path)
     out = io.StringIO()
     with redirect_stdout(out):
-        program, words = (benchmarks_command, 3) if line in OF_BENCHMARKS else (zero_topo_command, 1)
+        program, words = (benchmarks_command, 3) if line.startswith("python") else (zero_topo_command, 1)
         assert program(shlex.split(line)[words:]) == 0
     assert len(out.getvalue().splitlines()) > (0 if "--dry-run" in line else 5)
 
@@ -109,13 +116,15 @@ def test_demo_lines_start_the_example_with_a_config_that_loads(line: str) -> Non
     assert ZeroTopoConfig.from_ds_config(load_deepspeed_config(ROOT / args.deepspeed_config))
 
 
-def test_make_test_runs_every_test_and_ci_runs_make_test() -> None:
-    """`make test` itself cannot run inside a test: it is what CI runs, and it leaves nothing out."""
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake test")
-    words = {word for text in dry_run("make test") if text.startswith("pytest") for word in text.split()}
+def test_make_test_and_test_long_run_every_test_once() -> None:
+    """`make test` itself cannot run inside a test: it is what CI runs, and it leaves nothing out but the long tests."""
+    lines = [shlex.split(text) for text in dry_run("make test test-long") if text.startswith("pytest")]
     with_tests = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests" / "launcher"}
-    left_out = {folder for folder in with_tests if not {folder, *folder.parents} & {ROOT / word for word in words}}
-    assert with_tests and not left_out  # tests/launcher is started by tests/e2e
+    for folder in with_tests:  # tests/launcher is started by tests/e2e
+        of_folder = [words for words in lines if str(folder.relative_to(ROOT)) in words]
+        marked = [words[words.index("-m") + 1] if "-m" in words else "True" for words in of_folder]
+        for long, alone in itertools.product((False, True), repeat=2):
+            assert [eval(mark, {"long": long, "alone": alone}) for mark in marked].count(True) == 1, folder
 
 
 def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
