@@ -179,6 +179,7 @@ def edited_in_bf16() -> list[float]:
     return train(edited("bf16"))
 
 
+@pytest.mark.eight_ranks  # with half the samples BF16 parts from stock by more
 @WITH_CAPTURE
 def test_edit_of_gathered_parameters_in_bf16(scheme: str) -> None:
     """The same where the masters have another precision."""

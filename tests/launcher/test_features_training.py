@@ -227,17 +227,18 @@ def test_fp16_overflow(scheme: str) -> None:
 def edit_states(engine: Any, step: int) -> None:
     """Between backward and step: one kind of edit per step."""
     weight, bias = engine.module.blocks[0][1].weight, engine.module.blocks[0][1].bias
+    own = torch.ones(bias.ds_numel // dist.get_world_size())
     if step == 0:
         safe_update_full_grad_vectorized([weight, bias], lambda grad, param: grad * 3 - 0.1)
     elif step == 1:
         safe_set_full_grad(weight, torch.linspace(-1, 1, weight.ds_numel))
-        safe_set_local_grad(bias, torch.full((2,), 0.1 * dist.get_rank()))
+        safe_set_local_grad(bias, own * 0.1 * dist.get_rank())
     elif step == 2:
         safe_set_full_fp32_param(weight, 2 * safe_get_full_fp32_param(weight))
-        safe_set_local_fp32_param(bias, torch.full((2,), 0.01 * dist.get_rank()))
+        safe_set_local_fp32_param(bias, own * 0.01 * dist.get_rank())
     elif step == 3:
         safe_set_full_optimizer_state(weight, torch.full((weight.ds_numel,), 0.5), "exp_avg_sq")
-        safe_set_local_optimizer_state(bias, torch.full((2,), 0.01 * dist.get_rank()), "exp_avg")
+        safe_set_local_optimizer_state(bias, own * 0.01 * dist.get_rank(), "exp_avg")
 
 
 def see_states(engine: Any, step: int) -> list[Tensor]:

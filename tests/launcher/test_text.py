@@ -16,6 +16,7 @@ from zero_topo.examples.data import Corpus
 from zero_topo.examples.data import batch as text_batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.eight_ranks
 CONTEXT = 32
 
 
