@@ -19,8 +19,8 @@ import torch.distributed as dist
 import zero_topo
 from tests.launcher.training import EMULATED, Net, batch, close, mean, mse
 from tests.launching import ROOT
-from zero_topo.config import ZeroTopoConfig, load_deepspeed_config
-from zero_topo.topology import resolve
+from zero_topo.config import ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.topology import resolve_topology
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def plan(path: Path) -> tuple[object, ...]:
     """What an engine would run on, but for what it says of it."""
     block = ZeroTopoConfig.from_ds_config(on_cpu(path))
     assert block is not None
-    found = block.resolve(resolve(block.topology, os.environ, dist.get_world_size()))
+    found = resolve_config(block, resolve_topology(block.topology, os.environ, dist.get_world_size()))
     formats = (found.weights_spec, found.secondary_spec, found.gradients_spec)
     return found.plan, *formats, found.sync, found.publish
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What models do: shared, frozen, unused and tiny parameters, recomputation, edits. All as under stock ZeRO-3, in FP32.
+"""What models and callers do: odd parameters, recomputation, edits, groups, offload. As under stock ZeRO-3, in FP32.
 
 Where stock ZeRO-3 itself is wrong the yardstick is plain torch, and the test says so.
 """
@@ -14,28 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.launcher.models import SMALL, Branching, Checkpointed, Tied, Tiny, TwiceUsed, partly_frozen
-from tests.launcher.parity import Result, assert_equal, assert_parity, in_plain_torch, run, stock
+from tests.launcher.parity import Case, Result, assert_equal, assert_parity, in_plain_torch, run, stock
 from tests.launcher.training import Job, block, largest_difference, mse, train
 
 STEPS = 8
-TWO = pytest.mark.parametrize("scheme", ["topo", "hsdp"])
-WITH_CAPTURE = pytest.mark.parametrize("scheme", ["topo", "hsdp", "zero++"])
+CAPTURED = ("topo", "zero++")
 """zero++ keeps in the secondary what forward gathers brought: also where forward and backward gathers do not pair."""
-CAPTURED = pytest.mark.parametrize("scheme", ["topo", "zero++"])
-"""Where it matters what gathers read, and not where the masters lie, as under hsdp."""
+MASTERS = ("topo", "hsdp")
+"""hsdp has masters of its own."""
+ALL = ("topo", "hsdp", "zero++")
 
 
-def tied() -> Job:
-    return Job(model=Tied, steps=STEPS)
-
-
-@CAPTURED
-def test_tied_weights(scheme: str) -> None:
-    """Embedding and head share one parameter: gathered for either, one gradient."""
-    assert_parity(tied, scheme)
+def zero(**keys: Any) -> dict[str, Any]:
+    """A DeepSpeed config's ``zero_optimization``."""
+    return {"zero_optimization": keys}
 
 
 @cache
@@ -56,16 +51,6 @@ def test_parameter_used_inside_and_outside_a_checkpointed_region(reentrant: bool
     ds = {"zero_optimization": {"reduce_bucket_size": bucket}}
     mine = run(Job(model=partial(TwiceUsed, reentrant), steps=STEPS, ds=ds, zero_topo=block(scheme)))
     assert_equal(mine, twice_used_in_torch())
-
-
-def frozen() -> Job:
-    return Job(model=partly_frozen, steps=STEPS)
-
-
-@WITH_CAPTURE
-def test_frozen_parameters(scheme: str) -> None:
-    """A whole module frozen, a bias only, a weight only: they stay as they are and the others learn."""
-    assert_parity(frozen, scheme)
 
 
 def branch(step: int, micro: int) -> str:
@@ -96,46 +81,6 @@ def test_parameter_unused_in_some_steps(micro_batches: int, scheme: str) -> None
     assert_equal(run(branching(micro_batches).under(block(scheme))), branching_in_torch(micro_batches))
 
 
-def tiny() -> Job:
-    return Job(model=Tiny, steps=STEPS)
-
-
-@WITH_CAPTURE
-def test_parameters_smaller_than_the_world_and_of_odd_size(scheme: str) -> None:
-    """1, 3, 5, 7 and 9 elements over all ranks: those that hold only padding take part in everything."""
-    assert_parity(tiny, scheme)
-
-
-def recomputing() -> Job:
-    return Job(model=partial(Checkpointed, True), steps=STEPS)
-
-
-@CAPTURED
-def test_reentrant_activation_checkpointing(scheme: str) -> None:
-    """The backward pass is many small ones; recomputation gathers from the copy that backward reads."""
-    assert_parity(recomputing, scheme)
-
-
-def recomputing_without_reentry() -> Job:
-    return Job(model=partial(Checkpointed, False), steps=STEPS)
-
-
-@CAPTURED
-def test_activation_checkpointing_without_reentry(scheme: str) -> None:
-    """Recomputation runs within the one backward pass."""
-    assert_parity(recomputing_without_reentry, scheme)
-
-
-def sharded_from_the_start() -> Job:
-    return Job(model=SMALL, steps=STEPS, zero_init=True)
-
-
-@TWO
-def test_zero_init(scheme: str) -> None:
-    """Parameters partitioned as they are built are adopted as they are."""
-    assert_parity(sharded_from_the_start, scheme)
-
-
 def edit(engine: Any, step: int) -> None:
     """Before step 3 rank 0 doubles a weight, an odd-sized bias and the first layer; the others' edits are ignored."""
     if step != 3:
@@ -151,10 +96,105 @@ def edited(dtype: str = "fp32") -> Job:
     return Job(model=SMALL, steps=STEPS, each_step=edit, dtype=dtype)
 
 
-@WITH_CAPTURE
-def test_edit_of_gathered_parameters(scheme: str) -> None:
-    """An edit reaches every copy of the weights; the step after it returns to the masters' values, as in stock."""
-    assert_parity(edited, scheme)
+def sharded_from_the_start() -> Job:
+    return Job(model=SMALL, steps=STEPS, zero_init=True)
+
+
+def edited_before_backward() -> Job:
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        value = mse(engine, x, y)
+        edit(engine, engine.global_steps)
+        return value
+
+    # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock neither
+    return Job(model=SMALL, steps=5, loss=loss, ds=zero(stage3_prefetch_bucket_size=0))
+
+
+def discarding() -> Job:
+    """In odd steps the first of two micro-batches is thrown away; in even ones only the parameters' `.grad` are."""
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        if engine.micro_steps % 2:
+            engine.zero_grad()
+            if engine.global_steps % 2:
+                engine.optimizer.zero_grad()
+        return mse(engine, x, y)
+
+    return Job(model=SMALL, steps=STEPS, micro_batches=2, loss=loss)
+
+
+def matrices_and_vectors(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.3},
+        {"params": [p for p in params if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def grouped(**ds: Any) -> Job:
+    return Job(model=SMALL, steps=STEPS, groups=matrices_and_vectors, ds=ds)
+
+
+FAR_AHEAD = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**9}
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": [1e-2, 2e-3], "warmup_num_steps": 4, "warmup_type": "linear"}
+LIKE_STOCK: dict[str, tuple[Case, tuple[str, ...]]] = {
+    # embedding and head share one parameter: gathered for either, one gradient
+    "tied": (lambda: Job(model=Tied, steps=STEPS), CAPTURED),
+    # a whole module, a bias only, a weight only: they stay as they are and the others learn
+    "frozen": (lambda: Job(model=partly_frozen, steps=STEPS), ALL),
+    # 1, 3, 5, 7 and 9 elements: ranks that hold only padding take part in everything
+    "tiny": (lambda: Job(model=Tiny, steps=STEPS), ALL),
+    # the backward pass is many small ones; recomputation gathers from the copy that backward reads
+    "recomputed": (lambda: Job(model=partial(Checkpointed, True), steps=STEPS), CAPTURED),
+    "recomputed without reentry": (lambda: Job(model=partial(Checkpointed, False), steps=STEPS), CAPTURED),
+    # parameters partitioned as they are built are adopted as they are
+    "sharded from the start": (sharded_from_the_start, MASTERS),
+    # an edit reaches every copy of the weights; the step after it returns to the masters' values
+    "edited": (edited, ALL),
+    # backward reads the edited weights, not copies of what forward read
+    "edited before backward": (edited_before_backward, ALL),
+    # each group keeps its own weight decay, and the learning rate that the scheduler gives it
+    "grouped and scheduled": (lambda: grouped(scheduler={"type": "WarmupLR", "params": WARMUP}), MASTERS),
+    # the optimizer steps through slices of the shard, one after the other
+    "in sub-groups": (lambda: grouped(**zero(sub_group_size=20)), MASTERS),
+    # below the persistence threshold: never partitioned, whole and new after each step
+    "resident": (lambda: Job(model=SMALL, steps=STEPS, ds=zero(stage3_param_persistence_threshold=10**6)), ALL),
+    # large prefetch buckets and reuse distances, as by default: a kept parameter is not a stale one
+    "far ahead": (
+        lambda: Job(
+            model=SMALL,
+            steps=STEPS,
+            micro_batches=2,
+            ds=zero(stage3_param_persistence_threshold=20, stage3_max_live_parameters=10**9, **FAR_AHEAD),
+        ),
+        CAPTURED,
+    ),
+    # `zero_grad` of the optimizer forgets what was accumulated, that of the engine does not
+    "discarded": (discarding, MASTERS),
+    # masters and states on the host, the gradient shard on the accelerator
+    "offloaded": (
+        lambda: Job(
+            model=SMALL,
+            steps=STEPS,
+            micro_batches=2,
+            ds={
+                **zero(offload_optimizer={"device": "cpu"}, sub_group_size=20),
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        ),
+        MASTERS,
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "scheme"), [(case, s) for case, (_, schemes) in LIKE_STOCK.items() for s in schemes])
+def test_it_trains_as_under_stock_zero3(case: str, scheme: str) -> None:
+    """Losses and weights, whatever the model or the caller does."""
+    assert_parity(LIKE_STOCK[case][0], scheme)
+
+
+def test_an_edit_changes_the_run() -> None:
+    """Else its parity would say nothing."""
     assert largest_difference(stock(edited).losses, stock(sharded_from_the_start).losses) > 0.01
 
 
@@ -162,7 +202,7 @@ def edited_with_masters() -> Job:
     return edited()
 
 
-@WITH_CAPTURE
+@pytest.mark.parametrize("scheme", ALL)
 def test_edit_of_gathered_parameters_that_are_the_masters(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit of such weights stays, as in stock; where ours are separate (several rows per rank), they follow.
 
@@ -180,27 +220,11 @@ def edited_in_bf16() -> list[float]:
 
 
 @pytest.mark.eight_ranks  # with half the samples BF16 parts from stock by more
-@WITH_CAPTURE
+@pytest.mark.parametrize("scheme", ALL)
 def test_edit_of_gathered_parameters_in_bf16(scheme: str) -> None:
     """The same where the masters have another precision."""
     mine = train(edited("bf16").under(block(scheme)))
     assert largest_difference(mine, edited_in_bf16()) <= 3e-3
-
-
-def edited_before_backward() -> Job:
-    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-        value = mse(engine, x, y)
-        edit(engine, engine.global_steps)
-        return value
-
-    # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock neither
-    return Job(model=SMALL, steps=5, loss=loss, ds={"zero_optimization": {"stage3_prefetch_bucket_size": 0}})
-
-
-@WITH_CAPTURE
-def test_edit_between_forward_and_backward(scheme: str) -> None:
-    """Backward reads the edited weights, not copies of what forward read."""
-    assert_parity(edited_before_backward, scheme)
 
 
 def evaluating(seen: list[float]) -> Job:
@@ -226,7 +250,7 @@ def stock_evaluating() -> tuple[Result, list[float]]:
     return run(evaluating(seen)), seen
 
 
-@CAPTURED
+@pytest.mark.parametrize("scheme", CAPTURED)
 def test_evaluation_within_training(scheme: str) -> None:
     """Forward passes without gradients see the new weights and leave nothing behind."""
     seen: list[float] = []
