@@ -58,11 +58,11 @@ def reduce_scatter(route: Route, parts: Sequence[Sequence[Piece]], wire: Wire, s
     """
     if route.size == 1:
         store(read_all(parts[0]), sums.pieces, sums.reduce)
-        return Handle(None, (), _nothing)
+        return Handle(None, (), lambda: None)
     first, numel = route.hops[0], total_numel(sums.pieces)
     send = _empty(first, len(parts), wire.nbytes(numel), sums.pieces[0].flat.device)
     for member, pieces in enumerate(parts):
-        wire.encode(pieces, _place(send, member))
+        wire.encode(pieces, send[member % first.size, member // first.size])
     began = Peers(first, sums.counted).scatter_later(send)
 
     def finish() -> None:
@@ -70,21 +70,14 @@ def reduce_scatter(route: Route, parts: Sequence[Sequence[Piece]], wire: Wire, s
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], wire.nbytes(numel), received.device)
             for destination in range(received.shape[1]):
-                wire.recode(list(received[:, destination]), _place(send, destination), numel)
+                place = send[destination % following.size, destination // following.size]
+                wire.recode(list(received[:, destination]), place, numel)
             received = Peers(following, sums.counted).scatter_later(send).wait()
         wire.reduce(list(received[:, 0]), sums.pieces, sums.reduce)
 
     return Handle(None, (), finish)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _empty(hop: Hop, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Room for the messages of a hop: ``[members, destinations behind each, bytes]``."""
     return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
-
-
-def _place(send: Tensor, destination: int) -> Tensor:
-    return send[destination % len(send), destination // len(send)]

@@ -48,6 +48,4 @@ class Dense(SyncMode):
         return Handle(None, (), finish)
 
 
-@build_mode.register
-def _(config: DenseSync, context: SyncContext) -> Dense:
-    return Dense(config, context)
+build_mode.register(DenseSync, Dense)

@@ -220,6 +220,4 @@ class OkTopk(Sparse[OkTopkState]):
         return OkTopkState(int(saved["step"]), local, world, tuple(int(bound) for bound in saved["bounds"]))
 
 
-@build_mode.register
-def _(config: OkTopkSync, context: SyncContext) -> OkTopk:
-    return OkTopk(config, context)
+build_mode.register(OkTopkSync, OkTopk)

@@ -59,15 +59,16 @@ class Quantized(Crossing[_Sent]):
 
     Attributes:
         wire: format of the messages.
+        residual: FP32 ``[other members, F]``: what this rank still owes each, unscaled; None without error feedback.
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
         super().__init__(context, Wire(context.dtype))
         self._down = context.mesh.route(context.plan.optimizer, context.plan.world_size)
         self.wire = BlockWire(context.quantizer, config.spec)
-        self._residual: Tensor | None = None
+        self.residual: Tensor | None = None
         if config.error_feedback and self.peers.size > 1:
-            self._residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
+            self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """Send the messages of a run; what comes is added when waited for."""
@@ -94,7 +95,7 @@ class Quantized(Crossing[_Sent]):
         rows, places = (shard, spans) if whole else (self.table(shard, spans), places_of(spans))
         nbytes = self.wire.nbytes(total_numel(self._pieces(rows[0], places)))
         messages = torch.zeros(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
-        run = _Sent(spans, rows, places, messages, scale, self._residual is not None and spans not in self._paid)
+        run = _Sent(spans, rows, places, messages, scale, self.residual is not None and spans not in self._paid)
         for member, k in self._others():
             self.wire.encode(self._wanted(run, member, k), messages[member])
         return run
@@ -111,8 +112,8 @@ class Quantized(Crossing[_Sent]):
         pieces = self._pieces(run.rows[member], run.places)
         if not run.owing:
             return pieces
-        assert self._residual is not None
-        owed = self._pieces(self._residual[k], run.spans)
+        assert self.residual is not None
+        owed = self._pieces(self.residual[k], run.spans)
         return [_filled(p, r.flat.mul(run.scale).add_(p.flat)) for p, r in zip(pieces, owed, strict=True)]
 
     def _lost(self, run: _Sent, member: int, k: int) -> Tensor:
@@ -123,7 +124,7 @@ class Quantized(Crossing[_Sent]):
 
     def undelivered(self, run: _Sent) -> Tensor | None:
         """What quantization took away, nothing for this rank itself; without error feedback it is dropped."""
-        if self._residual is None:
+        if self.residual is None:
             return None
         left = torch.zeros(self.peers.size, places_of(run.spans)[-1][1], device=run.rows.device)
         for member, k in self._others():
@@ -138,37 +139,32 @@ class Quantized(Crossing[_Sent]):
 
     def keep(self, run: _Sent) -> None:
         """What quantization took away, without the loss scale."""
-        if self._residual is None:
+        if self.residual is None:
             return
         for member, k in self._others():
             lost = self._lost(run, member, k).div_(run.scale)
             for (begin, end), (first, past) in zip(run.spans, places_of(run.spans), strict=True):
-                self._residual[k, begin:end] = lost[first:past]
-
-    @property
-    def residual(self) -> Tensor | None:
-        """FP32 ``[other members, F]``: what this rank still owes each, unscaled."""
-        return self._residual
+                self.residual[k, begin:end] = lost[first:past]
 
     def state_bytes(self) -> int:
         """Bytes of the residual."""
-        return 0 if self._residual is None else self._residual.nbytes
+        return 0 if self.residual is None else self.residual.nbytes
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residual."""
-        return {} if self._residual is None else {"residual": self._residual}
+        return {} if self.residual is None else {"residual": self.residual}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the residual, or start with none owed; refuse another shape."""
-        if self._residual is None:
+        if self.residual is None:
             return super().load_state_dict(state)
         if not state:
-            self._residual.zero_()
+            self.residual.zero_()
             return
-        if set(state) != {"residual"} or state["residual"].shape != self._residual.shape:
+        if set(state) != {"residual"} or state["residual"].shape != self.residual.shape:
             shapes = {name: tuple(value.shape) for name, value in state.items()}
-            raise ValueError(f"quantized sync needs a residual of {tuple(self._residual.shape)}, not {shapes}")
-        self._residual.copy_(state["residual"])
+            raise ValueError(f"quantized sync needs a residual of {tuple(self.residual.shape)}, not {shapes}")
+        self.residual.copy_(state["residual"])
 
 
 def _filled(like: Piece, flat: Tensor) -> Piece:
@@ -176,6 +172,4 @@ def _filled(like: Piece, flat: Tensor) -> Piece:
     return Piece(flat, like.rows, like.columns, like.stride)
 
 
-@build_mode.register
-def _(config: QuantizedSync, context: SyncContext) -> Quantized:
-    return Quantized(config, context)
+build_mode.register(QuantizedSync, Quantized)

@@ -146,6 +146,4 @@ class Radius(Masked[RadiusState]):
         return RadiusState(int(saved["step"]), bool(saved["chosen"]), bits)
 
 
-@build_mode.register
-def _(config: RadiusSync, context: SyncContext) -> Radius:
-    return Radius(config, context)
+build_mode.register(RadiusSync, Radius)

@@ -176,6 +176,4 @@ class Scape(Masked[ScapeState]):
         return ScapeState(int(saved["step"]), Handle(None, (), lambda: bits), None)
 
 
-@build_mode.register
-def _(config: ScapeSync, context: SyncContext) -> Scape:
-    return Scape(config, context)
+build_mode.register(ScapeSync, Scape)

@@ -74,6 +74,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         everywhere: whether ranks need more than their own row.
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
+        residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -89,7 +90,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
         self._offloaded = config.offload_residual and context.device.type != "cpu"
-        self._residual = torch.zeros(
+        self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
@@ -122,8 +123,8 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
             return None
-        if self._residual.numel() and owing:
-            total += self._residual.to(total.device, non_blocking=True)
+        if self.residual.numel() and owing:
+            total += self.residual.to(total.device, non_blocking=True)
         outcome = self.exchange(total, self._state)
         which = slice(None) if self.everywhere else slice(self.peers.index, self.peers.index + 1)
         self.deliver(shard, self._spans, outcome.reduced.view(self.peers.size, -1) * scale, which)
@@ -148,28 +149,23 @@ class Sparse(Crossing[Step[State]], Generic[State]):
 
     def keep(self, run: Step[State]) -> None:
         """What the mode left, and what it remembers, are in force."""
-        if self._residual.numel():
+        if self.residual.numel():
             left = run.outcome.residual.view(-1)
-            self._residual = self._residual.copy_(left) if self._offloaded else left
+            self.residual = self.residual.copy_(left) if self._offloaded else left
         self._state = run.outcome.state
         self._report = dict(run.outcome.report)
-
-    @property
-    def residual(self) -> Tensor:
-        """FP32 ``[P * C]``, or empty without error feedback: what this rank still owes."""
-        return self._residual
 
     def debts(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
         table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
-        if self._residual.numel():
+        if self.residual.numel():
             for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
-                table[:, begin:end] = self._residual.view(self.peers.size, -1)[:, first:past]
+                table[:, begin:end] = self.residual.view(self.peers.size, -1)[:, first:past]
         return table
 
     def owed(self) -> Owed | None:
         """Owners and columns of the residual; None without error feedback."""
-        if not self._residual.numel():
+        if not self.residual.numel():
             return None
         plan = self.context.plan
         places = zip(self._taken, self._places, strict=True)
@@ -185,7 +181,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         if owed is None:
             super().inherit(sums)
             return
-        plan, table = self.context.plan, self._residual.view(self.peers.size, -1)
+        plan, table = self.context.plan, self.residual.view(self.peers.size, -1)
         positions = [plan.position(owner) for owner in owed.owners]
         for name, (numel, first, past) in owed.parameters.items():
             if name not in sums:
@@ -198,22 +194,22 @@ class Sparse(Crossing[Step[State]], Generic[State]):
 
     def report(self) -> dict[str, float]:
         """The mode's numbers of the last step, and the residual's norm."""
-        return {**self._report, "residual_norm": float(self._residual.norm())} if self._report else {}
+        return {**self._report, "residual_norm": float(self.residual.norm())} if self._report else {}
 
     def state_bytes(self) -> int:
         """Bytes on the device: the residual, and what a mode remembers beside it if that is of the gradient's size."""
-        return 0 if self._offloaded else self._residual.nbytes
+        return 0 if self._offloaded else self.residual.nbytes
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residual and what the mode remembers."""
         if not self.active:
             return {}
-        return {"residual": self._residual, **self.save(self._state)}
+        return {"residual": self.residual, **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the residual and what the mode remembers; refuse other entries or shapes."""
         if not state:
-            self._residual.zero_()
+            self.residual.zero_()
             self._state = self.fresh()
             return
         wanted = self.state_dict()
@@ -221,7 +217,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             shapes = {name: tuple(value.shape) for name, value in state.items()}
             needed = {name: tuple(value.shape) for name, value in wanted.items()}
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {shapes}")
-        self._residual.copy_(state["residual"])
+        self.residual.copy_(state["residual"])
         self._state = self.restored({key: value for key, value in state.items() if key != "residual"})
 
     @abstractmethod

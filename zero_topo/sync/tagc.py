@@ -220,6 +220,4 @@ class Tagc(Sparse[int]):
         return int(saved["fallbacks"])
 
 
-@build_mode.register
-def _(config: TagcSync, context: SyncContext) -> Tagc:
-    return Tagc(config, context)
+build_mode.register(TagcSync, Tagc)

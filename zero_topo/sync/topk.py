@@ -203,21 +203,7 @@ def _placed(row: Tensor, index: int, size: int) -> Tensor:
     return table.view(-1)
 
 
-@build_mode.register
-def _(config: TopkASync, context: SyncContext) -> TopkA:
-    return TopkA(config, context)
-
-
-@build_mode.register
-def _(config: GaussianKSync, context: SyncContext) -> GaussianK:
-    return GaussianK(config, context)
-
-
-@build_mode.register
-def _(config: TopkDsaSync, context: SyncContext) -> TopkDsa:
-    return TopkDsa(config, context)
-
-
-@build_mode.register
-def _(config: GTopkSync, context: SyncContext) -> GTopk:
-    return GTopk(config, context)
+build_mode.register(TopkASync, TopkA)
+build_mode.register(GaussianKSync, GaussianK)
+build_mode.register(TopkDsaSync, TopkDsa)
+build_mode.register(GTopkSync, GTopk)
