@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_topo.config import AUTO, ZeroTopoConfig
-from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Priced, Ranking, Request, Seconds, rank_plans, wire_seconds
+from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Priced, Ranking, Request, rank_plans, wire_seconds
 from zero_topo.units import format_bytes, format_seconds
 
 
@@ -19,13 +19,13 @@ class Chosen:
     notes: tuple[str, ...]
 
 
-def recommend(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Chosen:
+def recommend(asked: ZeroTopoConfig, request: Request) -> Chosen:
     """The block of the best plan that fits; arguments as :func:`~zero_topo.cost.planner.rank_plans`.
 
     Raises:
         ValueError: if nothing fits, or the user's keys fit no plan.
     """
-    ranking = rank_plans(asked, request, seconds)
+    ranking = rank_plans(asked, request)
     notes = [f"scheme {AUTO}: {line}" for line in explain(ranking)]
     return Chosen(ranking.best.candidate.chosen, tuple(notes))
 

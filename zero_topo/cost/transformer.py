@@ -138,9 +138,7 @@ class Transformer:
         return (*self._norm, *self._norm, *self._matrices.values(), *(biases if self.biases else ()))
 
 
-def scaled(
-    params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE, name: str = ""
-) -> Transformer:
+def scaled(params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE) -> Transformer:
     """The shape that a model of so many parameters conventionally has; see Note [A shape for a size].
 
     Args:
@@ -148,7 +146,6 @@ def scaled(
         layers: layers, if known.
         hidden: width, if known.
         sequence: tokens of a sequence.
-        name: of the model; by default it says the size.
 
     Raises:
         ValueError: if there is no such shape: under 1000 parameters, or layers and width that do not go with the size.
@@ -157,7 +154,7 @@ def scaled(
         raise ValueError(f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}")
     wide = hidden or _width(params, layers)
     vocab = min(VOCABULARY, max(2, params // (8 * wide)))
-    bare = Transformer(name or f"about {params:,} parameters", 1, wide, _heads(wide), _heads(wide), vocab, sequence, 1)
+    bare = Transformer(f"about {params:,} parameters", 1, wide, _heads(wide), _heads(wide), vocab, sequence, 1)
     outside = bare.params - sum(bare._layer)
     deep = layers or max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
     fixed, each = outside + deep * (sum(bare._layer) - 2 * wide - 1), deep * (2 * wide + 1)
@@ -170,17 +167,16 @@ def scaled(
     return replace(bare, layers=deep, intermediate=intermediate)
 
 
-def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE, name: str = "") -> Transformer:
+def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE) -> Transformer:
     """A model of so many layers and such a width, the rest as in GPT-NeoX.
 
     Args:
         layers: ``L``.
         hidden: ``h``.
         sequence: tokens of a sequence.
-        name: of the model; by default it says the shape.
     """
     heads = _heads(hidden)
-    name = name or f"{layers} layers of width {hidden}"
+    name = f"{layers} layers of width {hidden}"
     return Transformer(name, layers, hidden, heads, heads, VOCABULARY, sequence, 4 * hidden)
 
 

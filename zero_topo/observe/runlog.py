@@ -23,9 +23,9 @@ RUNS = Path("runs")
 Key = tuple[str, str]
 
 
-def new_run_folder(name: str, parent: Path = RUNS) -> Path:
+def new_run_folder(name: str) -> Path:
     """A folder name for a run that starts now, such as ``runs/demo-20250131-235959``; nothing is created."""
-    return parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 @dataclass(frozen=True)
