@@ -20,7 +20,7 @@ from tests.launcher.models import SMALL, Branching, Checkpointed, Tied, Tiny, Tw
 from tests.launcher.parity import Case, Result, assert_equal, assert_parity, in_plain_torch, run, stock
 from tests.launcher.training import Job, block, largest_difference, mse, train
 
-STEPS = 8
+STEPS = 6
 CAPTURED = ("topo", "zero++")
 """zero++ keeps in the secondary what forward gathers brought: also where forward and backward gathers do not pair."""
 MASTERS = ("topo", "hsdp")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.hazards import listed
 from tests.launching import ROOT
 from zero_topo import __version__
 from zero_topo.config import ZeroTopoConfig
@@ -79,6 +80,17 @@ def test_ci_runs_the_readmes_command() -> None:
     assert os.access(script, os.X_OK)
     assert script.read_text().rstrip().splitlines()[-1] == "make test ${ZT_LONG:+test-long}"
     assert "make test" in commands((ROOT / "README.md").read_text())
+
+
+def test_hazards_can_be_put_back() -> None:
+    """Each text of `docs/hazards.md` stands once in the package, and its test is there: else it proves nothing."""
+    package = "\n".join(path.read_text() for path in (ROOT / "zero_topo").rglob("*.py"))
+    launcher = "\n".join(path.read_text() for path in (ROOT / "tests/launcher").glob("*.py"))
+    for hazard in listed():
+        assert package.count(hazard.text) == 1, hazard.what
+        file, _, name = hazard.test.partition("::")
+        tests = (ROOT / file).read_text() if name else launcher
+        assert (name or file.removeprefix("launcher: ").split()[0]) in tests, hazard.what
 
 
 def test_changelog_knows_this_version() -> None:
