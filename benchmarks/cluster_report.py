@@ -1,12 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``benchmarks cluster`` as a table and as pictures. matplotlib is imported when one is drawn."""
+"""A record of ``benchmarks cluster`` as a table and as pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,6 @@ NOTE = (
 )
 STOCK_NOTE = "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, as NCCL and RCCL do."
 PHASE_NOTE = "Where rank 0's last step went: seconds it worked or waited for each phase; the rest is computing."
-PICTURES = ("step_time.png", "bytes.png")
 LINKS = {"gcd": "of a die", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
 
@@ -92,21 +92,15 @@ def ratio(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | 
     return None if base is None else float(base["step_s"]["median"] / row["step_s"]["median"])
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the record's pictures, PNG; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in PICTURES]
-    _step_times(content["results"], paths[0])
-    _level_bytes(content["results"], paths[1])
-    return paths
+def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
+    """The record's pictures by the names of their files."""
+    return {"step_time.png": _step_times(content["results"]), "bytes.png": _level_bytes(content["results"])}
 
 
-def _step_times(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
     """Median step time of each scheme with its spread and the floor, one panel for each number of micro-batches."""
-    from matplotlib.figure import Figure
-
     counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    figure = Figure(figsize=(1.5 + 3.2 * len(counts), 4.5), layout="constrained")
+    figure = Figure(figsize=(1.5 + 3.2 * len(counts), 4.5), dpi=120, layout="constrained")
     for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
         rows = [row for row in results if row["micro_batches"] == count]
         for place, row in enumerate(rows):
@@ -120,17 +114,15 @@ def _step_times(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_title(f"{count} micro-batch{'es' * (count > 1)}")
     figure.supylabel("seconds per optimizer step")
     figure.suptitle("median and spread; black: what the links need, one hop after another")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def _level_bytes(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _level_bytes(results: Sequence[Mapping[str, Any]]) -> Figure:
     """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each level of links."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     schemes = list(dict.fromkeys(row["scheme"] for row in results))
     counts = list(dict.fromkeys(row["micro_batches"] for row in results))
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(LEVELS), sharey=True)
     for axes, level in zip(panels, LEVELS, strict=True):
         for scheme in schemes:
@@ -146,7 +138,7 @@ def _level_bytes(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         _tidy(axes)
     panels[0].set_ylabel("MB sent per optimizer step")
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 _ABOVE: Mapping[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8}

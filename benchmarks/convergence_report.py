@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``benchmarks convergence`` as a table and as a picture. matplotlib is imported when it is drawn."""
+"""A record of ``benchmarks convergence`` as a table and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -47,14 +47,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     return made
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the picture: losses, and differences from stock, both averaged over seeds and smoothed."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
+def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
+    """The picture, by its file's name: losses, and differences from stock, both averaged over seeds and smoothed."""
     curves = {name: _mean_curve(seeds) for name, seeds in content["curves"].items()}
     window = max(1, len(curves[STOCK]) // 20)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     for index, (name, curve) in enumerate(curves.items()):
         style = {"color": "black", "linestyle": ":"} if name == CHAOS else {"color": COLOURS[index % len(COLOURS)]}
@@ -69,9 +66,7 @@ def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside right upper")
-    path = folder / "convergence.png"
-    figure.savefig(path, dpi=120)
-    return [path]
+    return {"convergence.png": figure}
 
 
 def _mean_curve(seeds: Mapping[str, Sequence[float]]) -> list[float]:

@@ -26,6 +26,7 @@ from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
 from zero_topo.bench.schemes import KNOWN, BenchScheme, load_blocks, schemes_named
 from zero_topo.cli import main as zero_topo_command
+from zero_topo.cli.recording import save
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
 
@@ -273,7 +274,7 @@ def test_the_table_and_the_pictures_are_made_of_a_record(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     assert out.count("3.50 MB") == out.count("3.40 MB") == 6 and out.count("1.00x") == 6
     assert "1.25 - 1.50" in out and cluster_report.STOCK_NOTE in out.replace("\n", " ")
-    assert all(path.stat().st_size > 10_000 for path in cluster_report.draw(content, tmp_path))
+    assert all(path.stat().st_size > 10_000 for path in save(cluster_report.draw(content), tmp_path))
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from benchmarks.convergence import CHANGE, Convergence, compare
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.bench.schemes import schemes_named
+from zero_topo.cli.recording import save
 from zero_topo.examples.train_gpt import warm_up_and_cosine
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)
@@ -102,7 +103,7 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
     convergence_report.show(content)
     out = capsys.readouterr().out
     assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
-    assert [path.stat().st_size > 10_000 for path in convergence_report.draw(content, tmp_path)] == [True]
+    assert [path.stat().st_size > 10_000 for path in save(convergence_report.draw(content), tmp_path)] == [True]
 
 
 @pytest.mark.parametrize(

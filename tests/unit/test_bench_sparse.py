@@ -13,6 +13,7 @@ from zero_topo.bench import sparse_report
 from zero_topo.bench.sparse import MODES, SparseBench
 from zero_topo.bench.sparse_ranks import model_for
 from zero_topo.cli.app import run as zero_topo_command
+from zero_topo.cli.recording import save
 from zero_topo.config import SPARSE_MODES
 
 
@@ -54,7 +55,7 @@ def test_a_record_is_shown_and_drawn(tmp_path: Path) -> None:
     sparse_report.show({"results": results}, console)
     shown = console.export_text()
     assert shown.count("oktopk") == 2 and "12.35 KB" in shown and "3.50" in shown
-    (picture,) = sparse_report.draw({"results": results}, tmp_path)
+    (picture,) = save(sparse_report.draw({"results": results}), tmp_path)
     assert picture.stat().st_size > 1000
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench quantizers`` as a table and as a picture. matplotlib is imported when it is drawn."""
+"""A record of ``bench quantizers`` as a table and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +14,6 @@ from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes
 
 WIDTH = 96
-PICTURE = "quantizers.png"
 OPS = ("quantize", "dequantize", "dequantize_reduce")
 
 
@@ -41,17 +40,13 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     return made
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Bars of the share of a copy's traffic, by operation and backend; returns the picture written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
+    """The picture, by its file's name: bars of the share of a copy's traffic, by operation and backend."""
     shown = [row for row in content["results"] if row["threads"] == 1]
     groups = list(dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in shown))
     backends = list(dict.fromkeys(row["backend"] for row in shown))
-    figure, panels = pyplot.subplots(len(OPS), 1, figsize=(1.5 + 1.1 * len(groups), 2.6 * len(OPS)), sharex=True)
+    figure = Figure(figsize=(1.5 + 1.1 * len(groups), 2.6 * len(OPS)), dpi=150)
+    panels = figure.subplots(len(OPS), 1, sharex=True)
     for panel, op in zip(panels, OPS, strict=True):
         for place, backend in enumerate(backends):
             rows = {
@@ -64,7 +59,4 @@ def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
         panel.set_ylabel(f"{op}\nshare of a copy", fontsize=8)
     panels[-1].set_xticks(range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7)
     panels[0].legend(backends, fontsize=7, ncols=len(backends))
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
-    return [folder / PICTURE]
+    return {"quantizers.png": figure}

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench sparse`` as a table and as pictures. matplotlib is imported when one is drawn."""
+"""A record of ``bench sparse`` as a table and as pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +14,6 @@ from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
 WIDTH = 104
-PICTURE = "sparse.png"
 NOTE = (
     "Words per k: 4-byte words that a rank sends for each of its picks. Error: of what arrives against the sum of all "
     "that ranks have to say. Seconds are those of this machine's loopback interface."
@@ -50,13 +49,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
     return made
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Words per pick against ranks, and error against bytes; returns the picture written."""
-    from matplotlib.figure import Figure
-
+def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
+    """The picture, by its file's name: words per pick against ranks, and error against bytes."""
     sparse = [row for row in content["results"] if row["mode"] != "dense"]
     sources = list(dict.fromkeys(row["source"] for row in content["results"]))
-    figure = Figure(figsize=(11, 4.2 * len(sources)), layout="constrained")
+    figure = Figure(figsize=(11, 4.2 * len(sources)), dpi=120, layout="constrained")
     panels = figure.subplots(len(sources), 2, squeeze=False)
     for (left, right), source in zip(panels, sources, strict=True):
         for mode in dict.fromkeys(row["mode"] for row in sparse):
@@ -73,6 +70,4 @@ def draw(content: Mapping[str, Any], folder: Path) -> list[Path]:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         left.legend(frameon=False, fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / PICTURE, dpi=120)
-    return [folder / PICTURE]
+    return {"sparse.png": figure}

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.progress import Progress
 
 from zero_topo.bench import records
 from zero_topo.observe.runlog import new_run_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FAILED = 1
 
@@ -39,7 +42,7 @@ def measure(
 
     Args:
         outputs: where to.
-        report: a module with ``draw(content, folder)`` and ``show(content)``.
+        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of their files.
         total: ticks of the whole run.
         run: measures.
 
@@ -62,13 +65,21 @@ def measure(
         typer.echo(f"zero-topo: {error}", err=True)
         raise typer.Exit(FAILED) from error
     assert file is not None, "nothing was measured"
-    pictures = report.draw(content, outputs.plots or file.parent)
+    pictures = save(report.draw(content), outputs.plots or file.parent)
     if outputs.as_json:
         print(json.dumps(content, indent=2))
     else:
         report.show(content)
         print(f"Written: {', '.join(str(path) for path in (file, *pictures))}")
     return content
+
+
+def save(pictures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Write pictures into a folder, which is made; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in pictures.items():
+        figure.savefig(folder / name, bbox_inches="tight" if figure.get_layout_engine() is None else None)
+    return [folder / name for name in pictures]
 
 
 @contextmanager
