@@ -119,7 +119,6 @@ def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
 
 def _level_bytes(results: Sequence[Mapping[str, Any]]) -> Figure:
     """Bytes that leave each unit per optimizer step, counted by the kernel, one panel for each level of links."""
-
     schemes = list(dict.fromkeys(row["scheme"] for row in results))
     counts = list(dict.fromkeys(row["micro_batches"] for row in results))
     figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
