@@ -82,7 +82,7 @@ class _Meeting:
 
 
 def _meet_at(rank: int, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> None:
-    """In place of the barrier with which torch's threads create a group, which would block the rank whose turn it is."""
+    """The barrier with which torch's threads create a group; its own would block the rank whose turn it is."""
     me = threading.current_thread()
     assert isinstance(me, _Rank)
     key = store.compare_set("meeting", "", str(len(me.ranks.barriers)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -39,16 +40,19 @@ def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> 
 def masters_of(w: World, rank: int, degree: int, step: int, rate: float) -> Tensor:
     """The same random walk of FP32 masters for everybody: this rank's rows of a degree."""
     plan = w.config.plan
-    columns = []
-    for numel in w.numels:
-        generator = torch.Generator().manual_seed(numel)
-        whole = torch.randn(plan.world_size, plan.shard_numel(numel), generator=generator)
-        for s in range(step):
-            walk = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1000 * s + numel))
-            whole = whole + rate * walk
-        whole.view(-1)[numel:] = 0  # padding
-        columns.append(whole[plan.rows(rank, degree)])
-    return torch.cat(columns, dim=1)
+    walks = [walked(numel, plan.world_size, plan.shard_numel(numel), step, rate) for numel in w.numels]
+    return torch.cat([walk[plan.rows(rank, degree)] for walk in walks], dim=1)
+
+
+@lru_cache(maxsize=128)
+def walked(numel: int, rows: int, columns: int, step: int, rate: float) -> Tensor:
+    """Where the walk of one parameter is after some steps; not to be written to."""
+    whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(numel))
+    for s in range(step):
+        walk = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1000 * s + numel))
+        whole = whole + rate * walk
+    whole.view(-1)[numel:] = 0  # padding
+    return whole
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

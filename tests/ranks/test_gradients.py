@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, SCHEMES, World, shuffled, world
+from tests.ranks.worlds import NUMELS, SCHEMES, World, shards, shuffled, world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
@@ -18,12 +18,7 @@ PLAIN = {"quantize": {"weights": None, "secondary": None, "gradients": None}}
 def expected_rows(w: World, rank: int, total: list[torch.Tensor]) -> torch.Tensor:
     """The optimizer's rows of this rank, cut from whole gradients."""
     plan = w.config.plan
-    columns = []
-    for grad in total:
-        width = plan.shard_numel(grad.numel())
-        shards = torch.cat([grad, grad.new_zeros(plan.world_size * width - grad.numel())]).view(-1, width)
-        columns.append(shards[plan.rows(rank, plan.optimizer)])
-    return torch.cat(columns, dim=1)
+    return torch.cat([shards(plan, grad)[plan.rows(rank, plan.optimizer)] for grad in total], dim=1)
 
 
 def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.plan import Plan
 from zero_topo.sync import Moment
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -54,22 +56,19 @@ class World:
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
-        generator = torch.Generator().manual_seed(7)
-        return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
+        return [param.to(dtype, copy=True) for param in drawn(self.numels, 7)]
 
     def grads(self, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """A rank's own whole gradients."""
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        return [torch.randn(n, generator=generator).to(dtype) for n in self.numels]
+        return [grad.to(dtype, copy=True) for grad in drawn(self.numels, 1000 * step + rank)]
 
     def own_columns(self, rank: int, grads: list[Tensor]) -> Tensor:
         """A rank's own row of whole gradients."""
-        rows = []
-        for grad in grads:
-            width = self.config.plan.shard_numel(grad.numel())
-            padded = torch.cat([grad, grad.new_zeros(self.size * width - grad.numel())])
-            rows.append(padded.view(self.size, width)[rank])
-        return torch.cat(rows)
+        return torch.cat([shards(self.config.plan, grad)[rank] for grad in grads])
+
+    def own_mean(self, rank: int, step: int) -> Tensor:
+        """A rank's own row of the mean over all ranks' gradients of a step."""
+        return self.own_columns(rank, mean(self.numels, self.size, step))
 
     @property
     def columns(self) -> int:
@@ -80,6 +79,26 @@ class World:
     def size(self) -> int:
         """Ranks."""
         return self.config.plan.world_size
+
+
+def shards(plan: Plan, x: Tensor) -> Tensor:
+    """A whole tensor, padded, as a row for each rank."""
+    width = plan.shard_numel(x.numel())
+    return torch.cat([x, x.new_zeros(plan.world_size * width - x.numel())]).view(plan.world_size, width)
+
+
+@lru_cache(maxsize=128)
+def drawn(numels: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Normal values of these sizes; not to be written to."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=generator) for n in numels]
+
+
+@lru_cache(maxsize=16)
+def mean(numels: tuple[int, ...], ranks: int, step: int) -> list[Tensor]:
+    """Of all ranks' whole gradients of a step; not to be written to."""
+    grads = [drawn(numels, 1000 * step + rank) for rank in range(ranks)]
+    return [sum(parts, torch.zeros(())) / ranks for parts in zip(*grads, strict=True)]
 
 
 def world(block: dict[str, object], machine: Topology | None = None) -> World:
@@ -100,7 +119,5 @@ def load_own_shards(engine: Stage3, params: list[Tensor]) -> None:
     plan, rank = engine.config.plan, engine.layout.rank
     row = engine.weights.primary[engine.layout.row(plan.weights)]
     for index, param in enumerate(params):
-        width = plan.shard_numel(param.numel())
-        padded = torch.cat([param, param.new_zeros(plan.world_size * width - param.numel())])
-        engine.layout.slot(row[None], index)[0].copy_(padded[rank * width : (rank + 1) * width])
+        engine.layout.slot(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
