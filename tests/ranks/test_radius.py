@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,11 @@ RATE = 0.01
 
 
 Rate = Callable[[int, int], float]  # of step and sub-group
+
+
+def usual_rate(step: int, group: int) -> float:
+    """The same always."""
+    return RATE
 
 
 class Seen(NamedTuple):
@@ -68,7 +74,7 @@ def mask_of(engine: Stage3) -> Tensor:
 class Trainer:
     """One rank's engine with AdamW on masters in two sub-groups, stepped as the hook steps them."""
 
-    def __init__(self, w: World, rank: int, rate: Rate = lambda step, group: RATE) -> None:
+    def __init__(self, w: World, rank: int, rate: Rate = usual_rate) -> None:
         self.w, self.rank, self.rate = w, rank, rate
         self.engine = w.engine()
         rows, columns = self.engine.gradients.optimizer_rows().shape
@@ -126,6 +132,13 @@ def train(w: World, steps: int, **more: Any) -> list[list[Seen]]:
     return run_threads(w.size, rank_main)
 
 
+@lru_cache(maxsize=4)
+def trained(setting: str) -> tuple[World, list[list[Seen]]]:
+    """Two intervals and two steps of a setting."""
+    w = radius_world(setting)
+    return w, train(w, 2 * INTERVAL + 2)
+
+
 def chosen(w: World, update: Tensor) -> Tensor:
     """The elements of a row that its owner should choose, by sorting: columns of the mask, those of all but vectors."""
     found, begin = [], 0
@@ -151,7 +164,8 @@ def sparse_columns(w: World, row: Tensor) -> Tensor:
 def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
     """What has not arrived is owed, at every step, in and between resamplings."""
     w = radius_world(setting, value_dtype=value_dtype)
-    check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in train(w, 2 * INTERVAL + 2)])
+    results = trained(setting)[1] if value_dtype == "fp32" else train(w, 2 * INTERVAL + 2)
+    check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -160,12 +174,11 @@ def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None
 
     The residual is not divided by the interval.
     """
-    w = radius_world(setting)
-    results = train(w, 2 * INTERVAL + 1)
+    w, results = trained(setting)
     for rank, steps in enumerate(results):
         waiting = torch.zeros(w.columns)
         for step, seen in enumerate(steps):
-            waiting += sum((w.own_columns(rank, w.grads(r, step)) for r in range(w.size)), torch.zeros(())) / w.size
+            waiting += w.own_mean(rank, step)
             if step % INTERVAL == 0:
                 torch.testing.assert_close(seen.step.own, waiting, atol=1e-5, rtol=1e-5)
             waiting -= seen.step.own
@@ -176,8 +189,7 @@ def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
     """All peers hold it; the row of each is its own choice of the optimizer's update then; the others' stay away."""
-    w = radius_world(setting)
-    results = train(w, 2 * INTERVAL + 1)
+    w, results = trained(setting)
     plan = w.config.plan
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1]
     for rank, steps in enumerate(results):
@@ -224,21 +236,30 @@ def test_density_one_is_dense(setting: str) -> None:
             assert all(not debt.any() for _, debt in seen.step.debts)
 
 
-def assert_same_as(w: World, disturb: Callable[[Trainer, int], None], **more: Any) -> None:
-    """A run that is disturbed before each step ends as an undisturbed one does, bit for bit."""
+Disturbance = Callable[[Trainer, int], None]
 
-    def rank_main(rank: int, disturbed: bool) -> list[Tensor]:
-        trainer, found = Trainer(w, rank, **more), []
+
+@lru_cache(maxsize=4)
+def computed(setting: str, disturb: Disturbance | None = None, rate: Rate = usual_rate) -> list[list[Tensor]]:
+    """All that ranks compute in two intervals and a step, each of which may be disturbed before it."""
+    w = radius_world(setting)
+
+    def rank_main(rank: int) -> list[Tensor]:
+        trainer, found = Trainer(w, rank, rate), []
         for step in range(2 * INTERVAL + 1):
-            if disturbed:
+            if disturb is not None:
                 disturb(trainer, step)
             seen = trainer.step(step)
             masks = [seen.before, seen.after]
             found += [seen.step.rows, seen.masters, *masks, mode_of(trainer.engine).residual.clone()]
         return found
 
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+    return run_threads(w.size, rank_main)
+
+
+def assert_undisturbed(setting: str, disturb: Disturbance, rate: Rate = usual_rate) -> None:
+    """A run that is disturbed before each step ends as an undisturbed one does, bit for bit."""
+    for found, expected in zip(computed(setting, disturb, rate), computed(setting, None, rate), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -246,7 +267,7 @@ def assert_same_as(w: World, disturb: Callable[[Trainer, int], None], **more: An
 @pytest.mark.parametrize("setting", ["topo", "data parallel"])
 def test_a_skipped_step_changes_nothing(setting: str, when: int) -> None:
     """An overflow leaves mask, counter and residual as they were, also where the step would have resampled."""
-    assert_same_as(radius_world(setting), lambda trainer, step: trainer.skipped(77) if step == when else None)
+    assert_undisturbed(setting, lambda trainer, step: trainer.skipped(77) if step == when else None)
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
@@ -260,14 +281,14 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
                 pass
             trainer.engine.end_step(skipped=True)
 
-    assert_same_as(radius_world("topo"), disturb, rate=lambda step, group: 0.0 if step == INTERVAL else RATE)
+    assert_undisturbed("topo", disturb, lambda step, group: 0.0 if step == INTERVAL else RATE)
 
 
 @pytest.mark.parametrize("when", [1, 2, INTERVAL, INTERVAL + 1])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_resume_is_exact(setting: str, when: int) -> None:
     """State saved in the middle of an interval, or at its end, goes on in a new engine bit for bit."""
-    assert_same_as(radius_world(setting), lambda trainer, step: trainer.resume() if step == when else None)
+    assert_undisturbed(setting, lambda trainer, step: trainer.resume() if step == when else None)
 
 
 def test_a_peek_loses_nothing() -> None:
@@ -374,8 +395,5 @@ def test_two_fifths_of_dense_at_the_papers_settings(setting: str) -> None:
     w = radius_world(setting, density=0.4, interval=200)
     dense = world({**SETTINGS[setting], "quantize": PLAIN}, w.config.topology)
     work = Workload.uniform([1 << 20], itemsize=4)
-    mine, whole = (
-        {key: n for key, n in step_bytes(config, work).items() if key == ("sync", "world")}[("sync", "world")]
-        for config in (w.config, dense.config)
-    )
+    mine, whole = (step_bytes(config, work)["sync", "world"] for config in (w.config, dense.config))
     assert mine / whole == pytest.approx(0.403, abs=5e-4)
