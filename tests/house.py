@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from tests.launching import ROOT
@@ -30,6 +30,11 @@ class Source:
         """Its syntax tree."""
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def name(self) -> str:
         """Path below the checkout's root, for messages."""
@@ -52,9 +57,7 @@ class Source:
 
     def functions(self) -> Iterator[Function]:
         """Every function and method, nested ones too."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                yield node
+        return (node for node in self.nodes if isinstance(node, Function))
 
     def imports(self) -> set[str]:
         """Absolute names of everything imported anywhere in the file, except under `if TYPE_CHECKING:`.
@@ -69,7 +72,7 @@ class Source:
 
     def imports_for_types(self) -> set[str]:
         """As `imports`, with those under `if TYPE_CHECKING:` too."""
-        return {name for node in ast.walk(self.tree) for name in self._imported(node)}
+        return {name for node in self.nodes for name in self._imported(node)}
 
     def _imported(self, node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -91,7 +94,13 @@ class Source:
 def sources(*directories: str) -> list[Source]:
     """Every Python file below the given directories of the checkout, sorted by path."""
     found = (path for name in directories for path in (ROOT / name).rglob("*.py"))
-    return [Source(path) for path in sorted(found)]
+    return [_source(path) for path in sorted(found)]
+
+
+@cache
+def _source(path: Path) -> Source:
+    """Read and parsed once for all tests."""
+    return Source(path)
 
 
 def function_lines(function: Function) -> int:

@@ -73,7 +73,7 @@ def test_functions_take_few_parameters() -> None:
 def test_no_module_level_state() -> None:
     """No `global`, and no list, dict or set at module level that functions change."""
     for source in PACKAGE:
-        lines = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        lines = [node.lineno for node in source.nodes if isinstance(node, ast.Global)]
         assert not lines, f"{source.name}: `global` on lines {lines}"
         names = set(module_level_containers(source.tree))
         changed = {name for function in source.functions() for name in mutated_names(function)} & names
