@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -45,6 +46,11 @@ def sizes(spec: BlockSpec) -> list[int]:
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Ordinary values of growing size, with every special one strewn into some blocks of 64."""
+    return _values(numel, dtype, seed).clone()
+
+
+@lru_cache(maxsize=1024)
+def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed + numel)
     x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 5, (numel,), generator=generator)
     top = torch.finfo(dtype).max
@@ -118,11 +124,14 @@ def blank(pieces: Sequence[Piece]) -> list[Piece]:
 
 def messages_of(spec: BlockSpec, numel: int, sources: int) -> list[Tensor]:
     """Messages of several ranks, by the reference; the values of the first one are special."""
-    made = []
-    for source in range(sources):
-        x = values(numel, torch.float32, source) if source == 0 else calm(numel, torch.float32, source)
-        made.append(torch.full((spec.nbytes(numel),), 0x5A, dtype=torch.uint8))
-        reference.quantize([whole(x)], spec, made[-1])
+    return [_message(spec, numel, source).clone() for source in range(sources)]
+
+
+@lru_cache(maxsize=1024)
+def _message(spec: BlockSpec, numel: int, source: int) -> Tensor:
+    x = values(numel, torch.float32) if source == 0 else calm(numel, torch.float32, source)
+    made = torch.full((spec.nbytes(numel),), 0x5A, dtype=torch.uint8)
+    reference.quantize([whole(x)], spec, made)
     return made
 
 
