@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels import cpu_library, golden
@@ -151,7 +151,6 @@ DENSE = ["zt_cpu_quantize", "zt_cpu_dequantize", "zt_cpu_dequantize_reduce", "zt
 
 
 @pytest.mark.parametrize("function", DENSE)
-@settings(max_examples=150)
 @given(data=st.data())
 def test_one_wrong_argument_is_refused(library: ctypes.CDLL, function: str, data: st.DataObject) -> None:
     """Any field out of its bounds gives its status, and no byte of any buffer changes."""
@@ -241,7 +240,6 @@ LIMITS = {"whole": 2100, "lanes": 1024, "elements": 2**60}
 @pytest.mark.parametrize(
     "function", [name for name in cpu_library.SIGNATURES if name not in DENSE and "_at" not in name]
 )
-@settings(max_examples=100)
 @given(data=st.data())
 def test_one_wrong_sparse_argument_is_refused(library: ctypes.CDLL, function: str, data: st.DataObject) -> None:
     """As for the others: its status, and no byte changes."""
@@ -283,7 +281,6 @@ def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-@settings(max_examples=150)
 @given(spec=SPECS, pieces=shapes(), seed=st.integers(0, 2**31), sources=st.integers(1, 9), accumulate=st.booleans())
 def test_messages_of_any_bytes(
     library: ctypes.CDLL, spec: BlockSpec, pieces: list[Piece], seed: int, sources: int, accumulate: bool
@@ -303,7 +300,6 @@ def test_messages_of_any_bytes(
             golden.assert_same(got.flat, wanted.flat, f"{spec} {level}")
 
 
-@settings(max_examples=100)
 @given(spec=SPECS, pieces=shapes(), seed=st.integers(0, 2**31), bits=st.sampled_from([8, 4]))
 def test_pieces_of_any_bytes(library: ctypes.CDLL, spec: BlockSpec, pieces: list[Piece], seed: int, bits: int) -> None:
     """Every level quantizes any bits, in pieces of any shapes, as the reference does, and sums what comes of it."""
@@ -326,7 +322,6 @@ def test_pieces_of_any_bytes(library: ctypes.CDLL, spec: BlockSpec, pieces: list
         golden.assert_same(summed, again, f"{spec} to {to} {level}")
 
 
-@settings(max_examples=60)
 @given(n=st.integers(1, 5000), rows=st.integers(3, 40), seed=st.integers(0, 2**63), density=st.floats(0, 1))
 def test_sketches_of_any_bytes(library: ctypes.CDLL, n: int, rows: int, seed: int, density: float) -> None:
     """Sketches that are not the sum of what the mask says, and garbage in the mask's unused bits: values come out."""

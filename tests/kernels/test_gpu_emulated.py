@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +113,6 @@ DTYPES = st.sampled_from(FLOATS)
 SPECS = st.sampled_from([BlockSpec(8, 64), BlockSpec(4, 256), BlockSpec(4, 512, False), BlockSpec(8, 2048)])
 
 
-@settings(max_examples=40, deadline=None)
 @given(pieces=pieces_anywhere(), spec=SPECS, chosen=st.sampled_from([PLAIN, OTHER]))
 def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: BlockSpec, chosen: Settings) -> None:
     """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""

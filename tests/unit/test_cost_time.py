@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.cost.time import Network, rates_of
@@ -59,7 +59,6 @@ def test_latencies_add_up_around_a_ring() -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     pattern=st.sampled_from(["ring", "direct"]),
     pair=st.sampled_from([(1, 2), (1, 4), (2, 4), (1, 12), (2, 12), (4, 12)]),

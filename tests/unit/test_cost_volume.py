@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.config import (
@@ -205,7 +205,6 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(config=configs(), work=workloads())
 def test_the_formula_is_what_every_rank_sends_message_by_message(config: ResolvedConfig, work: Workload) -> None:
     expected = step_bytes(config, work)
@@ -213,7 +212,6 @@ def test_the_formula_is_what_every_rank_sends_message_by_message(config: Resolve
         assert sent == expected
 
 
-@settings(max_examples=50, deadline=None)
 @given(topology=machines(), scheme=st.sampled_from(SCHEMES), work=workloads())
 def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, scheme: str, work: Workload) -> None:
     config = resolve(topology, scheme=scheme)

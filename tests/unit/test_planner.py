@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
@@ -171,7 +171,6 @@ def test_equal_times_prefer_a_named_scheme_and_then_less_to_send() -> None:
     assert wires == sorted(wires)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     nodes=st.integers(1, 64),
     memory=st.integers(8, 200),
@@ -233,7 +232,6 @@ def test_the_largest_model_fits_and_one_2_percent_larger_does_not(scheme: str, n
     assert held(largest) <= wanted.limit < held(int(largest * 1.02))
 
 
-@settings(max_examples=40, deadline=None)
 @given(memory=st.integers(6, 500), scheme=st.sampled_from(["zero3", "mics", "topo"]), micro_batch=st.integers(1, 8))
 def test_the_largest_model_is_that_whatever_the_memory(memory: int, scheme: str, micro_batch: int) -> None:
     wanted = request(replace(FRONTIER, memory_per_rank=memory * GB), micro_batch=micro_batch)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launching import ROOT
@@ -151,7 +151,6 @@ rates = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(config=configs, job=jobs, machine=rates)
 def test_a_step_is_between_its_busiest_part_and_all_parts_one_after_the_other(
     config: ResolvedConfig, job: Job, machine: Rates
@@ -166,7 +165,6 @@ def test_a_step_is_between_its_busiest_part_and_all_parts_one_after_the_other(
     assert set(found.breakdown) == set(PHASES) and min(found.breakdown.values()) >= 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     config=configs,
     job=jobs,
@@ -186,7 +184,6 @@ def test_a_faster_machine_is_never_slower(
     assert all(simulate(config, job, better).step_s <= before for better in faster)
 
 
-@settings(max_examples=30, deadline=None)
 @given(config=configs, job=jobs, machine=rates)
 def test_from_two_micro_batches_on_a_step_grows_in_a_straight_line(
     config: ResolvedConfig, job: Job, machine: Rates
