@@ -163,31 +163,50 @@ def test_density_one_is_dense(mode: str, setting: str) -> None:
         assert all(not debt.abs().max() > 1e-6 for _, debt in found[0].debts)
 
 
-def one_step(w: World, engine: Stage3, rank: int, step: int, skipped: bool = False) -> Tensor:
+def check_changes_nothing(w: World, what: str, steps: int) -> list[Tensor]:
+    """Runs with and without a change give the same bits of rows and state at the end; those of each rank.
+
+    Changes: "skip": a step overflows before the last but one; "stop": state is saved then and loaded into a new engine;
+    "scale": the loss scale changes at each step.
+    """
+
+    def rank_main(rank: int, changed: bool) -> Tensor:
+        scale = [1.0]
+        engine = w.engine(loss_scale=lambda: scale[0])
+        for step in range(steps):
+            if changed and step == steps - 2 and what == "skip":
+                one_step(w, engine, rank, 77, skipped=True)
+            if changed and step == steps - 2 and what == "stop":
+                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
+                engine = w.engine(loss_scale=lambda: scale[0])
+                mode_of(engine).load_state_dict(saved)
+            scale[0] = 2.0 ** (5 - step) if changed and what == "scale" else 1.0
+            rows = one_step(w, engine, rank, step, scale[0]) / scale[0]
+        counted = torch.tensor([mode_of(engine).report().get("fallbacks", 0.0)])
+        return torch.cat([rows.view(-1), mode_of(engine).residual, counted])
+
+    plain = run_threads(w.size, rank_main, False)
+    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
+        assert torch.equal(found, expected)
+    return plain
+
+
+def one_step(w: World, engine: Stage3, rank: int, step: int, scale: float = 1.0, skipped: bool = False) -> Tensor:
     """Scatter, sync, and the end of the step; what the optimizer gets."""
-    engine.gradients.scatter(range(len(w.numels)), w.grads(rank, step), last=True)
+    grads = [scale * grad for grad in w.grads(rank, step)]
+    engine.gradients.scatter(range(len(w.numels)), grads, last=True)
     engine.gradients.sync()
     rows = engine.gradients.optimizer_rows().clone()
     engine.end_step(skipped)
     return rows
 
 
+@pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 7), ("scale", 3)])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_skipped_step_changes_nothing(mode: str) -> None:
-    """An overflow leaves residual, thresholds and counters as they were: the next step is as if it had not been."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
-
-    def rank_main(rank: int, skips: bool) -> Tensor:
-        engine = w.engine()
-        for step in range(4):
-            if skips and step == 2:
-                one_step(w, engine, rank, 77, skipped=True)
-            rows = one_step(w, engine, rank, step)
-        return torch.cat([rows.view(-1), mode_of(engine).residual])
-
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
-        assert torch.equal(found, expected)
+def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(mode: str, what: str, steps: int) -> None:
+    """Residual, thresholds and counters are as after finished steps, kept without the scale, and can be saved."""
+    interval = {"tau": 4} if (mode, what) == ("oktopk", "stop") else {}  # in the middle of which it stops
+    check_changes_nothing(sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, **interval), what, steps)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -227,48 +246,6 @@ def test_a_peek_loses_nothing(mode: str) -> None:
         return found
 
     check_nothing_is_lost(w, run_threads(w.size, rank_main))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_loss_scale_does_not_matter(mode: str) -> None:
-    """State is kept without it: under a changing scale gradients sync to the same, times the scale."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
-
-    def rank_main(rank: int, scaled: bool) -> Tensor:
-        scale = 1.0
-        engine = w.engine(loss_scale=lambda: scale)
-        for step in range(3):
-            scale = 2.0 ** (5 - step) if scaled else 1.0
-            grads = [scale * grad for grad in w.grads(rank, step)]
-            engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
-            engine.gradients.sync()
-            rows = engine.gradients.optimizer_rows() / scale
-            engine.end_step(skipped=False)
-        return torch.cat([rows.view(-1), mode_of(engine).residual])
-
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_resume_in_the_middle_of_an_interval_is_exact(mode: str) -> None:
-    """State saved after a step and loaded into a new engine goes on bit for bit."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, **({"tau": 4} if mode == "oktopk" else {}))
-
-    def rank_main(rank: int, stops: bool) -> Tensor:
-        engine = w.engine()
-        for step in range(7):
-            if stops and step == 5:
-                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
-                engine = w.engine()
-                mode_of(engine).load_state_dict(saved)
-            rows = one_step(w, engine, rank, step)
-        return torch.cat([rows.view(-1), mode_of(engine).residual])
-
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_patterns_choose_the_parameters() -> None:

@@ -19,6 +19,7 @@ from tests.ranks.test_sparse_modes import (
     DATA_PARALLEL,
     HIERARCHY,
     Step,
+    check_changes_nothing,
     check_nothing_is_lost,
     mode_of,
     observed,
@@ -231,31 +232,8 @@ def test_sums_go_to_all_where_all_need_them() -> None:
 @pytest.mark.parametrize("what", ["skip", "stop", "scale"])
 def test_state_counts_only_finished_steps_and_can_be_saved(what: str, numel: int) -> None:
     """A skipped step changes nothing; a new engine goes on from saved state; the loss scale is not in it."""
-    w = tagc((numel,), 2, ratio=10, theta=0.9)
-
-    def rank_main(rank: int, changed: bool) -> Tensor:
-        scale = [1.0]
-        engine = w.engine(loss_scale=lambda: scale[0])
-        for step in range(3):
-            if changed and step == 2 and what == "skip":
-                engine.gradients.scatter([0], w.grads(rank, 77), last=True)
-                engine.gradients.sync()
-                engine.end_step(skipped=True)
-            if changed and step == 2 and what == "stop":
-                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
-                engine = w.engine(loss_scale=lambda: scale[0])
-                mode_of(engine).load_state_dict(saved)
-            scale[0] = 2.0 ** (4 - step) if changed and what == "scale" else 1.0
-            engine.gradients.scatter([0], [scale[0] * grad for grad in w.grads(rank, step)], last=True)
-            engine.gradients.sync()
-            rows = engine.gradients.optimizer_rows() / scale[0]
-            engine.end_step(skipped=False)
-        fallbacks = torch.tensor([mode_of(engine).report()["fallbacks"]])
-        return torch.cat([rows.view(-1), mode_of(engine).residual, fallbacks])
-
-    plain = run_threads(2, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(2, lambda rank: rank_main(rank, True)), plain, strict=True):
-        assert torch.equal(found, expected) and expected[-1] == (3 if numel == 2 * ROW else 0)
+    for last in check_changes_nothing(tagc((numel,), 2, ratio=10, theta=0.9), what, 3):
+        assert last[-1] == (3 if numel == 2 * ROW else 0)  # fallbacks
 
 
 def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
