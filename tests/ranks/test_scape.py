@@ -214,42 +214,27 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
             before[rank] = results[rank][step][0] + owed[rank] / b1
 
 
+@pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 6)])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_skipped_step_changes_nothing(setting: str) -> None:
-    """Mask, residual, density schedule and momentum are as if the step had not been."""
-    w = scape_world(setting, density=0.05, warmup=3)
+def test_skipped_steps_and_resuming_change_nothing(setting: str, what: str, steps: int) -> None:
+    """Mask, residual, density schedule and momentum go on, while the next mask is on its way, in the warm-up."""
+    w = scape_world(setting, density=0.05, warmup=steps - 1)
 
-    def rank_main(rank: int, skips: bool) -> Tensor:
+    def rank_main(rank: int, changed: bool) -> Tensor:
         trainer = Trainer(w, rank)
-        for step in range(4):
-            if skips and step == 2:
+        for step in range(steps):
+            if changed and step == steps // 2 and what == "skip":
                 trainer.sync(77)
                 trainer.engine.end_step(skipped=True)
-            seen = trainer.step(step)
-        return torch.cat([seen.weights, seen.momentum])
-
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_resume_is_exact(setting: str) -> None:
-    """Saved while the next mask is on its way, in the middle of the warm-up, and loaded into a new engine."""
-    w = scape_world(setting, density=0.05, warmup=5)
-
-    def rank_main(rank: int, stops: bool) -> Tensor:
-        trainer = Trainer(w, rank)
-        for step in range(6):
-            if stops and step == 3:
+            if changed and step == steps // 2 and what == "stop":
                 saved = {key: value.clone() for key, value in trainer.engine.gradients.mode.state_dict().items()}
                 trainer.engine = w.engine(moments=trainer.moments)
                 trainer.engine.gradients.mode.load_state_dict(saved)
             seen = trainer.step(step)
         return torch.cat([seen.weights, seen.momentum])
 
-    plain = run_threads(w.size, lambda rank: rank_main(rank, False))
-    for found, expected in zip(run_threads(w.size, lambda rank: rank_main(rank, True)), plain, strict=True):
+    plain = run_threads(w.size, rank_main, False)
+    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
         assert torch.equal(found, expected)
 
 
