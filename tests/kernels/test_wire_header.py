@@ -37,7 +37,7 @@ COMPILERS = {
     "gcc": ["gcc", "-std=c99", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-pedantic", "-x", "c"],
     "g++": ["g++", "-std=c++17", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-x", "c++"],
     "nvcc": ["nvcc", "-std=c++17", "-x", "cu"],
-    "hipcc": ["hipcc", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"],
+    "hipcc": ["env", "HIP_PLATFORM=amd", "hipcc", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"],
 }
 
 Case = tuple[BlockSpec, int]
