@@ -50,11 +50,14 @@ class TestElsewhere:
 
     __test__ = not INTERPRETED
 
-    def test_the_interpreter_runs_these_tests(self) -> None:
-        """Every check of this file passes on CPU tensors, in Triton's interpreter."""
+    @pytest.mark.parametrize("which", ["operations", "not operations"])
+    def test_the_interpreter_runs_these_tests(self, which: str) -> None:
+        """Every check of this file passes on CPU tensors, in Triton's interpreter; halves of them for two workers."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
         env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([*command, __file__], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-k", which, __file__], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
