@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From Slurm's and MPI's variables to torch's: agreement with what the topology reads, and refusals."""
+"""From Slurm's and MPI's variables to torch's, to train and to measure: agreement with the topology, and refusals."""
 
 from __future__ import annotations
 
@@ -12,31 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.commands import Run
 from tests.launching import ROOT
+from tests.steps import deal, step, task
+from zero_topo.cli.measure import meeting_point
 from zero_topo.launch.env import PORT, rank_environment
 from zero_topo.topology.captures import Asked
 from zero_topo.topology.discover import discover
 from zero_topo.topology.launchers import launcher_view
-from zero_topo.topology.probes import slurm
 
 SIZES = st.integers(1, 6)
 
 
-def step(nodes: int, per_node: int, rank: int, plane: int | None) -> dict[str, str]:
-    """What srun gives a task; ``plane`` None is block, 1 is cyclic."""
-    node, local = divmod(slurm.placement(nodes, per_node, plane or per_node)[rank], per_node)
+def tasks(nodes: int, per_node: int, plane: int | None) -> list[dict[str, str]]:
+    """What srun gives each task; ``plane`` None is block, 1 is cyclic."""
+    dealt = deal(nodes, per_node, plane or per_node)
     names = {None: "block", 1: "cyclic"}
-    return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": f"n[0-{nodes - 1}]",
-        "SLURM_STEP_NUM_TASKS": str(nodes * per_node),
-        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
-        "SLURM_DISTRIBUTION": names.get(plane, f"plane={plane}"),
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-    }
+    env = step(nodes, per_node, names.get(plane, f"plane={plane}"), SLURM_JOB_ID="7")
+    return [env | task(dealt, rank) for rank in range(len(dealt))]
 
 
 def openmpi(world: int, per_node: int, rank: int, **more: str) -> dict[str, str]:
@@ -47,25 +40,18 @@ def openmpi(world: int, per_node: int, rank: int, **more: str) -> dict[str, str]
 
 @given(SIZES, SIZES, st.sampled_from([None, 1, 2, 3]))
 def test_slurm_ranks_are_where_the_topology_puts_them(nodes: int, per_node: int, plane: int | None) -> None:
-    """Every task of a step: numbers are Slurm's, places are the probe's, and torch's variables change no topology."""
-    for rank in range(nodes * per_node):
-        env = step(nodes, per_node, rank, plane)
+    """Numbers are Slurm's, places are the probe's, torch's variables change no topology, a second worker nothing."""
+    for rank, env in enumerate(tasks(nodes, per_node, plane)):
         added = rank_environment(env)
         assert added["RANK"] == env["SLURM_PROCID"] and added["LOCAL_RANK"] == env["SLURM_LOCALID"]
         assert added["WORLD_SIZE"] == str(nodes * per_node) and added["LOCAL_WORLD_SIZE"] == str(per_node)
         assert added["MASTER_ADDR"] == ("127.0.0.1" if nodes == 1 else "n0") and added["MASTER_PORT"] == str(PORT)
+        assert rank_environment(env | added) == added
         before, after = (discover(each, Asked) for each in (env, env | added))
         assert before.order == after.order and (before.hosts == after.hosts or per_node == 1)
         assert after.coordinates(rank)[:1] == (int(env["SLURM_NODEID"]),)
         view = launcher_view(env | added)
         assert view is not None and view.local_rank == int(env["SLURM_LOCALID"])
-
-
-@given(SIZES, SIZES, st.sampled_from([None, 1, 2]))
-def test_a_second_worker_changes_nothing(nodes: int, per_node: int, plane: int | None) -> None:
-    env = step(nodes, per_node, nodes * per_node - 1, plane)
-    added = rank_environment(env)
-    assert rank_environment(env | added) == added
 
 
 @given(SIZES, SIZES)
@@ -76,19 +62,35 @@ def test_mpi_ranks_keep_their_numbers(nodes: int, per_node: int) -> None:
         assert (added["MASTER_ADDR"], added["LOCAL_WORLD_SIZE"]) == ("head", str(per_node))
 
 
-def test_the_ports_and_hosts_that_are_set_are_kept() -> None:
-    added = rank_environment(step(2, 2, 3, None) | {"MASTER_ADDR": "here", "MASTER_PORT": "5"})
-    assert (added["MASTER_ADDR"], added["MASTER_PORT"]) == ("here", "5")
+STEP = tasks(2, 4, None)[5]
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0"}
 
 
-def test_torchrun_under_srun_keeps_its_own_ranks() -> None:
-    """srun started one torchrun per node, which started the ranks."""
-    env = step(2, 1, 1, None) | {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}
-    added = rank_environment(env | {"MASTER_ADDR": "n0"})
-    assert (added["RANK"], added["LOCAL_RANK"], added["WORLD_SIZE"]) == ("5", "1", "8")
+@pytest.mark.parametrize(
+    ("env", "kept"),
+    [(STEP, {"MASTER_ADDR": "here", "MASTER_PORT": "5"}), (tasks(2, 1, None)[1], TORCHRUN), ({}, TORCHRUN)],
+    ids=["host and port", "one torchrun per node that srun started", "torchrun alone"],
+)
+def test_what_is_set_is_kept(env: dict[str, str], kept: dict[str, str]) -> None:
+    assert rank_environment(env | kept).items() >= kept.items()
 
 
-STEP = step(2, 4, 5, None)
+def test_ranks_that_measure_meet_as_all_others_do() -> None:
+    numbers = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert meeting_point(STEP) == numbers | {"MASTER_ADDR": "n0", "MASTER_PORT": str(PORT)}
+    assert meeting_point(TORCHRUN) == TORCHRUN | {"MASTER_PORT": str(PORT)}
+    with pytest.raises(ValueError, match="only 1 rank is here"):
+        meeting_point({"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_measuring_needs_a_job_and_nothing_else(run: Run) -> None:
+    """``topology --measure`` outside a job, or beside a stated machine, ends with a line."""
+    outside = "no launcher's variables are here; start every rank with it"
+    for words, said in (((), outside), (("--from", "frontier"), "give one")):
+        status, _, err = run("topology", "--measure", *words)
+        assert status == 2 and said in err
+
+
 REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "nothing": ({}, "nothing says which rank this process is"),
     "batch script": (
@@ -105,14 +107,14 @@ REFUSED: Mapping[str, tuple[dict[str, str], str]] = {
     "by node": (openmpi(8, 4, 0, OMPI_MCA_rmaps_base_mapping_policy="node"), "use --map-by slot"),
     "uneven": (STEP | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "nodes with unequal numbers"),
     "no host": (openmpi(8, 4, 3), "MASTER_ADDR is not set"),
+    "no host of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR is not set"),
     "port": (STEP | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
     "no local rank": ({"RANK": "1", "WORLD_SIZE": "2"}, "does not know its number on its node"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_contradictions_are_refused(name: str) -> None:
-    env, reason = REFUSED[name]
+@pytest.mark.parametrize(("env", "reason"), REFUSED.values(), ids=REFUSED)
+def test_contradictions_are_refused(env: dict[str, str], reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         rank_environment(env)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
@@ -124,9 +126,9 @@ def test_contradictions_are_refused(name: str) -> None:
 def test_what_all_tasks_inherit_is_refused_by_all_alike(more: dict[str, str]) -> None:
     """Whatever the batch script exports, no rank goes on while others stop, and all say the same."""
     said = []
-    for rank in range(8):
+    for env in tasks(2, 4, 1):
         with pytest.raises(ValueError) as caught:
-            rank_environment(step(2, 4, rank, 1) | more)
+            rank_environment(env | more)
         said.append(str(caught.value))
     assert said == [said[0]] * 8
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.steps import deal, named, step
 from zero_topo.plan import Plan
 from zero_topo.topology import Topology, discover, load_preset, resolve_topology
 from zero_topo.topology.captures import Asked, ask_tools, read_captures
@@ -25,8 +26,12 @@ CLOSEST = (4, 5, 2, 3, 6, 7, 0, 1)
 Asker = Callable[[], Asked]
 
 
+def read(name: str) -> str:
+    return (SAMPLES / name).read_text(encoding="utf-8")
+
+
 def tree(name: str = "frontier_rocm_smi.txt") -> DeviceTree:
-    return read_captures([(name, (SAMPLES / name).read_text(encoding="utf-8"))])
+    return read_captures([(name, read(name))])
 
 
 def says(devices: DeviceTree | None, *notes: str) -> Asker:
@@ -37,12 +42,10 @@ def never() -> Asked:
     raise AssertionError("a tool was asked though the machine is known")
 
 
-def step(nodes: int, per_node: int, distribution: str = "block", **more: str) -> dict[str, str]:
-    """The variables of an srun step."""
-    hosts = ",".join(f"n{node}" for node in range(nodes))
-    env = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": hosts, "SLURM_STEP_NUM_TASKS": str(nodes * per_node)}
-    env |= {"SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})", "SLURM_DISTRIBUTION": distribution}
-    return {**env, **more}
+def visible(devices: str) -> dict[str, str]:
+    """The variables of a job of one node, whose local ranks see these devices."""
+    ranks = str(devices.count(",") + 1)
+    return {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "ROCR_VISIBLE_DEVICES": devices}
 
 
 def shape(topology: Topology) -> tuple[int, int, int]:
@@ -51,21 +54,6 @@ def shape(topology: Topology) -> tuple[int, int, int]:
 
 def partition(groups: list[list[int]]) -> set[frozenset[int]]:
     return {frozenset(group) for group in groups}
-
-
-def simulated(nodes: int, per_node: int, distribution: str, tasks: list[int]) -> list[tuple[int, int]]:
-    """``(node, local rank)`` of every rank as Slurm deals them, task by task; ``tasks`` are the nodes of arbitrary."""
-    kind, _, size = distribution.partition("=")
-    room, dealt = [per_node] * nodes, []
-    if kind == "arbitrary":
-        dealt = tasks
-    plane = {"block": per_node, "cyclic": 1}.get(kind, int(size or 1))
-    while kind != "arbitrary" and any(room):
-        for node in range(nodes):
-            count = min(plane, room[node])
-            dealt += [node] * count
-            room[node] -= count
-    return [(node, dealt[:rank].count(node)) for rank, node in enumerate(dealt)]
 
 
 @given(
@@ -77,17 +65,16 @@ def simulated(nodes: int, per_node: int, distribution: str, tasks: list[int]) ->
 def test_groups_of_the_plan_hold_exactly_the_ranks_that_share_a_unit(
     nodes: int, distribution: str, bound: list[int], data: st.DataObject
 ) -> None:
-    tasks = data.draw(st.permutations([node for node in range(nodes) for _ in range(8)]))
-    more = {"SLURM_GPU_BIND": f"map_gpu:{','.join(map(str, bound))}"}
-    more["SLURM_ARBITRARY_NODELIST"] = ",".join(f"n{node}" for node in tasks)
+    kind, _, size = distribution.partition("=")
+    tasks = deal(nodes, 8, {"block": 8, "cyclic": 1}.get(kind, int(size or 1)))
+    if kind == "arbitrary":
+        tasks = data.draw(st.permutations(tasks))
+    more = {"SLURM_GPU_BIND": f"map_gpu:{','.join(map(str, bound))}", "SLURM_ARBITRARY_NODELIST": named(tasks)}
     topology = discover(step(nodes, 8, distribution, **more), says(tree()))
     assert shape(topology) == (nodes, 4, 2)
-    seats = simulated(nodes, 8, distribution, tasks)
-    on_gpu = [
-        [r for r, (n, local) in enumerate(seats) if (n, bound[local] // 2) == gpu]
-        for gpu in {(node, bound[local] // 2) for node, local in seats}
-    ]
-    on_node = [[r for r, (n, _) in enumerate(seats) if n == node] for node in range(nodes)]
+    seats = [(node, bound[tasks[:rank].count(node)] // 2) for rank, node in enumerate(tasks)]
+    on_gpu = [[rank for rank, seat in enumerate(seats) if seat == gpu] for gpu in set(seats)]
+    on_node = [[rank for rank, on in enumerate(tasks) if on == node] for node in range(nodes)]
     plan = Plan.build(topology, ("gpu", None, "node", "world"))
     assert partition(plan.groups(1, topology.degree("gpu"))) == partition(on_gpu)
     assert partition(plan.groups(1, topology.degree("node"))) == partition(on_node)
@@ -124,49 +111,44 @@ def test_a_broken_map_names_the_variable() -> None:
 
 def test_visible_devices_order_local_ranks() -> None:
     """With one entry per local rank, the list is the same for all of them, so it may be used."""
-    env = {"WORLD_SIZE": "4", "LOCAL_SIZE": "4", "ROCR_VISIBLE_DEVICES": "0,2,1,3"}
-    topology = discover(env, says(tree()))
-    assert shape(topology) == (1, 2, 2) and topology.order == (0, 2, 1, 3)
-    assert topology.sources["devices"] == "ROCR_VISIBLE_DEVICES, one entry per local rank"
-    by_address = {**env, "ROCR_VISIBLE_DEVICES": "0000:C1:00.0,C9:00.0,0000:c6:00.0,ce:00.0"}
-    assert discover(by_address, says(tree())).order == (0, 2, 1, 3)
+    for listed in ("0,2,1,3", "0000:C1:00.0,C9:00.0,0000:c6:00.0,ce:00.0"):
+        topology = discover(visible(listed), says(tree()))
+        assert shape(topology) == (1, 2, 2) and topology.order == (0, 2, 1, 3)
+        assert topology.sources["devices"] == "ROCR_VISIBLE_DEVICES, one entry per local rank"
 
 
 def test_a_single_visible_device_says_nothing_of_other_ranks() -> None:
     """With --gpus-per-task=1 each rank sees its own device only; the topology must not depend on which."""
-    envs = [step(1, 8, ROCR_VISIBLE_DEVICES=str(device)) for device in range(8)]
-    assert len({discover(env, says(tree())) for env in envs}) == 1
+    found = {discover(step(1, 8, ROCR_VISIBLE_DEVICES=str(device)), says(tree())) for device in range(8)}
+    assert len(found) == 1
 
 
 def test_nodes_that_use_different_devices_in_one_pattern_agree() -> None:
     for per_node, lists in ((1, ("3", "5")), (4, ("0,1,2,3", "6,7,4,5"))):
-        found = {discover(step(2, per_node, CUDA_VISIBLE_DEVICES=text), says(tree())) for text in lists}
-        sources = [discover(step(2, per_node, CUDA_VISIBLE_DEVICES=text), says(tree())).sources for text in lists]
-        assert len(found) == 1 and sources[0] == sources[1]
+        one, other = (discover(step(2, per_node, CUDA_VISIBLE_DEVICES=text), says(tree())) for text in lists)
+        assert one == other and one.sources == other.sources
 
 
-def test_dies_in_use_that_do_not_fill_packages_leave_every_rank_a_gpu() -> None:
-    env = {"WORLD_SIZE": "3", "LOCAL_SIZE": "3", "ROCR_VISIBLE_DEVICES": "0,1,2"}
-    topology = discover(env, says(tree()))
-    assert shape(topology) == (1, 3, 1) and "use only some of its devices" in topology.sources["device tools"]
+@pytest.mark.parametrize(
+    ("env", "tool", "expected", "note"),
+    [
+        (visible("0,1,2"), "frontier_rocm_smi.txt", (1, 3, 1), "use only some of its devices"),
+        (step(2, 5), "dgx_a100_nvidia_smi.txt", (2, 5, 1), "sees 8 devices but the launcher has 5"),
+        (step(2, 5), "old_nvidia_smi.txt", (2, 5, 1), "sees 4 devices but the launcher has 5"),
+        (visible("4,5,6,7"), "old_nvidia_smi.txt", (1, 4, 1), "names the devices [4, 5, 6, 7]"),
+    ],
+    ids=["dies that do not fill packages", "more devices", "fewer devices", "visible devices that are not there"],
+)
+def test_a_tool_that_contradicts_the_launcher_is_noted_and_leaves_every_rank_a_gpu(
+    env: dict[str, str], tool: str, expected: tuple[int, int, int], note: str
+) -> None:
+    topology = discover(env, says(tree(tool)))
+    assert shape(topology) == expected and not topology.links and note in topology.sources["device tools"]
 
 
 def test_a_node_in_full_use_that_lacks_a_die_is_refused() -> None:
     with pytest.raises(ValueError, match=r"device 6 .* is in a package of 1 where others have 2"):
         discover(step(1, 7), says(tree().select(range(7))))
-
-
-def test_a_tool_that_contradicts_the_launcher_is_noted_and_not_believed() -> None:
-    for devices in (tree("dgx_a100_nvidia_smi.txt"), tree("old_nvidia_smi.txt")):
-        topology = discover(step(2, 5), says(devices))
-        assert shape(topology) == (2, 5, 1) and not topology.links
-        assert f"sees {devices.count} devices but the launcher has 5" in topology.sources["device tools"]
-
-
-def test_visible_devices_that_the_tool_does_not_see_are_noted() -> None:
-    env = {"WORLD_SIZE": "4", "LOCAL_SIZE": "4", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    topology = discover(env, says(tree("old_nvidia_smi.txt")))
-    assert shape(topology) == (1, 4, 1) and "names the devices [4, 5, 6, 7]" in topology.sources["device tools"]
 
 
 def test_a_tool_gives_links_and_says_so() -> None:
@@ -207,23 +189,18 @@ def test_a_device_for_two_local_ranks_is_not_believed() -> None:
 
 
 class Runner:
-    """Answers commands with captured text, and counts how often each tool is asked."""
+    """Answers commands with captured text, and notes which tools were asked."""
 
     def __init__(self, **answers: str | Exception) -> None:
         self.answers = answers
         self.asked: list[str] = []
 
     def __call__(self, command: tuple[str, ...]) -> str | None:
-        name = command[0].replace("-", "_")
-        self.asked.append(name)
-        answer = self.answers.get(name)
+        self.asked.append(command[0].replace("-", "_"))
+        answer = self.answers.get(self.asked[-1])
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-def read(name: str) -> str:
-    return (SAMPLES / name).read_text(encoding="utf-8")
 
 
 def test_the_first_tool_that_knows_packages_ends_the_questions() -> None:

@@ -3,92 +3,43 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.steps import deal, named, step, task
 from zero_topo.topology import discover
 from zero_topo.topology.probes import slurm
 
 SIZES = st.integers(1, 6)
+WRITTEN = {
+    "block": ["", "block", "*", "block:cyclic", "block:block:cyclic", "block,NoPack", "*:block"],
+    "cyclic": ["cyclic", "cyclic:block", "cyclic:cyclic:fcyclic", "Cyclic,Pack"],
+    "plane": ["plane", "plane={}"],
+    "arbitrary": ["arbitrary"],
+}
 
 
-def step(hosts: list[str], per_node: int, distribution: str | None = "block", **more: str) -> dict[str, str]:
-    """The variables of an srun step, without those of a single task."""
-    env = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": ",".join(hosts),
-        "SLURM_STEP_NUM_NODES": str(len(hosts)),
-        "SLURM_STEP_NUM_TASKS": str(len(hosts) * per_node),
-        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{len(hosts)})",
-        "SLURM_DISTRIBUTION": distribution or "",
-    }
-    return {**env, **more}
-
-
-def hosts_of(env: dict[str, str]) -> list[str]:
-    """The host of each rank according to the discovered topology."""
-    topology = discover(env)
-    assert topology.hosts is not None
-    return [topology.hosts[topology.coordinates(rank)[0]] for rank in range(topology.world_size)]
-
-
-def deal(hosts: list[str], per_node: int, plane: int) -> list[str]:
-    """Slurm's documented plane distribution, dealt task by task: ``plane`` tasks to each host with room, in turn."""
-    room = dict.fromkeys(hosts, per_node)
-    tasks: list[str] = []
-    while any(room.values()):
-        for host in hosts:
-            count = min(plane, room[host])
-            tasks += [host] * count
-            room[host] -= count
-    return tasks
-
-
-NAMES = st.integers(1, 6).map(lambda n: [f"node{i:03d}" for i in range(1, n + 1)])
-
-
-@given(
-    NAMES, SIZES, st.sampled_from([None, "block", "*", "block:cyclic", "block:block:cyclic", "block,NoPack", "*:block"])
-)
-def test_block_fills_host_after_host(hosts: list[str], per_node: int, distribution: str | None) -> None:
-    env = step(hosts, per_node, distribution)
-    assert hosts_of(env) == [host for host in hosts for _ in range(per_node)]
-    assert discover(env).order is None
-
-
-@given(NAMES, SIZES, st.sampled_from(["cyclic", "cyclic:block", "cyclic:cyclic:fcyclic", "Cyclic,Pack"]))
-def test_cyclic_deals_single_tasks(hosts: list[str], per_node: int, distribution: str) -> None:
-    env = step(hosts, per_node, distribution)
-    assert hosts_of(env) == [hosts[rank % len(hosts)] for rank in range(len(hosts) * per_node)]
-
-
-@given(NAMES, SIZES, st.integers(1, 8), st.booleans())
-def test_plane_deals_blocks_of_its_size(hosts: list[str], per_node: int, plane: int, separate: bool) -> None:
-    env = step(hosts, per_node, "plane" if separate else f"plane={plane}", SLURM_DIST_PLANESIZE=str(plane))
-    assert hosts_of(env) == deal(hosts, per_node, plane)
-
-
-@given(NAMES, SIZES, st.data())
-def test_arbitrary_follows_the_list_of_tasks(hosts: list[str], per_node: int, data: st.DataObject) -> None:
-    tasks = data.draw(st.permutations([host for host in hosts for _ in range(per_node)]))
-    env = step(hosts, per_node, "arbitrary", SLURM_ARBITRARY_NODELIST=",".join(tasks))
-    assert hosts_of(env) == tasks
-
-
-@given(SIZES, SIZES, st.integers(1, 8))
-def test_placements_are_permutations_that_keep_ranks_ascending_on_a_node(nodes: int, per_node: int, plane: int) -> None:
-    order = slurm.placement(nodes, per_node, plane)
-    assert sorted(order) == list(range(nodes * per_node))
-    for node in range(nodes):
-        ranks = sorted(range(len(order)), key=order.__getitem__)[node * per_node : (node + 1) * per_node]
-        assert ranks == sorted(ranks)
-
-
-def test_a_plane_that_does_not_divide_leaves_a_small_last_round() -> None:
-    assert slurm.placement(2, 3, 2) == (0, 1, 3, 4, 2, 5)
+@pytest.mark.parametrize("kind", WRITTEN)
+@given(SIZES, SIZES, st.integers(1, 8), st.data())
+def test_every_rank_finds_all_tasks_where_slurm_deals_them(
+    kind: str, nodes: int, per_node: int, size: int, data: st.DataObject
+) -> None:
+    """On the host and, in ascending order, at the place there; blocks are the tree's own order."""
+    tasks = deal(nodes, per_node, {"cyclic": 1, "plane": size}.get(kind, per_node))
+    if kind == "arbitrary":
+        tasks = data.draw(st.permutations(tasks))
+    more = {"SLURM_DIST_PLANESIZE": str(size), "SLURM_ARBITRARY_NODELIST": named(tasks)}
+    env = step(nodes, per_node, data.draw(st.sampled_from(WRITTEN[kind])).format(size), **more)
+    topology: Any = discover(env)
+    assert topology.hosts == tuple(f"n{node}" for node in range(nodes))
+    places = [node * per_node + tasks[:rank].count(node) for rank, node in enumerate(tasks)]
+    assert [topology.position(rank) for rank in range(topology.world_size)] == places
+    assert kind != "block" or topology.order is None
+    assert all(discover(env | task(tasks, rank)) == topology for rank in range(topology.world_size))
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 5)), min_size=1, max_size=5))
@@ -110,35 +61,24 @@ def test_host_lists_are_expanded_in_order(numbers: list[int]) -> None:
     assert slurm.expand_hosts(f"nid[{ranges}],login1", "L") == [*(f"nid{n:05d}" for n in numbers), "login1"]
 
 
-@pytest.mark.parametrize("text", ["nid[1-3", "nid[3-1]", "nid[a]", "nid1]"])
-def test_a_broken_host_list_names_its_variable(text: str) -> None:
-    with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST is .*no Slurm host list"):
-        discover(step([text], 1))
-
-
-@pytest.mark.parametrize("text", ["8x2", "(x2)", "8(x)", "8,", "a"])
-def test_broken_tasks_per_node_name_their_variable(text: str) -> None:
-    with pytest.raises(ValueError, match=r"SLURM_STEP_TASKS_PER_NODE is .*no list of tasks per node"):
-        discover(step(["a"], 1, SLURM_STEP_TASKS_PER_NODE=text))
-
-
-def test_unequal_hosts_are_refused_by_name() -> None:
-    env = step(["a", "b", "c"], 8, SLURM_STEP_NODELIST="n[1-3]", SLURM_STEP_TASKS_PER_NODE="8,7,8")
-    with pytest.raises(ValueError, match=r"host 'n2' has 7 tasks but others have 8 \(SLURM_STEP_TASKS_PER_NODE\)"):
-        discover(env)
+HOSTS, TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+BROKEN_HOSTS, BROKEN_TASKS = ("nid[1-3", "nid[3-1]", "nid[a]", "nid1]"), ("8x2", "(x2)", "8(x)", "8,", "a")
 
 
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        ({"SLURM_STEP_NODELIST": "n[1-3]"}, "names 3 hosts but SLURM_STEP_TASKS_PER_NODE has tasks on 2"),
+        *(({HOSTS: text}, f"{HOSTS} is {text!r}, which is no Slurm host list") for text in BROKEN_HOSTS),
+        *(({TASKS: text}, f"{TASKS} is {text!r}, which is no list of tasks per node") for text in BROKEN_TASKS),
+        ({HOSTS: "n[1-3]", TASKS: "8,7,8"}, "host 'n2' has 7 tasks but others have 8 (SLURM_STEP_TASKS_PER_NODE)"),
+        ({HOSTS: "n[1-3]"}, "names 3 hosts but SLURM_STEP_TASKS_PER_NODE has tasks on 2"),
         ({"SLURM_STEP_NUM_TASKS": "9"}, "SLURM_STEP_NUM_TASKS is 9 but SLURM_STEP_TASKS_PER_NODE adds up to 8"),
         ({"SLURM_DISTRIBUTION": "spiral"}, "SLURM_DISTRIBUTION is 'spiral', an unknown distribution"),
         ({"SLURM_DISTRIBUTION": "plane"}, "nor SLURM_DIST_PLANESIZE gives the plane's size"),
         ({"SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_ARBITRARY_NODELIST"),
         (
-            {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "a,b"},
-            "does not put 4 tasks on each of a, b",
+            {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "n0,n1"},
+            "does not put 4 tasks on each of n0, n1",
         ),
         ({"SLURM_STEP_NUM_TASKS": "eight"}, "SLURM_STEP_NUM_TASKS is 'eight'; it must be a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "-8"}, "SLURM_STEP_NUM_TASKS is '-8'"),
@@ -147,10 +87,9 @@ def test_unequal_hosts_are_refused_by_name() -> None:
         ({"SLURM_PROCID": "5", "SLURM_NODEID": "0"}, "rank 5 has node 0 (slurm: SLURM_NODEID)"),
     ],
 )
-def test_contradicting_variables_are_refused(more: dict[str, str], complaint: str) -> None:
-    with pytest.raises(ValueError) as error:
-        discover(step(["a", "b"], 4, **more))
-    assert complaint in str(error.value)
+def test_broken_and_contradicting_variables_are_refused_by_name(more: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        discover(step(2, 4, **more))
 
 
 @pytest.mark.parametrize(
@@ -180,17 +119,7 @@ def test_totals_that_do_not_spread_evenly_are_refused() -> None:
 def test_a_known_cluster_lends_its_packages_if_its_nodes_are_full(
     per_node: int, shape: tuple[int, int, int], linked: bool
 ) -> None:
-    topology = discover(step(["a", "b"], per_node, SLURM_CLUSTER_NAME="frontier"))
+    topology = discover(step(2, per_node, SLURM_CLUSTER_NAME="frontier"))
     assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == shape
     assert bool(topology.links) == linked
     assert "preset frontier" in topology.sources["ranks_per_gpu"]
-
-
-@pytest.mark.parametrize("distribution", ["block", "cyclic", "plane=2", "plane=3"])
-def test_every_rank_discovers_the_same(distribution: str) -> None:
-    hosts, per_node = ["a", "b", "c"], 4
-    whole: Any = discover(step(hosts, per_node, distribution))
-    for rank in range(12):
-        node, local = divmod(whole.position(rank), per_node)
-        ids = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
-        assert discover(step(hosts, per_node, distribution, **ids)) == whole
