@@ -246,7 +246,7 @@ def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, An
     change(model, job["change"], job["seed"])
     config = bench.setup.deepspeed(job["block"], micro_batches, job["optimizer"])
     values = []
-    with engine_of(model, config, warm_up_and_cosine(bench.steps, bench.warmup)) as engine:
+    with engine_of(model, config, partial(warm_up_and_cosine, bench.steps, bench.warmup)) as engine:
         for step in range(bench.steps):
             values.append(bench.train_step(engine, step, job["seed"]))
             bench.control.send({"event": "step"})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
 
 def test_the_schedule_warms_up_and_ends_at_a_tenth() -> None:
     """Linear to one, then a cosine."""
-    factor = warm_up_and_cosine(100, 10)
+    factor = partial(warm_up_and_cosine, 100, 10)
     assert [factor(0), factor(9), factor(10), factor(100)] == pytest.approx([0.1, 1.0, 1.0, 0.1])
 
 

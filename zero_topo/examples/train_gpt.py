@@ -13,8 +13,8 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ def start(args: argparse.Namespace) -> Run:
     corpus = Corpus.load(args.data, args.context)
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(args.layers, args.width, context=args.context))
-
-    schedule = warm_up_and_cosine(args.steps, args.warmup)
+    schedule = partial(warm_up_and_cosine, args.steps, args.warmup)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -105,14 +104,10 @@ def start(args: argparse.Namespace) -> Run:
     return Run(args, config, corpus, engine, dist.get_rank(), dist.get_world_size())
 
 
-def warm_up_and_cosine(steps: int, warmup: int) -> Callable[[int], float]:
-    """The factor of the learning rate at each step: a linear warm-up, then a cosine down to a tenth."""
-
-    def factor(step: int) -> float:
-        done = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
-        return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
-
-    return factor
+def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
+    """The factor of the learning rate at a step: a linear warm-up, then a cosine down to a tenth."""
+    done = min(1.0, max(0, step - warmup) / max(1, steps - warmup))
+    return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def train(run: Run, log: RunLog, first: int) -> Any:
