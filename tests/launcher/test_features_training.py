@@ -174,16 +174,29 @@ def with_states(dtype: str, zero_topo: dict[str, Any] | None, ds: dict[str, Any]
 
 
 @cache
-def stock_with_states(dtype: str) -> tuple[Result, list[Tensor]]:
+def stock_with_states(dtype: str, masters_are_weights: bool) -> tuple[Result, list[Tensor]]:
     return with_states(dtype, None, {})
 
 
-@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_access_to_gradients_masters_and_states(dtype: str, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "masters_are_weights"),
+    [
+        ("topo", "fp32", False),
+        ("hsdp", "fp32", False),
+        ("topo", "bf16", False),
+        ("hsdp", "bf16", False),
+        ("topo", "fp32", True),
+    ],
+)
+def test_access_to_gradients_masters_and_states(
+    scheme: str, dtype: str, masters_are_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`safe_get_*` and `safe_set_*` show and change what stock's do, after every micro-batch and between steps."""
-    expected, theirs = stock_with_states(dtype)
-    mine, seen = with_states(dtype, block(scheme), {})
+    with monkeypatch.context() as patch:
+        if masters_are_weights:  # as `test_edit_of_gathered_parameters_that_are_the_masters` says
+            patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
+        expected, theirs = stock_with_states(dtype, masters_are_weights)
+        mine, seen = with_states(dtype, block(scheme), {})
     tolerance = 1e-5 if dtype == "fp32" else 3e-2
     torch.testing.assert_close(seen, theirs, rtol=tolerance, atol=tolerance)
     assert_equal(mine, expected, tolerance)
