@@ -1,13 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ranks that do not sit on the hosts and GPUs of the topology are found, by name, before training."""
+"""Ranks that do not sit on the hosts and GPUs of the topology are found before training, by the name of the odd one."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from zero_topo.topology import Topology, emulated
+from zero_topo.topology import Topology, check_hosts, emulated, load_preset, resolve_topology
 from zero_topo.topology.devices import DeviceLink, DeviceTree
 from zero_topo.topology.seats import Seat, check_seats, take_seat
 
@@ -24,12 +27,51 @@ def seat(node: int, device: int) -> Seat:
     return Seat(f"n{node}", f"boot{node}", f"0000:c{device}:00.0", device // 2)
 
 
-def seats(nodes: int = 2) -> list[Seat]:
-    return [seat(node, device) for node in range(nodes) for device in range(4)]
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_a_placement_passes_exactly_if_nodes_and_hosts_match(nodes: int, per_node: int, data: st.DataObject) -> None:
+    world = nodes * per_node
+    order = tuple(data.draw(st.permutations(range(world))))
+    topology = Topology("test", nodes, per_node, 1, order=order)
+    right = [f"host{position // per_node}" for position in order]
+    check_hosts(topology, right)
+    wrong = data.draw(st.lists(st.sampled_from([*right, "stray"]), min_size=world, max_size=world))
+    pairs = [(a, b) for a in range(world) for b in range(a)]
+    assume(any((wrong[a] == wrong[b]) != (right[a] == right[b]) for a, b in pairs))
+    with pytest.raises(ValueError):
+        check_hosts(topology, wrong)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hosts", "complaint"),
+    [
+        ((2, 2, 1), "aabc", "puts ranks 2-3 on node 1, but of these host 'c' runs 3 and host 'b' others"),
+        ((2, 2, 1), "abab", "puts ranks 0-1 on node 0, but of these host 'b' runs 1"),
+        ((2, 2, 1), "aab", "3 ranks report a host but topology 'test' has 4 ranks"),
+        ((3, 1, 1), "aab", "host 'a' runs the ranks 0 and 1, which topology 'test' puts on nodes 0 and 1"),
+        ((1, 2, 1), "ab", "host 'b' runs 1"),
+    ],
+)
+def test_the_odd_host_is_named(shape: tuple[int, int, int], hosts: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        check_hosts(Topology("test", *shape), list(hosts))
+
+
+def test_many_nodes_on_one_machine_must_be_said_to_be_emulated() -> None:
+    hosts = ["laptop"] * 16
+    with pytest.raises(
+        ValueError, match="all 16 ranks run on host 'laptop' but topology 'frontier' has 2 nodes"
+    ) as error:
+        check_hosts(load_preset("frontier", 16), hosts)
+    advice = json.loads(str(error.value).split('"topology": ')[1])
+    check_hosts(resolve_topology(advice, {}, 16), hosts)
+
+
+def test_emulated_hosts_are_not_checked() -> None:
+    check_hosts(emulated(2, 2, 1), ["a", "b", "c", "a"])
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
-    placed = [replace(one, host="localhost") for one in seats()]
+    placed = [replace(seat(node, device), host="localhost") for node in range(2) for device in range(4)]
     check_seats(Topology("test", 2, 2, 2), placed)
 
 
