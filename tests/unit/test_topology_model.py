@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -123,9 +125,8 @@ def test_topologies_are_values(topology: Topology) -> None:
     ],
 )
 def test_impossible_topologies_are_refused(fields: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
         tree(**fields)
-    assert complaint in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -158,32 +159,25 @@ def test_hosts_may_repeat_when_emulated() -> None:
     ],
 )
 def test_wrong_json_is_refused_by_its_key(data: dict[str, Any], complaint: str) -> None:
-    complete = (
-        data if "nodes" in data or "nodez" in data else {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2, **data}
-    )
-    with pytest.raises(ValueError) as error:
-        Topology.from_json(complete)
-    assert complaint in str(error.value)
+    complete = {} if "nodes" in data else {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 2}
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        Topology.from_json(complete | data)
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "complaint"),
     [
-        lambda topology: topology.position(16),
-        lambda topology: topology.rank_at(-1),
-        lambda topology: topology.coordinates(99),
-        lambda topology: topology.domain(0),
-        lambda topology: topology.domain(17),
+        (lambda topology: topology.position(16), "out of range"),
+        (lambda topology: topology.rank_at(-1), "out of range"),
+        (lambda topology: topology.coordinates(99), "out of range"),
+        (lambda topology: topology.domain(0), "out of range"),
+        (lambda topology: topology.domain(17), "out of range"),
+        (lambda topology: topology.degree("nod"), "unknown domain 'nod'; did you mean 'node'"),
     ],
 )
-def test_out_of_range_questions_are_refused(call: Any) -> None:
-    with pytest.raises(ValueError, match="out of range"):
+def test_questions_about_what_is_not_there_are_refused(call: Callable[[Topology], int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
         call(tree())
-
-
-def test_an_unknown_domain_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="unknown domain 'nod'; did you mean 'node'"):
-        tree().degree("nod")
 
 
 def test_the_picture_draws_equal_branches_once() -> None:
