@@ -72,15 +72,12 @@ def test_the_free_form_quantizes_nothing_by_itself_and_has_no_secondary() -> Non
     assert degrees(quantized) == (2, 4, 4, 8) and quantized.secondary_spec == INT8
 
 
-def test_user_degrees_override_the_schemes() -> None:
+def test_user_degrees_override_the_schemes_and_those_that_follow_the_weights_follow() -> None:
     assert degrees(resolve(scheme="topo", secondary="node")) == (2, 4, 4, 8)
     assert degrees(resolve(scheme="paper", secondary="none")) == (2, None, 4, 8)
     assert degrees(resolve(scheme="paper", secondary=None)) == (2, None, 4, 8)
     assert degrees(resolve(scheme="topo", optimizer="node")) == (2, 2, 4, 4)
     assert degrees(resolve(scheme="topo", weights=None)) == (2, 2, 4, 8)
-
-
-def test_degrees_that_follow_the_weights_follow_the_users() -> None:
     assert degrees(resolve(scheme="mics", weights=2)) == (2, None, 2, 2)
     assert degrees(resolve(scheme="mics", weights="gpu", optimizer="world")) == (2, None, 2, 8)
     assert degrees(resolve(scheme="topo", weights="node")) == (4, 4, 4, 8)
@@ -106,20 +103,15 @@ def test_collectives_go_through_the_node_unless_told_otherwise() -> None:
 
 
 def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> None:
+    """And not where they are sharded, or held by everyone on purpose."""
     config = resolve(FLAT, scheme="topo")
+    told = 'gpu domain has one rank on this machine: every rank holds all weights; set "weights": "node" to shard them'
     assert degrees(config) == (1, None, 4, 8) and config.secondary_spec is None
-    assert (
-        'gpu domain has one rank on this machine: every rank holds all weights; set "weights": "node" to shard them'
-        in config.notes
-    )
-    assert any(note.startswith("no secondary copy is kept") for note in config.notes)
-    assert not any("every rank holds all weights" in note for note in resolve(TREE, scheme="topo").notes)
-
-
-def test_holding_all_weights_on_purpose_is_not_warned_about() -> None:
-    config = resolve(scheme="topo", weights="rank", secondary=None)
-    assert degrees(config) == (1, None, 4, 8)
-    assert not any("every rank holds all weights" in note for note in config.notes)
+    assert told in config.notes and any(note.startswith("no secondary copy is kept") for note in config.notes)
+    on_purpose = resolve(scheme="topo", weights="rank", secondary=None)
+    assert degrees(on_purpose) == (1, None, 4, 8)
+    for quiet in (on_purpose, resolve(TREE, scheme="topo")):
+        assert not any("every rank holds all weights" in note for note in quiet.notes)
 
 
 @pytest.mark.parametrize(
