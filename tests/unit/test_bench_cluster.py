@@ -25,7 +25,6 @@ from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_b
 from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
 from zero_topo.bench.schemes import KNOWN, BenchScheme, load_blocks, schemes_named
-from zero_topo.cli import main as zero_topo_command
 from zero_topo.cli.recording import save
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
@@ -324,31 +323,6 @@ def test_leftovers_are_those_of_dead_processes(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{prefix}-fabric").touch()
     monkeypatch.setattr(network, "NAMESPACES", tmp_path)
     assert network.leftovers() == sorted([f"{dead}-fabric", f"{recycled}-fabric"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--spec", "t9"], "neither one of t8, t32"),
-        (["--schemes", "topo,topp"], "did you mean 'topo'"),
-        (["--schemes", "topo,topo"], "each named once"),
-        (["--micro-batches", "1,1"], "different numbers"),
-        (["--params", "many"], "not a positive whole number"),
-    ],
-)
-def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2 and a line that names the value, before anything is built."""
-    assert main(["cluster", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error
-
-
-@pytest.mark.parametrize("name", ["cluster", "convergence"])
-def test_the_command_of_before_names_the_one_of_now(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who types `zero-topo bench cluster` with its options gets status 2 and one line with what to run instead."""
-    assert zero_topo_command(["bench", name, "--micro-batches", "1", "--json"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"python -m benchmarks {name}" in error
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import convergence_report
-from benchmarks.__main__ import main
 from benchmarks.convergence import CHANGE, Convergence, compare
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
@@ -105,13 +104,3 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
     assert [path.stat().st_size > 10_000 for path in save(convergence_report.draw(content), tmp_path)] == [True]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(["--steps", "3"], "greater than or equal to 10"), (["--schemes", "tpo"], "did you mean")]
-)
-def test_wrong_options_end_with_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 2 and a line, before any rank starts."""
-    assert main(["convergence", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error

@@ -115,35 +115,6 @@ def test_check_lists_every_refused_setting_one_a_line(run: Run, ds_config: Calla
     assert [line.split()[1] for line in err.splitlines()] == ["compile.deepcompile", "torch_autocast.enabled"]
 
 
-WRONG: list[tuple[list[str], str]] = [
-    (["plna"], "did you mean 'plan'"),
-    (["plan"], "--params"),
-    (["plan", "--params", "many"], "20e9, 20B or 350M"),
-    (["plan", "--params", "1B", "--scheme", "tpo", "--topology", "frontier"], "did you mean 'topo'?"),
-    (["plan", "--params", "1B", "--topology", "frontier", "--world-size", "12"], "8 ranks per node"),
-    (["plan", "--params", "1B", "--micro-batches", "0"], "--micro-batches"),
-    (["topology", "--from", "frontir"], "did you mean 'frontier'?"),
-    (["topology", "--from", "no/such.json"], "no/such.json"),
-    (["topology", "--from", "{broken"], "not valid JSON"),
-    (["topology", "--world-size", "many"], "--world-size"),
-    (["schema", "--output", "/no/such/folder/x.json"], "/no/such/folder/x.json"),
-    (["schema", "--outptu", "x"], "--outptu"),
-    (["check", "missing.json"], "no such file"),
-    (["check", "{path}"], 'has no "zero_topo" block'),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_wrong_input_is_one_line_on_stderr_and_status_2(
-    run: Run, ds_config: Callable[..., str], words: list[str], message: str
-) -> None:
-    path = ds_config()
-    status, out, err = run(*(word.replace("{path}", path) for word in words))
-    assert (status, out) == (2, "")
-    assert err.startswith("zero-topo: ") and err.count("\n") == 1
-    assert message.lower() in err.lower()
-
-
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path: Path) -> None:
     machine = tmp_path / "m.json"
     order = list(range(80_000))[::-1]  # more text than a pipe holds
@@ -201,8 +172,3 @@ def test_report_prints_a_run_again_and_as_json(run: Run, tmp_path: Path) -> None
     status, out, _ = run("report", str(tmp_path))
     assert status == 0 and "A model" in out and "stock ZeRO-3" in out
     assert json.loads(run("report", str(tmp_path), "--json")[1]) == written
-
-
-def test_report_of_a_folder_without_a_run_is_wrong_input(run: Run, tmp_path: Path) -> None:
-    status, _, err = run("report", str(tmp_path))
-    assert status == 2 and "has no report.json" in err

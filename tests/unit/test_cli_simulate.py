@@ -86,42 +86,6 @@ def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path:
     assert json.loads(run(*words, "--rates", str(file))[1]) == slow
 
 
-WRONG = [
-    (["--machine", "fronter"], "did you mean 'frontier'"),
-    (["--machine", "single-node"], "'single-node' computes is not known"),
-    (["--gcds", "12"], "does not fill whole nodes"),
-    (["--gcds", "many"], "--gcds 'many'"),
-    (["--gcds", ","], "names no number"),
-    (["--schemes", "tpo"], "did you mean 'topo'"),
-    (["--schemes", "stock"], "stock DeepSpeed"),
-    (["--micro-batches", "0"], "--micro-batches '0'"),
-    (["--micro-batch", "0"], "--micro-batch"),
-    (["--model", "gpt-neox-20"], "gpt-neox-20"),
-    (["--rates", '{"peak": 1}'], "did you mean 'peak_flops'"),
-    (["--rates", "{"], "not valid JSON"),
-    (["--rates", "no/such.json"], "no/such.json"),
-    (["--calibrate", "no/such.json"], "no/such.json"),
-    (["--calibrate", "{broken}"], "not valid JSON"),
-    (["--calibrate", "{other}"], "not a record"),
-    (["--calibrate", RECORD, "--on", "zero4"], "'zero4' is not in the record"),
-    (["--calibrate", RECORD, "--on", ","], "names no scheme"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words[-2:])[-40:] for words, _ in WRONG])
-def test_wrong_input_is_one_line_on_stderr_and_status_2(
-    run: Run, tmp_path: Path, words: list[str], message: str
-) -> None:
-    files = {"{broken}": "{", "{other}": "{}"}
-    for name, text in files.items():
-        (tmp_path / name.strip("{}")).write_text(text)
-    given = [str(tmp_path / word.strip("{}")) if word in files else word for word in words]
-    status, out, err = run("simulate", *given)
-    assert (status, out) == (2, "")
-    assert err.startswith("zero-topo: ") and err.count("\n") == 1
-    assert message in err
-
-
 def test_it_starts_quickly_and_without_torch() -> None:
     code = (
         "import sys; from zero_topo.cli import main\n"

@@ -1,0 +1,119 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Wrong input of every command that plans, simulates, reports or measures: one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main as benchmarks
+from tests.commands import Run
+from tests.launching import ROOT
+
+RECORD = ROOT / "benchmarks/records/cluster-t8.json"
+FRONTIER = "--machine frontier --nodes 48"
+ABSENT = f"{'a-folder' * 20}/none.json"
+FILES = {
+    "broken.json": "{",
+    "text.json": "no model",
+    "other.json": "{}",
+    "plain.json": '{"zero_optimization": {"stage": 3}}',
+    "auto.json": '{"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}}',
+}
+
+WRONG = {
+    "plna": "Did you mean 'plan'",
+    "plan": "--params",
+    "plan --params many": "20e9, 20B or 350M",
+    "plan --params 1B --scheme tpo --topology frontier": "did you mean 'topo'?",
+    "plan --params 1B --topology frontier --world-size 12": "8 ranks per node",
+    "plan --params 1B --micro-batches 0": "--micro-batches",
+    f"plan {FRONTIER}": "give --params, such as 20B, or --model",
+    "plan --params 1B --machine frontir --nodes 2": "did you mean 'frontier'",
+    "plan --params 1B --machine frontier --nodes 0": "--nodes",
+    "plan --params 1B --machine frontier --nodes 2 --world-size 8": "give one of the two",
+    "plan --params 1B --nodes 2": "of which machine",
+    "plan --params 1B --machine single-node --nodes 2": "give --world-size",
+    "plan --params 1B --machine {broken} --nodes 2": "not valid JSON",
+    f"plan --params 10 {FRONTIER} --recommend": "too few",
+    "plan --params 900B --machine frontier --recommend": "none of",
+    f"plan --model gpt-5 {FRONTIER}": "neither a file nor a known name",
+    f"plan --model FOLDER/text.json {FRONTIER}": "neither JSON nor YAML",
+    f"plan --model gpt2 --params 1B {FRONTIER}": "has a shape of its own",
+    f"plan --params 1B --table time {FRONTIER}": "choose one of memory, volume",
+    f"plan --params 1B --recommend --max-params {FRONTIER}": "different views",
+    "plan --max-params --machine single-node --world-size 8": "memory_per_rank",
+    f"plan --params 1B --recommend --sparse topk {FRONTIER}": "no sparse mode",
+    f"plan --params 1B {FRONTIER} --plot FOLDER/x.pdf": "only PNG",
+    f"plan --max-params {FRONTIER} --deepspeed-config FOLDER/{ABSENT}": f'/{ABSENT}": no such file',
+    "topology --from frontir": "did you mean 'frontier'?",
+    "topology --from no/such.json": "no/such.json",
+    "topology --from {broken": "not valid JSON",
+    "topology --world-size many": "--world-size",
+    "schema --output /no/such/folder/x.json": "/no/such/folder/x.json",
+    "schema --outptu x": "--outptu",
+    "check missing.json": "no such file",
+    "check FOLDER/plain.json": 'has no "zero_topo" block',
+    "check FOLDER/auto.json": "zero-topo plan --params N",
+    "report FOLDER": "has no report.json",
+    "simulate --machine fronter": "did you mean 'frontier'",
+    "simulate --machine single-node": "'single-node' computes is not known",
+    "simulate --gcds 12": "does not fill whole nodes",
+    "simulate --gcds many": "--gcds 'many'",
+    "simulate --gcds ,": "names no number",
+    "simulate --schemes tpo": "did you mean 'topo'",
+    "simulate --schemes stock": "stock DeepSpeed",
+    "simulate --micro-batches 0": "--micro-batches '0'",
+    "simulate --micro-batch 0": "--micro-batch",
+    "simulate --model gpt-neox-20": "gpt-neox-20",
+    'simulate --rates {"peak":1}': "did you mean 'peak_flops'",
+    "simulate --rates {": "not valid JSON",
+    "simulate --rates no/such.json": "no/such.json",
+    "simulate --calibrate no/such.json": "no/such.json",
+    "simulate --calibrate FOLDER/broken.json": "not valid JSON",
+    "simulate --calibrate FOLDER/other.json": "not a record",
+    f"simulate --calibrate {RECORD} --on zero4": "'zero4' is not in the record",
+    f"simulate --calibrate {RECORD} --on ,": "names no scheme",
+    "bench quantizers --size 10": "too small to measure",
+    "bench quantizers --dtypes int3": "dtype int3 cannot be quantized",
+    "bench quantizers --blocks 100": "block_size 100 is not supported",
+    "bench quantizers --device tpu": "device tpu is not here",
+    "bench sparse --modes topk": "'topk' cannot be measured",
+    "bench sparse --sources real": "'real' cannot be measured",
+    "bench sparse --ranks 1": "give at least 2",
+    "bench sparse --densities 2": "density",
+    "bench cluster --micro-batches 1 --json": "python -m benchmarks cluster",  # the command of before
+    "bench convergence --micro-batches 1 --json": "python -m benchmarks convergence",
+}
+
+WRONG_BENCHMARKS = {
+    "cluster --spec t9": "neither one of t8, t32",
+    "cluster --schemes topo,topp": "did you mean 'topo'",
+    "cluster --schemes topo,topo": "each named once",
+    "cluster --micro-batches 1,1": "different numbers",
+    "cluster --params many": "not a positive whole number",
+    "convergence --steps 3": "greater than or equal to 10",
+    "convergence --schemes tpo": "did you mean",
+}
+
+
+def assert_refused(status: int, out: str, err: str, message: str) -> None:
+    """Status 2, nothing printed, and one line that has the message."""
+    assert (status, out) == (2, "")
+    assert err.startswith("zero-topo: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.items(), ids=[words.replace(str(ROOT), "") for words in WRONG])
+def test_wrong_input_is_one_line_on_stderr_and_status_2(run: Run, tmp_path: Path, words: str, message: str) -> None:
+    """Nothing is printed, written, timed or started before it."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    assert_refused(*run(*words.replace("FOLDER", str(tmp_path)).split()), message)
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_BENCHMARKS.items(), ids=WRONG_BENCHMARKS)
+def test_benchmarks_refuse_wrong_options_alike(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is built, and whatever user asks."""
+    status = benchmarks(words.split())
+    assert_refused(status, *capsys.readouterr(), message)
