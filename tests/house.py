@@ -66,10 +66,6 @@ class Source:
         """
         return {name for node in _at_run_time(self.tree) for name in self._imported(node)}
 
-    def imports_on_import(self) -> set[str]:
-        """As `imports`, but only what is executed when the module itself is imported."""
-        return {name for node in _at_run_time(self.tree, functions=False) for name in self._imported(node)}
-
     def imports_for_types(self) -> set[str]:
         """As `imports`, with those under `if TYPE_CHECKING:` too."""
         return {name for node in self.nodes for name in self._imported(node)}
@@ -115,14 +111,12 @@ def parameters(function: Function) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
-def _at_run_time(node: ast.AST, functions: bool = True) -> Iterator[ast.AST]:
-    """Walks a tree without the bodies of `if TYPE_CHECKING:`, and without those of functions if told so."""
+def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Walks a tree without the bodies of `if TYPE_CHECKING:`."""
     yield node
-    if not functions and isinstance(node, Function | ast.Lambda):
-        return
     children = node.orelse if isinstance(node, ast.If) and _is_type_checking(node.test) else ast.iter_child_nodes(node)
     for child in children:
-        yield from _at_run_time(child, functions)
+        yield from _at_run_time(child)
 
 
 def _is_type_checking(test: ast.expr) -> bool:
