@@ -90,13 +90,14 @@ def test_the_papers_memory_table_is_exact(run: Run) -> None:
 
 
 def test_the_papers_volume_table_is_exact(run: Run) -> None:
+    """Table VII as printed for 384 GCDs."""
     rows = as_json(run, "--table", "volume", *FRONTIER)["rows"]
     world, node, die = Fraction(383, 384), Fraction(7, 8), Fraction(1, 2)
-    assert {name: [(Fraction(t["volume"]), t["domain"]) for t in row] for name, row in rows.items()} == {
-        "ZeRO-3": [(world, "world")] * 3,
-        "ZeRO++": [(world / 2, "world"), (node / 2, "node"), (world / 4, "world")],
-        "ZeRO-topo sec 8": [(die / 2, "gpu"), (node / 2, "node"), (node / 4, "node")],
-        "ZeRO-topo sec 2": [(die / 2, "gpu"), (die / 2, "gpu"), (node / 4, "node")],
+    assert {name: [(Fraction(t["volume"]), t["degree"], t["domain"]) for t in row] for name, row in rows.items()} == {
+        "ZeRO-3": [(world, 384, "world")] * 3,
+        "ZeRO++": [(world / 2, 384, "world"), (node / 2, 8, "node"), (world / 4, 384, "world")],
+        "ZeRO-topo sec 8": [(die / 2, 2, "gpu"), (node / 2, 8, "node"), (node / 4, 8, "node")],
+        "ZeRO-topo sec 2": [(die / 2, 2, "gpu"), (die / 2, 2, "gpu"), (node / 4, 8, "node")],
     }
     status, out, _ = run("plan", "--table", "volume", *FRONTIER)
     assert status == 0 and "0.4987 world 384" in out and max(map(len, out.splitlines())) <= 80

@@ -34,18 +34,6 @@ def ideal_bytes(config: ResolvedConfig, parameters: int) -> dict[str, Fraction]:
     return {role: nbytes * parameters / whole for role, nbytes in held.items()}
 
 
-def test_the_papers_table_for_20_billion_parameters_on_384_gcds() -> None:
-    psi, np, p = Fraction(20_000_000_000), 384, 8
-    table = paper_memory_table(20_000_000_000, nodes=48, ranks_per_node=8)
-    states = 12 * psi / np
-    assert {name: list(row.values()) for name, row in table.items()} == {
-        "ZeRO-3": [2 * psi / np, 0, 2 * psi / np, states],
-        "ZeRO++": [2 * psi / np, 2 * psi / p, 2 * psi / np, states],
-        "ZeRO-topo sec 8": [psi, psi / 8, psi / 4, states],
-        "ZeRO-topo sec 2": [psi, psi / 2, psi / 4, states],
-    }
-
-
 @pytest.mark.parametrize(
     ("row", "block"),
     [

@@ -296,19 +296,6 @@ def test_an_impossible_workload_is_refused(change: dict[str, Any], message: str)
 # -- the paper ---------------------------------------------------------------------------------------------------------
 
 
-def test_table_vii_as_printed_for_384_gcds() -> None:
-    np = 384
-    far, near, pair = Fraction(np - 1, np), Fraction(7, 8), Fraction(1, 2)
-    printed = {
-        "ZeRO-3": [(far, np, "world"), (far, np, "world"), (far, np, "world")],
-        "ZeRO++": [(far / 2, np, "world"), (near / 2, 8, "node"), (far / 4, np, "world")],
-        "ZeRO-topo sec 8": [(pair / 2, 2, "gpu"), (near / 2, 8, "node"), (near / 4, 8, "node")],
-        "ZeRO-topo sec 2": [(pair / 2, 2, "gpu"), (pair / 2, 2, "gpu"), (near / 4, 8, "node")],
-    }
-    table = paper_volume_table(nodes=48, ranks_per_node=8)
-    assert {name: [(t.volume, t.degree, t.domain) for t in row] for name, row in table.items()} == printed
-
-
 def table_units(config: ResolvedConfig) -> dict[tuple[str, str], Fraction]:
     """Volumes of a large model in messages of 2 psi bytes: with no padding, and scales taken off."""
     block, n = 2**15, config.plan.world_size
