@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from zero_topo.topology.fitting import Pair, cluster, fit, meeting, with_links
 from zero_topo.topology.model import Link, Topology
-from zero_topo.topology.schedule import (
-    ALL_PAIRS,
-    neighbours,
-    pair_rounds,
-    shared_domains,
-    tournament,
-    turns,
-)
+from zero_topo.topology.schedule import ALL_PAIRS, neighbours, pair_rounds, shared_domains, tournament, turns
 from zero_topo.units import GB, MB
 
 NOISE = 0.1
@@ -52,13 +45,9 @@ class Tree:
         links = {}
         for pair in combinations(range(len(self.places)), 2):
             level = self.level(*pair)
-            rate, latency = (value * source.uniform(1 - noise, 1 + noise) for value in self.at(level))
-            links[pair] = Link(rate, latency)
+            true = self.rates[level], self.latencies[level]
+            links[pair] = Link(*(value * source.uniform(1 - noise, 1 + noise) for value in true))
         return links
-
-    def at(self, level: int) -> tuple[float, float]:
-        """Bandwidth and latency of a level."""
-        return self.rates[level], self.latencies[level]
 
 
 @st.composite
@@ -79,10 +68,9 @@ def trees(draw: st.DrawFn) -> Tree:
 def same_units(topology: Topology, tree: Tree, domain: str, level: int) -> bool:
     """Whether the domain's units are those of the tree's level."""
     degree = topology.degree(domain)
-    ranks = range(topology.world_size)
     return all(
         (topology.position(a) // degree == topology.position(b) // degree) == (tree.level(a, b) <= level)
-        for a, b in combinations(ranks, 2)
+        for a, b in combinations(range(topology.world_size), 2)
     )
 
 
@@ -152,23 +140,15 @@ def test_four_levels_keep_the_widest_gaps() -> None:
     [
         ("aaab", (), "the hosts put most ranks into units of 3, but not ranks 3 on b"),
         ("aaaa", ((0, 3), (1, 3), (2, 3)), "the bandwidths put most ranks into units of 3, but not ranks 3 on a"),
-        ("aabb", (), None),
     ],
 )
-def test_irregular_machines_are_refused_by_name(hosts: str, slow: Sequence[Pair], complaint: str | None) -> None:
+def test_irregular_machines_are_refused_by_name(hosts: str, slow: Sequence[Pair], complaint: str) -> None:
     pairs = {pair: Link(1e9 if pair in slow else 9e9, 1e-5) for pair in combinations(range(4), 2)}
-    if complaint is None:
-        assert cluster(pairs, list(hosts)).nodes == 2
-        return
     with pytest.raises(ValueError, match=complaint):
         cluster(pairs, list(hosts))
 
 
-@given(
-    st.floats(MICROSECOND, 1e-3),
-    st.floats(10 * MB, 500 * GB),
-    st.integers(0, 1 << 30),
-)
+@given(st.floats(MICROSECOND, 1e-3), st.floats(10 * MB, 500 * GB), st.integers(0, 1 << 30))
 def test_links_are_fitted_through_noise(latency: float, bandwidth: float, seed: int) -> None:
     """Times up to 10% too long, three of each size: bandwidth and the shortest message's time come back within 15%."""
     source = random.Random(seed)
@@ -240,10 +220,7 @@ def test_links_carry_shared_rates_and_the_latency_of_pairs() -> None:
     tree = Tree((2, 2, 2), (4e9, 2e9, 1e9), (1e-6, 2e-6, 4e-6), tuple(range(8)))
     pairs = tree.pairs(0, 0)
     topology = cluster(pairs, ["here"] * 8)
-    assert {domain: len(links) for domain, links in meeting(topology, pairs).items()} == {
-        "gpu": 4,
-        "node": 8,
-        "world": 16,
-    }
+    met = {domain: len(links) for domain, links in meeting(topology, pairs).items()}
+    assert met == {"gpu": 4, "node": 8, "world": 16}
     linked = with_links(topology, pairs, {"gpu": 4e9, "node": 1e9, "world": 0.25e9})
     assert linked.links["world"] == Link(0.25e9, 4e-6) and linked.sources["links"].startswith("measured")
