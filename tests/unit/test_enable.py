@@ -27,11 +27,14 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 def test_enable_and_disable_say_where_and_may_be_repeated(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The file is a single line that begins with import: ``site`` executes no other."""
     own, user = folders
     for command, words in (("enable", "enabled: wrote"), ("enable", "already enabled by")):
         assert main([command]) == 0
         assert f"{words} {own / 'zero_topo.pth'}" in capsys.readouterr().out
     assert len(list(own.iterdir())) == 1 and not user.exists()
+    (line,) = (own / "zero_topo.pth").read_text().splitlines()
+    assert line.startswith("import sys; exec(")
     for words in (f"disabled: removed {own / 'zero_topo.pth'}", "not enabled: nothing to remove"):
         assert main(["disable"]) == 0
         assert words in capsys.readouterr().out
@@ -56,11 +59,3 @@ def test_nowhere_to_write_is_wrong_input(
     assert main(["enable"]) == 2
     error = capsys.readouterr().err
     assert all(str(folder) in error for folder in folders) and "virtual environment" in error
-
-
-def test_what_python_runs_at_start_is_one_line(folders: tuple[Path, Path]) -> None:
-    """``site`` executes single lines that begin with import."""
-    own, _ = folders
-    assert main(["enable"]) == 0
-    (line,) = (own / "zero_topo.pth").read_text().splitlines()
-    assert line.startswith("import sys; exec(")

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,22 +66,8 @@ def test_the_trainers_config_leaves_the_block_alone() -> None:
     """It fills keys by name from its arguments; "auto" in the block survives."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    arguments = SimpleNamespace(
-        world_size=8,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=1,
-        max_grad_norm=1.0,
-        learning_rate=1e-3,
-        weight_decay=0.0,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        save_on_each_node=False,
-        fp16=False,
-        fp16_full_eval=False,
-        bf16=True,
-        bf16_full_eval=False,
-    )
+    whole = {"fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False}
+    arguments = Mock(world_size=8, per_device_train_batch_size=4, gradient_accumulation_steps=1, **whole)
     held = HfTrainerDeepSpeedConfig(config())
     held.trainer_config_process(arguments)
     assert held.config["train_batch_size"] == 32 and held.config["bf16"]["enabled"] is True

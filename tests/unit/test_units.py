@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,47 +13,36 @@ from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_rate, forma
 
 
 @pytest.mark.parametrize(
-    ("n", "text"),
+    ("write", "number", "text"),
     [
-        (0, "0 B"),
-        (1, "1 B"),
-        (0.5, "0.5 B"),
-        (999, "999 B"),
-        (999.7, "1.00 KB"),
-        (1000, "1.00 KB"),
-        (999_994, "999.99 KB"),
-        (999_999, "1.00 MB"),
-        (1.5 * GB, "1.50 GB"),
-        (-2 * KB, "-2.00 KB"),
-        (12_345 * PB, "12345.00 PB"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1, "1 B"),
+        (format_bytes, 0.5, "0.5 B"),
+        (format_bytes, 999, "999 B"),
+        (format_bytes, 999.7, "1.00 KB"),
+        (format_bytes, 1000, "1.00 KB"),
+        (format_bytes, 999_994, "999.99 KB"),
+        (format_bytes, 999_999, "1.00 MB"),
+        (format_bytes, 1.5 * GB, "1.50 GB"),
+        (format_bytes, -2 * KB, "-2.00 KB"),
+        (format_bytes, 12_345 * PB, "12345.00 PB"),
+        (format_rate, 12.5 * GB, "12.50 GB/s"),
+        (format_seconds, 0, "0 s"),
+        (format_seconds, 3.2e-6, "3.2 us"),
+        (format_seconds, 5e-10, "0.5 ns"),
+        (format_seconds, 0.012, "12.0 ms"),
+        (format_seconds, 0.99999, "1.00 s"),
+        (format_seconds, 1.5, "1.50 s"),
+        (format_seconds, 59.999, "1 min 00 s"),
+        (format_seconds, 125, "2 min 05 s"),
+        (format_seconds, 3599.9, "1 h 00 min"),
+        (format_seconds, 3720, "1 h 02 min"),
+        (format_seconds, -1.5, "-1.50 s"),
     ],
 )
-def test_bytes_are_written_in_the_largest_fitting_unit(n: float, text: str) -> None:
-    assert format_bytes(n) == text
-
-
-def test_rates_are_bytes_per_second() -> None:
-    assert format_rate(12.5 * GB) == "12.50 GB/s"
-
-
-@pytest.mark.parametrize(
-    ("s", "text"),
-    [
-        (0, "0 s"),
-        (3.2e-6, "3.2 us"),
-        (5e-10, "0.5 ns"),
-        (0.012, "12.0 ms"),
-        (0.99999, "1.00 s"),
-        (1.5, "1.50 s"),
-        (59.999, "1 min 00 s"),
-        (125, "2 min 05 s"),
-        (3599.9, "1 h 00 min"),
-        (3720, "1 h 02 min"),
-        (-1.5, "-1.50 s"),
-    ],
-)
-def test_seconds_are_written_in_the_unit_people_use(s: float, text: str) -> None:
-    assert format_seconds(s) == text
+def test_numbers_are_written_in_the_unit_people_use(write: Callable[[float], str], number: float, text: str) -> None:
+    """Bytes in the largest fitting one, rates a second."""
+    assert write(number) == text
 
 
 @given(st.integers(0, 10**19))
