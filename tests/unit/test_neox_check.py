@@ -110,11 +110,10 @@ def test_files_are_merged_as_neox_merges_them(tmp_path: Path) -> None:
 )
 def test_broken_files_are_named(tmp_path: Path, text: str | None, message: str) -> None:
     """One line with the path, whatever is wrong."""
-    path = tmp_path / "x.yml"
     if text is not None:
-        path.write_text(text)
+        write(tmp_path / "x.yml", text)
     with pytest.raises(ValueError, match=f"x.yml: .*{message}"):
-        load_configs([str(path)])
+        load_configs([str(tmp_path / "x.yml")])
 
 
 def test_unknown_keys_are_found_in_the_source_of_a_checkout(tmp_path: Path) -> None:
@@ -131,20 +130,15 @@ def test_unknown_keys_are_found_in_the_source_of_a_checkout(tmp_path: Path) -> N
 
 
 def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Status 0 and one line with the plan, or status 2 and a line per problem on stderr."""
-    config = str(ROOT / "neox_configs/frontier-20b.yml")
-    assert main(["check", "--ranks", "384", config]) == 0
+    """Status 0 and one line with the plan, or status 2 and a line per problem on stderr, of the block too."""
+    config = ROOT / "neox_configs/frontier-20b.yml"
+    assert main(["check", "--ranks", "384", str(config)]) == 0
     expected = "ok: scheme topo on 384 ranks: weights 2, secondary 8, gradients 8, optimizer 384\n"
     assert capsys.readouterr().out == expected
     assert main(["check", write(tmp_path / "bad.yml", "{pipe_parallel_size: 1}")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3 and all(line.startswith("zero_topo.neox: ") for line in lines)
-
-
-def test_errors_in_the_block_are_found_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The block is read by the same models as in a DeepSpeed JSON."""
-    text = (ROOT / "neox_configs/frontier-20b.yml").read_text().replace('"scheme"', '"sceme"')
-    assert main(["check", write(tmp_path / "bad.yml", text)]) == 2
+    assert main(["check", write(tmp_path / "block.yml", config.read_text().replace('"scheme"', '"sceme"'))]) == 2
     assert "scheme" in capsys.readouterr().err
 
 
