@@ -81,9 +81,7 @@ def test_groups_of_the_plan_hold_exactly_the_ranks_that_share_a_unit(
 
 
 def test_closest_on_frontier_binds_in_the_order_of_the_user_guide() -> None:
-    env = step(2, 8, SLURM_GPU_BIND="closest")
-    assert slurm.bound_devices(env, 8, (3, 3, 1, 1, 0, 0, 2, 2))[0] == CLOSEST
-    topology = discover(env, says(tree()))
+    topology = discover(step(2, 8, SLURM_GPU_BIND="closest"), says(tree()))
     assert topology.order is None and shape(topology) == (2, 4, 2)
     assert topology.sources["devices"] == "SLURM_GPU_BIND=closest, by NUMA node"
 
@@ -98,6 +96,7 @@ def test_closest_on_frontier_binds_in_the_order_of_the_user_guide() -> None:
         ("none", 8, None),
         ("", 8, None),
         ("closest", 4, None),
+        ("closest", 8, CLOSEST),
     ],
 )
 def test_gpu_binds_of_slurm(text: str, per_node: int, expected: tuple[int, ...] | None) -> None:

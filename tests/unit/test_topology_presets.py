@@ -84,10 +84,9 @@ def test_what_is_no_machine_is_refused(make: Callable[[Any], object], given: Any
 
 
 def test_clusters_lead_to_their_machine() -> None:
-    frontier, lumi = machine_of_cluster("Frontier"), machine_of_cluster("lumi")
-    assert frontier is not None and frontier.name == "frontier"
-    assert lumi is not None and lumi.name == "lumi-g"
-    assert machine_of_cluster("elsewhere") is None
+    clusters = {"Frontier": "frontier", "lumi": "lumi-g", "elsewhere": None}
+    found = {cluster: machine_of_cluster(cluster) for cluster in clusters}
+    assert {cluster: machine and machine.name for cluster, machine in found.items()} == clusters
 
 
 def test_an_emulated_machine_is_a_tree_whose_hosts_are_not_checked() -> None:

@@ -61,7 +61,7 @@ def test_host_lists_are_expanded_in_order(numbers: list[int]) -> None:
     assert slurm.expand_hosts(f"nid[{ranges}],login1", "L") == [*(f"nid{n:05d}" for n in numbers), "login1"]
 
 
-HOSTS, TASKS = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+HOSTS, TASKS, KIND = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_DISTRIBUTION"
 BROKEN_HOSTS, BROKEN_TASKS = ("nid[1-3", "nid[3-1]", "nid[a]", "nid1]"), ("8x2", "(x2)", "8(x)", "8,", "a")
 
 
@@ -73,13 +73,10 @@ BROKEN_HOSTS, BROKEN_TASKS = ("nid[1-3", "nid[3-1]", "nid[a]", "nid1]"), ("8x2",
         ({HOSTS: "n[1-3]", TASKS: "8,7,8"}, "host 'n2' has 7 tasks but others have 8 (SLURM_STEP_TASKS_PER_NODE)"),
         ({HOSTS: "n[1-3]"}, "names 3 hosts but SLURM_STEP_TASKS_PER_NODE has tasks on 2"),
         ({"SLURM_STEP_NUM_TASKS": "9"}, "SLURM_STEP_NUM_TASKS is 9 but SLURM_STEP_TASKS_PER_NODE adds up to 8"),
-        ({"SLURM_DISTRIBUTION": "spiral"}, "SLURM_DISTRIBUTION is 'spiral', an unknown distribution"),
-        ({"SLURM_DISTRIBUTION": "plane"}, "nor SLURM_DIST_PLANESIZE gives the plane's size"),
-        ({"SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_ARBITRARY_NODELIST"),
-        (
-            {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "n0,n1"},
-            "does not put 4 tasks on each of n0, n1",
-        ),
+        ({KIND: "spiral"}, "SLURM_DISTRIBUTION is 'spiral', an unknown distribution"),
+        ({KIND: "plane"}, "nor SLURM_DIST_PLANESIZE gives the plane's size"),
+        ({KIND: "arbitrary"}, "SLURM_ARBITRARY_NODELIST"),
+        ({KIND: "arbitrary", "SLURM_ARBITRARY_NODELIST": "n0,n1"}, "does not put 4 tasks on each of n0, n1"),
         ({"SLURM_STEP_NUM_TASKS": "eight"}, "SLURM_STEP_NUM_TASKS is 'eight'; it must be a whole number"),
         ({"SLURM_STEP_NUM_TASKS": "-8"}, "SLURM_STEP_NUM_TASKS is '-8'"),
         ({"SLURM_PROCID": "8"}, "rank 8 (slurm: SLURM_PROCID) is out of range"),
