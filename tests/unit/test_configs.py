@@ -72,10 +72,15 @@ def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
 
 @by_stem(CONFIGS)
 def test_configs_resolve_on_their_machine(path: Path) -> None:
-    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not refused beside it."""
-    config = resolved(path)
+    """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not refused beside it.
+
+    All are for 16-bit training with clipping; the demo must not build DeepSpeed's own Adam.
+    """
+    config, given = resolved(path), load_deepspeed_config(path)
     assert config.scheme == SCHEME_OF.get(path.stem, path.stem)
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
+    assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 1.0
+    assert environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
 
 
 @pytest.mark.parametrize(("name", "mode"), MODES.items())
@@ -122,16 +127,6 @@ def test_deepspeed_reads_the_configs(path: Path, monkeypatch: pytest.MonkeyPatch
     batch = parsed.train_micro_batch_size_per_gpu * parsed.gradient_accumulation_steps * 8
     assert parsed.train_batch_size == batch
     assert parsed.zero_optimization_stage == 3
-
-
-@by_stem(CONFIGS)
-def test_configs_train_in_bf16_without_compiling_on_a_cpu(path: Path) -> None:
-    """The demo must not build DeepSpeed's own Adam; all configs are for 16-bit training with clipping."""
-    config = load_deepspeed_config(path)
-    assert config["bf16"] == {"enabled": True}
-    assert config["gradient_clipping"] == 1.0
-    on_cpu = environment(path) is EIGHT_RANKS
-    assert not on_cpu or config["optimizer"]["params"]["torch_adam"] is True
 
 
 def test_the_demo_gathers_every_weight_twice_per_micro_batch() -> None:

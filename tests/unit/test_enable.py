@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import Run
 from zero_topo.cli import enable as enabling
-from zero_topo.cli import main
 
 
 @pytest.fixture
@@ -24,38 +24,33 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return own, user
 
 
-def test_enable_and_disable_say_where_and_may_be_repeated(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_enable_and_disable_say_where_and_may_be_repeated(folders: tuple[Path, Path], run: Run) -> None:
     """The file is a single line that begins with import: ``site`` executes no other."""
     own, user = folders
-    for command, words in (("enable", "enabled: wrote"), ("enable", "already enabled by")):
-        assert main([command]) == 0
-        assert f"{words} {own / 'zero_topo.pth'}" in capsys.readouterr().out
+    for words in ("enabled: wrote", "already enabled by"):
+        status, out, _ = run("enable")
+        assert status == 0 and f"{words} {own / 'zero_topo.pth'}" in out
     assert len(list(own.iterdir())) == 1 and not user.exists()
     (line,) = (own / "zero_topo.pth").read_text().splitlines()
     assert line.startswith("import sys; exec(")
     for words in (f"disabled: removed {own / 'zero_topo.pth'}", "not enabled: nothing to remove"):
-        assert main(["disable"]) == 0
-        assert words in capsys.readouterr().out
+        status, out, _ = run("disable")
+        assert status == 0 and words in out
     assert not list(own.iterdir())
 
 
 def test_a_users_folder_is_made_where_the_interpreters_is_not_writable_and_goes_again(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, user = folders
     monkeypatch.setattr(enabling, "_writable", lambda folder: folder == user)
-    assert main(["enable"]) == 0
+    assert run("enable")[0] == 0
     assert [path.name for path in user.iterdir()] == ["zero_topo.pth"] and not list(own.iterdir())
-    assert main(["disable"]) == 0
+    assert run("disable")[0] == 0
     assert list(tmp_path.iterdir()) == [own]
 
 
-def test_nowhere_to_write_is_wrong_input(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nowhere_to_write_is_wrong_input(folders: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enabling, "_writable", lambda folder: False)
-    assert main(["enable"]) == 2
-    error = capsys.readouterr().err
-    assert all(str(folder) in error for folder in folders) and "virtual environment" in error
+    status, _, error = run("enable")
+    assert status == 2 and all(str(folder) in error for folder in folders) and "virtual environment" in error

@@ -12,7 +12,7 @@ import zero_topo  # noqa: F401  (arms the hook that the plugin needs)
 from zero_topo.config import ZeroTopoConfig, check_deepspeed_config
 from zero_topo.engine.initialize import check_launch
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 FILLED = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "bf16.enabled": False, "fp16.enabled": False}
@@ -41,11 +41,9 @@ def test_auto_passes_our_checks_before_anyone_has_filled_it() -> None:
 
 def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:
     """Without our hook it refuses ``zero_topo.scheme`` as an "auto" that it does not know."""
-    from accelerate import DeepSpeedPlugin
-
     given = config()
     given["zero_optimization"] |= {"reduce_bucket_size": 1000, "offload_optimizer": {"device": "none"}}
-    plugin = DeepSpeedPlugin(hf_ds_config=given)
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=given)
     plugin.deepspeed_config_process(must_match=False, **FILLED)
     assert plugin.deepspeed_config["train_batch_size"] == 32
     assert plugin.deepspeed_config["zero_topo"] == BLOCK
@@ -55,9 +53,7 @@ def test_accelerate_fills_what_it_knows_and_leaves_the_block_alone() -> None:
 
 def test_accelerate_still_refuses_an_auto_outside_the_block() -> None:
     """The hook skips keys of the block and no others."""
-    from accelerate import DeepSpeedPlugin
-
-    plugin = DeepSpeedPlugin(hf_ds_config=config())
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config())
     with pytest.raises(ValueError, match="reduce_bucket_size"):
         plugin.deepspeed_config_process(must_match=False, **FILLED)
 
