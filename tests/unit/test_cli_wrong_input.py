@@ -11,6 +11,7 @@ from benchmarks.__main__ import main as benchmarks
 from tests.commands import Run
 from tests.launching import ROOT
 
+DEVICES = ROOT / "tests/data/devices"
 RECORD = ROOT / "benchmarks/records/cluster-t8.json"
 FRONTIER = "--machine frontier --nodes 48"
 ABSENT = f"{'a-folder' * 20}/none.json"
@@ -51,6 +52,12 @@ WRONG = {
     "topology --from no/such.json": "no/such.json",
     "topology --from {broken": "not valid JSON",
     "topology --world-size many": "--world-size",
+    f"topology --from {__file__}": "is not recognised: it is neither a topology's JSON nor output of amd-smi",
+    f"topology --from {DEVICES}/malformed_nvidia_smi.txt": "row GPU1, column GPU2 is 'PIXNODE'",
+    "topology --from frontier --from dgx-a100": "--from states two machines, 'frontier' and 'dgx-a100'",
+    f"topology --from {DEVICES}/dgx_a100_nvidia_smi.txt --from {DEVICES}/old_nvidia_smi.txt": "sees 8 devices",
+    "topology --measure": "no launcher's variables are here; start every rank with it",
+    "topology --measure --from frontier": "give one",
     "schema --output /no/such/folder/x.json": "/no/such/folder/x.json",
     "schema --outptu x": "--outptu",
     "check missing.json": "no such file",

@@ -111,6 +111,9 @@ sys.exit(import_module("zero_topo.cli").main())
         ("plan --params 20e9 --topology frontier --world-size 384", 4.0),
         ("plan --params 20B --machine frontier --nodes 48 --recommend --json", 4.0),
         ("plan --max-params --machine frontier --nodes 48", 4.0),
+        (f"topology --from {ROOT}/tests/data/devices/frontier_rocm_smi.txt", 4.0),
+        ("topology", 4.0),
+        ("launch slurm --machine frontier --dry-run -- true", 4.0),
         ("simulate --gcds 64 --micro-batches 1 --schemes topo", 2.0),  # 0.4 s on an idle machine
     ],
 )
@@ -119,7 +122,7 @@ def test_planning_runs_without_torch(words: str, seconds: float) -> None:
 
     Not even one that it could do without. What the commands take of a processor is bounded.
     """
-    modules = [name for name in PLANNING_MODULES if words == "--help"]
+    modules = [name for name in (*PLANNING_MODULES, "zero_topo.launch.worker") if words == "--help"]
     program = PROGRAM.replace("HEAVY", repr(HEAVY)).replace("MODULES", repr(modules))
     before = os.times()
     command = [sys.executable, "-c", program, *words.split()]

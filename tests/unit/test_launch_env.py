@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.commands import Run
 from tests.launching import ROOT
 from tests.steps import deal, step, task
 from zero_topo.cli.measure import meeting_point
@@ -81,14 +80,6 @@ def test_ranks_that_measure_meet_as_all_others_do() -> None:
     assert meeting_point(TORCHRUN) == TORCHRUN | {"MASTER_PORT": str(PORT)}
     with pytest.raises(ValueError, match="only 1 rank is here"):
         meeting_point({"RANK": "0", "WORLD_SIZE": "1"})
-
-
-def test_measuring_needs_a_job_and_nothing_else(run: Run) -> None:
-    """``topology --measure`` outside a job, or beside a stated machine, ends with a line."""
-    outside = "no launcher's variables are here; start every rank with it"
-    for words, said in (((), outside), (("--from", "frontier"), "give one")):
-        status, _, err = run("topology", "--measure", *words)
-        assert status == 2 and said in err
 
 
 REFUSED: Mapping[str, tuple[dict[str, str], str]] = {

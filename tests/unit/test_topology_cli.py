@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,22 +89,6 @@ def test_a_launcher_and_a_capture_make_a_job(run: Run, monkeypatch: pytest.Monke
     assert (data["nodes"], data["gpus_per_node"], data["ranks_per_gpu"]) == (2, 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([__file__], "is not recognised: it is neither a topology's JSON nor output of amd-smi"),
-        ([path("malformed_nvidia_smi.txt")], "row GPU1, column GPU2 is 'PIXNODE'"),
-        (["frontier", "dgx-a100"], "--from states two machines, 'frontier' and 'dgx-a100'"),
-        ([path("dgx_a100_nvidia_smi.txt"), path("frontier_matrix.txt"), path("old_nvidia_smi.txt")], "sees 8 devices"),
-        (["frontir"], "did you mean 'frontier'?"),
-        (["no/such/capture.txt"], "no/such/capture.txt"),
-    ],
-)
-def test_wrong_sources_are_one_line_and_status_2(run: Run, words: list[str], message: str) -> None:
-    status, out, err = run(*words)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and message in err
-
-
 def test_this_node_is_shown_with_its_devices_outside_of_a_job(run: Run) -> None:
     tree = read_captures([("f", (SAMPLES / "frontier_rocm_smi.txt").read_text())])
     calls: list[int] = []
@@ -131,16 +112,3 @@ def test_the_order_without_numa_nodes_keeps_packages_together() -> None:
     matrix = read_captures([("f", (SAMPLES / "frontier_matrix.txt").read_text())])
     assert recommended_order(matrix.select([0, 2, 4, 6, 1, 3, 5, 7])) == (0, 4, 1, 5, 2, 6, 3, 7)
     assert "NUMA" not in render_devices(matrix)
-
-
-def test_it_starts_fast_and_without_heavy_imports() -> None:
-    code = (
-        "import sys; from zero_topo.cli import main\n"
-        f"main(['topology', '--from', {path('frontier_rocm_smi.txt')!r}])\n"
-        "main(['topology'])\n"
-        "sys.exit(','.join({'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)) or None)"
-    )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert time.perf_counter() - start < 5.0  # half a second on an idle machine; loaded ones must not fail it
