@@ -24,39 +24,31 @@ def seconds(lo: int, hi: int, sent: float, pattern: str, rates: Rates = RATES) -
     return Network(TREE, rates).hop(lo, hi, sent, pattern).seconds
 
 
-@pytest.mark.parametrize("pattern", ["ring", "direct"])
-def test_two_dies_take_the_latency_and_one_message(pattern: str) -> None:
-    assert seconds(1, 2, 3000.0, pattern) == pytest.approx(0.5 + 3)
+# What of a rank's message keeps which links busy for how long, and the latency. A ring of twelve ranks leaves a node
+# once; of its steps 6 stay in a GPU, 3 go between GPUs and 3 between nodes, and a message makes eleven of them.
+ROUND = (6 * 0.5 + 3 * 1.0 + 3 * 2.0) * 11 / 12
+HOPS: dict[str, tuple[tuple[int, int, float, str], dict[str, float], float]] = {
+    "two dies take the latency and one message": ((1, 2, 3000, "ring"), {"gpu": 3}, 0.5),
+    "and no other time for a direct one": ((1, 2, 3000, "direct"), {"gpu": 3}, 0.5),
+    "1 of 3 direct messages goes to the other die": ((1, 4, 300, "direct"), {"gpu": 0.1, "node": 200 / 100}, 1.0),
+    "a ring's rank has the whole uplink": ((1, 12, 1200, "ring"), {"gpu": 1.2, "node": 12, "world": 1200 / 40}, ROUND),
+    "a ring's latencies add up": ((1, 12, 0, "ring"), {"gpu": 0, "node": 0, "world": 0}, ROUND),
+    "rings beside each other share the uplink": ((4, 12, 200, "ring"), {"world": 200 / 10}, 2 * 2.0),
+}
 
 
-def test_direct_messages_use_the_link_of_the_smallest_domain_that_holds_both_ends() -> None:
-    # Four ranks of a node: 1 message to the other die, 2 to the other GPU, of 100 bytes each.
-    hop = Network(TREE, RATES).hop(1, 4, 300.0, "direct")
-    assert hop.busy == pytest.approx({"gpu": 100 / 1000, "node": 200 / 100})
-    assert (hop.latency, hop.domain) == (1.0, "node")
-    assert hop.seconds == pytest.approx(3.0)
+@pytest.mark.parametrize(("hop", "busy", "latency"), HOPS.values(), ids=HOPS)
+def test_hops_take_the_links_of_their_domains(
+    hop: tuple[int, int, float, str], busy: dict[str, float], latency: float
+) -> None:
+    found = Network(TREE, RATES).hop(*hop)
+    assert found.busy == pytest.approx(busy) and found.latency == pytest.approx(latency)
+    assert found.domain == list(busy)[-1] and found.seconds == pytest.approx(latency + max(busy.values()))
 
 
-def test_a_ring_leaves_a_node_once_so_its_rank_has_the_whole_uplink() -> None:
-    # Twelve ranks, four of a node in the ring: its rank may use the uplink's 4 * 10 bytes/s.
-    hop = Network(TREE, RATES).hop(1, 12, 1200.0, "ring")
-    assert hop.busy["world"] == pytest.approx(1200 / (4 * 10))
-    assert hop.busy["node"] == pytest.approx(1200 / 100), "links between GPUs belong to each rank"
+def test_links_between_gpus_belong_to_each_rank_unless_they_are_pooled() -> None:
     pooled = Network(TREE, replace(RATES, shared=("node", "world"))).hop(1, 12, 1200.0, "ring")
-    assert pooled.busy["node"] == pytest.approx(1200 / (2 * 100))
-
-
-def test_rings_across_nodes_that_run_beside_each_other_share_the_uplink() -> None:
-    hop = Network(TREE, RATES).hop(4, 12, 200.0, "ring")
-    assert hop.busy == pytest.approx({"world": 200 / 10})
-    assert hop.latency == pytest.approx(2 * 2.0), "two of the ring's three steps"
-
-
-def test_latencies_add_up_around_a_ring() -> None:
-    # Of the twelve steps 6 stay in a GPU, 3 go between GPUs and 3 between nodes; a message makes eleven of them.
-    assert Network(TREE, RATES).hop(1, 12, 0.0, "ring").latency == pytest.approx(
-        (6 * 0.5 + 3 * 1.0 + 3 * 2.0) * 11 / 12
-    )
+    assert pooled.busy == pytest.approx({"gpu": 1.2, "node": 1200 / (2 * 100), "world": 1200 / 40})
 
 
 @given(
