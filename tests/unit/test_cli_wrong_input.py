@@ -73,7 +73,7 @@ WRONG = {
     "simulate --schemes stock": "stock DeepSpeed",
     "simulate --micro-batches 0": "--micro-batches '0'",
     "simulate --micro-batch 0": "--micro-batch",
-    "simulate --model gpt-neox-20": "gpt-neox-20",
+    "simulate --model gpt-neox-20": "did you mean 'gpt-neox-20b'",
     'simulate --rates {"peak":1}': "did you mean 'peak_flops'",
     "simulate --rates {": "not valid JSON",
     "simulate --rates no/such.json": "no/such.json",
