@@ -24,9 +24,9 @@ from benchmarks.emulated_cluster.spec import LEVELS, SPECS, LinkRates, Spec, loa
 from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
+from tests.plans import resolve
 from zero_topo.bench.schemes import KNOWN, BenchScheme, load_blocks, schemes_named
 from zero_topo.cli.recording import save
-from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload
 
 DATA = ROOT / "tests" / "data" / "emulated_cluster"
@@ -138,11 +138,6 @@ def test_traffic_is_what_crossed_between_two_snapshots() -> None:
 # -- loads and floors ----------------------------------------------------------------------------------------------
 
 
-def resolved(name: str, spec: Spec) -> Any:
-    """A scheme's plan on a cluster."""
-    return resolve_config(ZeroTopoConfig.parse({"scheme": name}), spec.topology())
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_uplinks_carry_what_the_schemes_promise(spec: Spec) -> None:
     """In units of the 16-bit model and (N-1)/N: ZeRO-3 3K; topo 2 and the paper 3 whatever K is."""
@@ -151,22 +146,21 @@ def test_uplinks_carry_what_the_schemes_promise(spec: Spec) -> None:
     for name, fixed, per_micro_batch in (("zero3", 0, 3), ("topo", 2, 0), ("paper", 3, 0)):
         for count in (1, 5):
             work = Workload.uniform([parameters], 2, count)
-            assert uplink_bytes(loads(resolved(name, spec), work, spec)) == share * (fixed + count * per_micro_batch)
+            assert uplink_bytes(loads(resolve(spec.topology(), scheme=name), work, spec)) == share * (
+                fixed + count * per_micro_batch
+            )
 
 
 def test_a_link_carries_what_leaves_its_unit() -> None:
     """topo's in-GPU gather stays off every trunk; its scatter crosses the trunks of GPUs and no uplink."""
     spec = SPECS["t8"]
-    found = {(load.phase, load.domain): load.out for load in loads(resolved("topo", spec), _work(1), spec)}
+    planned = loads(resolve(spec.topology(), scheme="topo"), Workload.uniform([4096 * 8]), spec)
+    found = {(load.phase, load.domain): load.out for load in planned}
     gather, scatter = found["gather_forward", "gpu"], found["scatter", "node"]
     assert gather["gcd"] > 0 and gather["gpu"] == gather["node"] == 0
     assert scatter["node"] == 0
     # each rank sends a third of its scatter to each of the three others; two of them sit behind the other trunk
     assert scatter["gpu"] == pytest.approx(2 * 2 / 3 * scatter["gcd"])
-
-
-def _work(count: int) -> Workload:
-    return Workload.uniform([4096 * 8], 2, count)
 
 
 def test_stock_moves_all_but_one_shard_over_every_link() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import TREE, resolve
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import explain, recommend
@@ -27,13 +28,8 @@ from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
 
 FRONTIER = load_preset("frontier", 384)
-TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
 ASKED = ZeroTopoConfig.parse({"scheme": "auto"})
 NEOX = load_model("gpt-neox-20b")
-
-
-def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 def request(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Request:
@@ -58,7 +54,7 @@ def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
 
 
 def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
-    config, work = resolve(TREE, scheme="zero3"), Workload.uniform([8192], itemsize=4)
+    config, work = resolve(scheme="zero3"), Workload.uniform([8192], itemsize=4)
     held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1, itemsize=4))
     assert held["optimizer"] == 8 * 1024 and held["gradients"] == 4 * 1024 and "step" not in held
     assert predict_memory(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))["step"] == 4 * 1024
@@ -97,7 +93,7 @@ def test_deepspeeds_own_settings_count() -> None:
 
 
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
-    config = resolve(TREE, scheme="topo", sync={"mode": "radius"})
+    config = resolve(scheme="topo", sync={"mode": "radius"})
     work = Workload.uniform([8192])
     held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1))
     assert held["masks"] == 2 * 1024 // 8  # P = 2 nodes, C = 8192 / 8
@@ -259,7 +255,7 @@ def test_the_papers_36_billion_are_about_what_its_plan_holds() -> None:
 
 
 def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> None:
-    config = resolve(TREE, scheme="zero3")
+    config = resolve(scheme="zero3")
     assert max_params(config, request(TREE)) is None
     assert max_params(config, request(replace(TREE, memory_per_rank=GB))) == 0
 

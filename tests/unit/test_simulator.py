@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launching import ROOT
-from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
+from tests.plans import resolve
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost import calibrate
 from zero_topo.cost.events import COMPUTE, Task, schedule
 from zero_topo.cost.model_files import load_model
@@ -37,10 +38,6 @@ NEOX = load_model("gpt-neox-20b")
 JOB = Job(MODEL, 1, 2)
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 COMPARED = ("zero3", "zero++", "paper", "topo")
-
-
-def resolve(topology: Topology, **block: Any) -> ResolvedConfig:
-    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 # -- programs by hand ------------------------------------------------------------------------------------------------
