@@ -27,12 +27,8 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
         assert set(row["breakdown"]) == set(PHASES)
         assert sum(row["breakdown"].values()) == pytest.approx(row["step_s"])
         assert row["tflops_per_gpu"] > 0
-    assert [(r["scheme"], r["ranks"], r["over"]) for r in found["scaling_efficiency"]] == [
-        ("zero3", 64, 16),
-        ("zero3", 64, 16),
-        ("topo", 64, 16),
-        ("topo", 64, 16),
-    ]
+    scaled = [(r["scheme"], r["ranks"], r["over"]) for r in found["scaling_efficiency"]]
+    assert scaled == [(scheme, 64, 16) for scheme in ("zero3", "zero3", "topo", "topo")]
     assert {r["ranks"] for r in found["break_even"]} == {16, 64}
 
 
@@ -56,16 +52,14 @@ def test_plot_and_trace_are_written(run: Run, tmp_path: Path) -> None:
 
 
 def test_calibrate_fits_some_schemes_and_predicts_the_others(run: Run) -> None:
+    """Every step of the emulated cluster that was measured is predicted within 20 percent."""
     words = ("simulate", "--calibrate", RECORD, "--on", "zero3,topo", "--predict", "paper,zero++")
     status, out, _ = run(*words, "--json")
     found = json.loads(out)
     assert status == 0 and found["rates"]["peak_flops"] > 0
-    assert {(row["scheme"], row["fitted"]) for row in found["results"]} == {
-        ("zero3", True),
-        ("topo", True),
-        ("paper", False),
-        ("zero++", False),
-    }
+    rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
+    fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
+    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 4, 8))
     assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
     status, out, _ = run(*words)
     assert status == 0 and "measured" in out and "predicted" in out

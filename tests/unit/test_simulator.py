@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from zero_topo.cost.events import COMPUTE, Task, schedule
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.simulator import PHASES, Job, Simulation, simulate
 from zero_topo.cost.step import Program
-from zero_topo.cost.sweep import Point, Sweep, scaling_efficiency
+from zero_topo.cost.sweep import Sweep, scaling_efficiency
 from zero_topo.cost.time import Network
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import Workload, step_bytes
@@ -223,17 +224,11 @@ def test_the_whole_of_frontier_is_simulated_in_seconds(ranks: int, limit: float)
 
 
 def test_scaling_efficiency_and_break_even() -> None:
-    machines = [load_preset("frontier", ranks) for ranks in (64, 384)]
-    sweep = Sweep(
-        machines, {name: ZeroTopoConfig.parse({"scheme": name}) for name in COMPARED}, Job(NEOX, 1, 1), (1, 8)
-    )
+    blocks = {name: ZeroTopoConfig.parse({"scheme": name}) for name in COMPARED}
+    sweep = Sweep([load_preset("frontier", ranks) for ranks in (64, 384)], blocks, Job(NEOX, 1, 1), (1, 8))
     points = sweep.points()
-    assert [(p.scheme, p.ranks, p.micro_batches) for p in points[:4]] == [
-        ("zero3", 64, 1),
-        ("zero3", 64, 8),
-        ("zero3", 384, 1),
-        ("zero3", 384, 8),
-    ]
+    found = [(point.scheme, point.ranks, point.micro_batches) for point in points]
+    assert found == list(itertools.product(COMPARED, (64, 384), (1, 8)))
     rows = scaling_efficiency(points)
     assert len(rows) == 8 and all(0.8 < row["efficiency"] <= 1.01 and row["over"] == 64 for row in rows)
     (row,) = (
@@ -243,7 +238,6 @@ def test_scaling_efficiency_and_break_even() -> None:
     below, above = int(row["break_even"]), int(row["break_even"]) + 1
     assert on_frontier("topo", 384, below).step_s >= on_frontier("zero++", 384, below).step_s
     assert on_frontier("topo", 384, above).step_s <= on_frontier("zero++", 384, above).step_s
-    assert isinstance(points[0], Point)
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------
@@ -251,8 +245,7 @@ def test_scaling_efficiency_and_break_even() -> None:
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    text = (ROOT / "benchmarks/records/cluster-t8.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return dict(json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -260,13 +253,6 @@ def fitted(record: dict[str, Any]) -> Rates:
     """To ZeRO-3 and topo alone."""
     rows = calibrate.measured_schemes(calibrate.read_record(record), ["zero3", "topo"])
     return calibrate.fit(rows, calibrate.host_rates(record))
-
-
-def test_steps_of_the_emulated_cluster_are_predicted_within_20_percent(record: dict[str, Any], fitted: Rates) -> None:
-    rows = calibrate.measured_schemes(calibrate.read_record(record), COMPARED)
-    ratios = {(row.scheme, row.micro_batches): row.ratio for row in calibrate.predict(rows, fitted)}
-    assert len(ratios) == 12
-    assert {key: ratio for key, ratio in ratios.items() if not 0.8 <= ratio <= 1.2} == {}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
