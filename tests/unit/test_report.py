@@ -14,17 +14,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks import tree_figure
+from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from tests.plans import resolve
+from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
-from zero_topo.observe.report import (
-    RankBytes,
-    Result,
-    build_report,
-    read_report,
-    render,
-)
+from zero_topo.observe.report import RankBytes, Result, build_report, read_report, render
 from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder, read_metrics
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
@@ -45,24 +41,20 @@ class FakeStats:
     sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
 
 
-def stats(micro_batches: int = 2, **block: Any) -> FakeStats:
-    """A run of the scheme topo on 2 nodes x 2 GPUs x 2 dies, with parameters that do not divide evenly."""
-    config = resolve_config(ZeroTopoConfig.parse({"scheme": "topo", **block}), emulated(2, 2, 2))
-    return FakeStats(config, Workload.uniform([100_003, 50, 7], micro_batches=micro_batches), micro_batches)
+RUN = FakeStats(resolve(emulated(2, 2, 2), scheme="topo"), Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
+"""A run of the scheme topo with parameters that do not divide evenly."""
+EXACT = RankBytes(step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2))
+"""A rank that sent and holds exactly what the formulas say."""
 
 
-def measured(run: FakeStats) -> RankBytes:
-    """A rank that sent and holds exactly what the formulas say."""
-    memory = memory_bytes(run.config, run.work, accumulation_itemsize=2)
-    return RankBytes(step_bytes(run.config, run.work), memory)
-
-
-def log_steps(folder: Path, losses: tuple[float, ...] = (5.5, 4.0, 3.0)) -> None:
-    """A run's log with these losses and one evaluation."""
-    with RunLog(folder) as log:
-        for step, loss in enumerate(losses, 1):
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's, with the log of three steps and one evaluation."""
+    with RunLog(tmp_path) as log:
+        for step, loss in enumerate((5.5, 4.0, 3.0), 1):
             log.step(StepRecord(step, loss, 1e-3, 0.5, {("scatter", "node"): 10}))
-        assert log.evaluation(len(losses), 2.5) == 2.5
+        assert log.evaluation(3, 2.5) == 2.5
+    return tmp_path
 
 
 def printed(folder: Path) -> str:
@@ -72,86 +64,68 @@ def printed(folder: Path) -> str:
     return out.getvalue()
 
 
-def test_report_sets_measured_bytes_beside_the_formula_and_zero3(tmp_path: Path) -> None:
+def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
     """Every phase and domain has what was measured, this plan's formula and ZeRO-3's on the same machine and model."""
-    run = stats()
-    log_steps(tmp_path)
-    report = build_report(tmp_path, RESULT, run, [measured(run)] * 8)
-    zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), run.config.topology)
+    report = build_report(folder, RESULT, RUN, [EXACT] * 8)
+    zero3 = resolve(RUN.config.topology, scheme="zero3")
     rows = {(row["phase"], row["domain"]): row for row in report["zero_topo"]["sent"]}
-    own, stock = step_bytes(run.config, run.work), step_bytes(zero3, run.work)
+    own, stock = step_bytes(RUN.config, RUN.work), step_bytes(zero3, RUN.work)
     assert set(rows) == set(own) | set(stock)
     for key, row in rows.items():
         assert row["min"] == row["max"] == row["formula"] == own.get(key, 0)
         assert row["zero3"] == stock.get(key, 0)
     memory = {row["role"]: row for row in report["zero_topo"]["memory"]}
-    assert {role: row["formula"] for role, row in memory.items()} == dict(measured(run).memory)
+    assert {role: row["formula"] for role, row in memory.items()} == dict(EXACT.memory)
     assert memory["weights"]["zero3"] * 4 == memory["weights"]["formula"]
 
 
-def test_report_shows_ranks_that_differ(tmp_path: Path) -> None:
+def test_report_shows_ranks_that_differ(folder: Path) -> None:
     """A rank that sent more than the others is seen in the table, not averaged away."""
-    run = stats()
-    log_steps(tmp_path)
-    good = measured(run)
     key = ("scatter", "node")
-    bad = replace(good, sent={**good.sent, key: good.sent[key] + 5_000_000})
-    build_report(tmp_path, RESULT, run, [*[good] * 7, bad])
-    low, high = format_bytes(good.sent[key]), format_bytes(bad.sent[key])
-    assert f"{low} .. {high}" in printed(tmp_path)
+    bad = replace(EXACT, sent={**EXACT.sent, key: EXACT.sent[key] + 5_000_000})
+    build_report(folder, RESULT, RUN, [*[EXACT] * 7, bad])
+    assert f"{format_bytes(EXACT.sent[key])} .. {format_bytes(bad.sent[key])}" in printed(folder)
 
 
-def test_report_prints_every_number_again_from_its_folder(tmp_path: Path) -> None:
+def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
     """The tables come from report.json alone, fit 80 columns and name domains, phases, roles and losses."""
-    run = stats()
-    log_steps(tmp_path)
-    report = build_report(tmp_path, RESULT, run, [measured(run)] * 8)
-    (tmp_path / "metrics.jsonl").unlink()
-    text = printed(tmp_path)
-    assert max(map(len, text.splitlines())) <= 80 + len(str(tmp_path))
+    report = build_report(folder, RESULT, RUN, [EXACT] * 8)
+    (folder / "metrics.jsonl").unlink()
+    text = printed(folder)
+    assert max(map(len, text.splitlines())) <= 80 + len(str(folder))
     for row in report["zero_topo"]["sent"]:
         assert format_bytes(max(row["max"], row["zero3"])) in text
-    for word in (
-        "5.500 -> 3.000",
-        "evaluation 2.500",
-        "2 micro-batches",
-        "secondary",
-        "publish",
-        "1 min 01 s",
-        "gather forward 250",
-        "union 0.03",
-    ):
+    named = ("secondary", "publish", "5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "1 min 01 s")
+    for word in (*named, "gather forward 250", "union 0.03"):
         assert word in text, word
-    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert json.loads((folder / "report.json").read_text()) == report
 
 
-def test_report_of_stock_zero3_says_so(tmp_path: Path) -> None:
-    """A run without the block has losses and a plot, no bytes, and a sentence that says why."""
-    log_steps(tmp_path)
-    assert build_report(tmp_path, RESULT, None, [])["zero_topo"] is None
-    assert "stock ZeRO-3" in printed(tmp_path)
-    assert (tmp_path / "loss.png").exists() and not (tmp_path / "bytes.png").exists()
+def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
+    """A run without the block has losses and a plot, no bytes, and a sentence that says why, in the command's words."""
+    report = build_report(folder, RESULT, None, [])
+    status, out, _ = run("report", str(folder))
+    assert (status, report["zero_topo"]) == (0, None) and "A model" in out and "stock ZeRO-3" in out
+    assert json.loads(run("report", str(folder), "--json")[1]) == report
+    assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
 
 
-def test_report_draws_its_plots(tmp_path: Path) -> None:
+def test_report_draws_its_plots(folder: Path) -> None:
     """Both pictures are PNG files with something in them."""
-    run = stats()
-    log_steps(tmp_path)
-    build_report(tmp_path, RESULT, run, [measured(run)])
+    build_report(folder, RESULT, RUN, [EXACT])
     for name in ("loss.png", "bytes.png"):
-        data = (tmp_path / name).read_bytes()
+        data = (folder / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5_000
 
 
-def test_log_keeps_steps_and_evaluations_in_order(tmp_path: Path) -> None:
+def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     """Lines can be read back while the run goes on, and a quiet log (other ranks) writes nothing."""
-    log_steps(tmp_path / "a", (1.0, 2.0))
-    lines = read_metrics(tmp_path / "a")
-    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [1.0, 2.0, 2.5]
+    lines = read_metrics(folder)
+    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, 2.5]
     assert lines[0]["sent"] == {"scatter/node": 10}
-    with RunLog(tmp_path / "b", quiet=True) as log:
+    with RunLog(folder / "b", quiet=True) as log:
         log.step(StepRecord(1, 1.0, 1.0, 1.0))
-    assert not (tmp_path / "b").exists()
+    assert not (folder / "b").exists()
 
 
 @pytest.mark.parametrize("read", [read_metrics, read_report, printed])
@@ -171,13 +145,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def test_memory_formula_takes_the_buffers_types_from_the_engine(tmp_path: Path) -> None:
+def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) -> None:
     """Gradients accumulated in FP32 and FP32 weights that are their own master are counted as the engine says."""
-    run = replace(stats(), accumulation_itemsize=4, optimizer_itemsize=8)
-    log_steps(tmp_path)
-    report = build_report(tmp_path, RESULT, run, [measured(run)])
+    report = build_report(folder, RESULT, replace(RUN, accumulation_itemsize=4, optimizer_itemsize=8), [EXACT])
     rows = {row["role"]: row["formula"] for row in report["zero_topo"]["memory"]}
-    assert rows == memory_bytes(run.config, run.work, 4, 8)
+    assert rows == memory_bytes(RUN.config, RUN.work, 4, 8)
 
 
 def test_progress_writes_lines_where_there_is_no_terminal() -> None:
