@@ -107,10 +107,11 @@ def test_hosts_are_the_nodes_where_there_are_several(tree: Tree, seed: int) -> N
 
 
 def test_hosts_of_one_rank_are_nodes() -> None:
-    """Without faster groups every rank is a node."""
+    """Without faster groups every rank is a node; a single one is a machine too."""
     found = cluster({pair: Link(1e9, 1e-5) for pair in combinations(range(4), 2)}, list("abcd"))
     assert (found.nodes, found.gpus_per_node, found.ranks_per_gpu) == (4, 1, 1)
     assert found.hosts == tuple("abcd") and shared_domains(found) == ["world"]
+    assert cluster({}, ["here"]).world_size == 1
 
 
 def test_latency_tells_levels_that_bandwidth_does_not() -> None:
@@ -122,10 +123,6 @@ def test_latency_tells_levels_that_bandwidth_does_not() -> None:
     assert found.order == (0, 2, 1, 3)
     flat = cluster({**pairs, (0, 1): Link(1e9, 5e-6)}, ["here"] * 4)
     assert (flat.nodes, flat.gpus_per_node, flat.ranks_per_gpu) == (1, 4, 1)
-
-
-def test_one_rank_is_a_machine_too() -> None:
-    assert cluster({}, ["here"]).world_size == 1
 
 
 def test_four_levels_keep_the_widest_gaps() -> None:
