@@ -30,7 +30,6 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"shceme": "topo"}, ["zero_topo.shceme: unknown key", "did you mean 'scheme'?", "allowed: topology, scheme"]),
     ({"quantize": {"weigths": "int8"}}, ["zero_topo.quantize.weigths: unknown key", "did you mean 'weights'?"]),
     ({"sync": {"mode": "dense", "reducee": "x"}}, ["zero_topo.sync.reducee: unknown key", "did you mean 'reduce'?"]),
-    ({"publish": {"type": "bf16"}}, ["zero_topo.publish.type: unknown key", "did you mean 'dtype'?"]),
     ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
     ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
     ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter' or 'all_reduce'"]),
