@@ -71,14 +71,11 @@ def dead_names(trees: Mapping[str, ast.Module], callers: Iterable[ast.Module] = 
     for file, tree in trees.items():
         for name, node in public_definitions(tree):
             last = name.rpartition(".")[2]
-            if uses[last] <= sum(used == last for used in used_names(node)) and not exempt(name):
+            if {name, name.partition(".")[0]} & CALLED_FROM_OUTSIDE.keys():
+                continue
+            if uses[last] <= sum(used == last for used in used_names(node)):
                 found.append(f"{file}: {name}")
     return found
-
-
-def exempt(name: str) -> bool:
-    """Whether a name, or its class, is listed as called from outside."""
-    return name in CALLED_FROM_OUTSIDE or name.partition(".")[0] in CALLED_FROM_OUTSIDE
 
 
 def test_public_names_have_a_caller_outside_tests() -> None:
