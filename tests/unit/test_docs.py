@@ -7,7 +7,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.launching import ROOT
 from zero_topo import __version__
 from zero_topo.config import ZeroTopoConfig
 
-DOCUMENTS = sorted(path for path in ROOT.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 IMAGE = re.compile(r'(?:src|srcset)="([^"]+)"')
@@ -24,9 +22,10 @@ PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
 
 
-def named(path: Path) -> str:
-    """Names a parametrized case by its document."""
-    return path.name
+@pytest.fixture(params=sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+def document(request: pytest.FixtureRequest) -> Path:
+    """Each of the checkout's."""
+    return Path(request.param)
 
 
 def commands(text: str) -> str:
@@ -35,7 +34,6 @@ def commands(text: str) -> str:
     return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", FENCE.sub("", text))])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(document: Path) -> None:
     """Every relative link and picture is a file of the checkout."""
     text = document.read_text()
@@ -44,34 +42,26 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not [target for target in sorted(relative) if not (document.parent / target).exists()]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_make_targets_exist(document: Path) -> None:
     """Every `make something` in code is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z][a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(MAKE.findall(commands(document.read_text()))) <= targets
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_named_paths_exist(document: Path) -> None:
     """Every path below one of our directories that is named in code exists."""
     found = set(PATH.findall(document.read_text()))
     assert not [path for path in sorted(found) if not (ROOT / path).exists()]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_json_blocks_are_valid_configs(document: Path) -> None:
-    """Every JSON block parses, and its zero_topo block is one that the package accepts."""
+    """Every JSON block is a DeepSpeed config, or a fragment of one, whose zero_topo block the package accepts."""
     for language, body in FENCE.findall(document.read_text()):
         if language == "json":
-            ZeroTopoConfig.from_ds_config(as_config(body))
-
-
-def as_config(body: str) -> dict[str, Any]:
-    """A JSON block as a DeepSpeed config; a fragment `"zero_topo": {...}` counts as one."""
-    text = body.strip().rstrip(",")
-    config = json.loads(text if text.startswith("{") else f"{{{text}}}")
-    assert isinstance(config, dict)
-    return config
+            text = body.strip().rstrip(",")
+            config = json.loads(text if text.startswith("{") else f"{{{text}}}")
+            assert isinstance(config, dict)
+            ZeroTopoConfig.from_ds_config(config)
 
 
 def test_ci_runs_the_readmes_command() -> None:
