@@ -35,7 +35,7 @@ def test_a_recommendation_can_be_pasted_and_fits(run: Run) -> None:
     assert sum(best["memory"].values()) <= report["memory_limit"] == int(64 * GB * 0.9)
     config = ZeroTopoConfig.parse(best["block"])
     assert config.topology == "frontier" and best["degrees"]["optimizer"] == 384
-    assert best["seconds"] <= 1.005 * min(plan["seconds"] for plan in report["plans"])
+    assert 0 < best["seconds"] <= 1.005 * min(plan["seconds"] for plan in report["plans"])
     assert all(plan["needs"] > report["memory_limit"] for plan in report["refused"])
     assert report["why"] and report["params"] == pytest.approx(20e9, rel=1e-3)
 

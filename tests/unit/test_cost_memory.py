@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
-from zero_topo.cost.memory import ADAM_BYTES_FP32, memory_bytes, padding_bytes, paper_memory_table
+from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
 from zero_topo.units import GB
@@ -48,18 +48,6 @@ def test_the_papers_36_billion_parameters_fit_64_gb_gcds_and_46_cannot() -> None
     assert at_36 < 64 * GB < at_46
 
 
-def test_topo_on_two_nodes_by_hand() -> None:
-    # N = 8, n = 1024: W = S = 2, G = 4, O = 8.
-    held = memory_bytes(resolve(scheme="topo"), Workload.uniform([8192]), accumulation_itemsize=2)
-    assert held == {"weights": 8192, "secondary": 4096 + 128, "gradients": 2 * 2048, "optimizer": 12 * 1024}
-
-
-def test_fp32_training_needs_no_second_master_and_wider_buffers() -> None:
-    work = Workload.uniform([8192], itemsize=4)
-    held = memory_bytes(resolve(scheme="zero3"), work, accumulation_itemsize=4, optimizer_bytes=ADAM_BYTES_FP32)
-    assert held == {"weights": 4096, "secondary": 0, "gradients": 4096, "optimizer": 8192}
-
-
 def test_an_unquantized_secondary_inside_the_weight_shard_is_free_and_a_narrower_one_is_not() -> None:
     work = Workload.uniform([8192])
     inside = resolve(scheme="topo", quantize={"secondary": None})
@@ -80,12 +68,3 @@ def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, nume
     ideal = ideal_bytes(config, sum(numels))
     for role, nbytes in held.items():
         assert 0 <= nbytes - padding[role] <= ideal[role] < nbytes - padding[role] + 1, role
-
-
-@given(numels=st.lists(st.integers(1, 500).map(lambda n: n * 8 * 256), min_size=1, max_size=5))
-def test_parameters_that_divide_evenly_have_no_padding_but_the_scales(numels: list[int]) -> None:
-    config = resolve(scheme="topo")
-    padding = padding_bytes(config, Workload.uniform(numels), accumulation_itemsize=2)
-    assert padding["weights"] == padding["gradients"] == padding["optimizer"] == 0
-    scales = sum(4 * numel // 2 // 256 for numel in numels)
-    assert scales <= padding["secondary"] < scales + 128 * len(numels)

@@ -55,7 +55,8 @@ def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
 def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
     config, work = resolve(scheme="zero3"), Workload.uniform([8192], itemsize=4)
     held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1, itemsize=4))
-    assert held["optimizer"] == 8 * 1024 and held["gradients"] == 4 * 1024 and "step" not in held
+    shards = {"weights": 4 * 1024, "secondary": 0, "gradients": 4 * 1024, "optimizer": 8 * 1024}
+    assert {role: held[role] for role in shards} == shards and "step" not in held
     assert predict_memory(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))["step"] == 4 * 1024
 
 
@@ -183,14 +184,6 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
     chosen = resolve_config(ranking.best.candidate.chosen, topology)
     assert wanted.limit is not None
     assert sum(predict_memory(chosen, wanted.work, wanted.job).values()) <= wanted.limit
-
-
-def test_the_simulator_ranks_if_nothing_else_does() -> None:
-    ranking = rank_plans(ASKED, request())
-    times = [plan.seconds for plan in ranking.timed]
-    assert all(time is not None and time > 0 for time in times)
-    assert ranking.best.seconds is not None
-    assert ranking.best.seconds <= 1.005 * min(time for time in times if time is not None)
 
 
 def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit() -> None:
