@@ -241,22 +241,6 @@ def test_zero3_sends_everything_over_the_world_every_micro_batch() -> None:
     assert straight == {(phase, "world"): 2 * 7 * 1024 * 4 for phase in inside}
 
 
-def test_the_papers_sync_sends_twice_what_the_straight_one_does() -> None:
-    work = Workload.uniform([8192])
-    paper, topo = (step_bytes(resolve(scheme=scheme), work) for scheme in ("paper", "topo"))
-    assert paper["sync", "world"] == 2 * topo["sync", "world"]
-    assert {key: paper[key] for key in paper if key[0] != "sync"} == {
-        key: topo[key] for key in topo if key[0] != "sync"
-    }
-
-
-def test_persistent_parameters_are_gathered_once_and_exactly() -> None:
-    work = replace(Workload.uniform([8192, 80], micro_batches=5), persistent=(False, True))
-    sent = step_bytes(resolve(scheme="topo"), work)
-    assert sent["gather_exact", "gpu"] == 40 * 2
-    assert sent["gather_forward", "gpu"] == 5 * (4096 + 128)
-
-
 def test_an_unknown_mode_of_sync_is_an_error_not_a_zero() -> None:
     class Odd(SyncSettings):
         MODE = "odd"
