@@ -28,37 +28,26 @@ def f32(x: float) -> float:
         return math.copysign(math.inf, x)
 
 
-def scalar_block(values: list[float], spec: BlockSpec) -> tuple[list[int], float, float]:
-    """(q, scale, zero point) of one padded block, by the contract's sentences."""
-    if spec.symmetric:
-        span, base, top = max(abs(v) for v in values), 0.0, spec.levels
-    else:
-        base = min(values)
-        span, top = f32(max(values) - base), 2 * spec.levels + 1
+def scalar_block(values: list[float], spec: BlockSpec) -> list[float]:
+    """What must come back of one padded block in FP32, by the contract's sentences."""
+    levels = spec.levels if spec.symmetric else 2 * spec.levels + 1
+    low = 0.0 if spec.symmetric else min(values)
+    span = max(abs(v) for v in values) if spec.symmetric else f32(max(values) - low)
     if not math.isfinite(span):
-        return [0] * len(values), math.nan, 0.0
+        return [math.nan] * len(values)
     if span < 2.0**-100:
-        low = 0 if spec.symmetric else -spec.levels - 1
-        return [low] * len(values), 0.0, base
-    inverse = f32(top / span)
-    if spec.symmetric:
-        return [max(-top, min(top, round(f32(v * inverse)))) for v in values], f32(span / top), 0.0
-    shifted = [f32(f32(v - base) * inverse) for v in values]
-    return [max(0, min(top, round(v))) - spec.levels - 1 for v in shifted], f32(span / top), base
+        return [low] * len(values)
+    inverse, scale, least = f32(levels / span), f32(span / levels), -levels if spec.symmetric else 0
+    steps = [max(least, min(levels, round(f32(f32(v - low) * inverse)))) for v in values]
+    return [f32(f32(step * scale) + low) for step in steps]
 
 
 def scalar_model(x: torch.Tensor, spec: BlockSpec) -> list[float]:
     """What dequantize(quantize(x)) must give in FP32."""
-    values = x.float().tolist()
-    result = []
-    for begin in range(0, len(values), spec.block_size):
-        block = values[begin : begin + spec.block_size]
-        q, scale, zero = scalar_block(block + [0.0] * (spec.block_size - len(block)), spec)
-        if spec.symmetric:
-            result += [f32(v * scale) for v in q[: len(block)]]
-        else:
-            result += [f32(f32((v + spec.levels + 1) * scale) + zero) for v in q[: len(block)]]
-    return result
+    values, size = x.float().tolist(), spec.block_size
+    padded = values + [0.0] * (-len(values) % size)
+    blocks = (scalar_block(padded[begin : begin + size], spec) for begin in range(0, len(values), size))
+    return [value for block in blocks for value in block][: len(values)]
 
 
 def roundtrip(x: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
