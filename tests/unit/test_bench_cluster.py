@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -187,6 +188,9 @@ def test_floors_add_hops_or_overlap_them() -> None:
 # -- what is measured ----------------------------------------------------------------------------------------------
 
 
+MEASURED: dict[str, Any] = {"phases": {}, "cpu_s": 1.5, "loss": 3.0, "floor_s": {"serial": 1.5, "overlapped": 1.25}}
+
+
 def test_a_result_divides_by_the_steps_counted() -> None:
     """Bytes are per step of the window, which has one step more than are timed; times are of those timed."""
     traffic = Traffic(
@@ -194,18 +198,8 @@ def test_a_result_divides_by_the_steps_counted() -> None:
         into={"node": (200, 400), "gpu": (20, 40), "gcd": (4, 4, 0, 4)},
         drops=3,
     )
-    measured = {
-        "scheme": "topo",
-        "micro_batches": 2,
-        "counted_steps": 4,
-        "step_seconds": [1.0, 4.0, 2.0],
-        "phases": {},
-        "formula": 70.4,
-        "floor_s": {"serial": 0.5, "overlapped": 0.25},
-        "cpu_s": 1.5,
-        "loss": 3.0,
-    }
-    row = assemble(TINY, measured, traffic)
+    measured = {**MEASURED, "counted_steps": 4, "step_seconds": [1.0, 4.0, 2.0], "formula": 70.4}
+    row = assemble(TINY, {**measured, "scheme": "topo", "micro_batches": 2}, traffic)
     assert row["step_s"] == {"median": 2.0, "min": 1.0, "max": 4.0, "repeats": 3}
     assert row["uplink_bytes_per_step_per_node"] == 75 and row["uplink_formula"] == 70
     assert row["uplink_bytes_by_node"] == {"out": [100, 50], "into": [50, 100]}
@@ -220,12 +214,8 @@ def test_every_scheme_is_measured_with_every_number_of_micro_batches() -> None:
     """Jobs go by number of micro-batches, then scheme; the block carries the cluster's shape, stock has none."""
     bench = ClusterBench(TINY, tuple(schemes_named(["stock-ring", "topo"])), (1, 4), SETUP, steps=2)
     jobs = bench.settings()["jobs"]
-    assert [(job["scheme"], job["micro_batches"]) for job in jobs] == [
-        ("stock-ring", 1),
-        ("topo", 1),
-        ("stock-ring", 4),
-        ("topo", 4),
-    ]
+    found = [(job["micro_batches"], job["scheme"]) for job in jobs]
+    assert found == list(itertools.product((1, 4), ("stock-ring", "topo")))
     assert jobs[0]["block"] is None and jobs[0]["ring"]
     assert jobs[1]["block"] == {"topology": TINY.topology_block(), "scheme": "topo"}
     assert bench.ticks() == 2 * (1 + 4) * 3
@@ -258,8 +248,7 @@ def test_the_width_meets_the_number_of_parameters(parameters: float, layers: int
 def test_the_table_and_the_pictures_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A record with one result per scheme prints one line each, complete, and draws two pictures."""
     traffic = Traffic({level: (7_000_000, 7_000_000) for level in LEVELS}, {level: (1, 1) for level in LEVELS}, 0)
-    told: dict[str, Any] = {"counted_steps": 2, "step_seconds": [2.0], "phases": {}, "formula": 3.4e6, "cpu_s": 1}
-    told |= {"floor_s": {"serial": 1.5, "overlapped": 1.25}, "loss": 3.0}
+    told = {**MEASURED, "counted_steps": 2, "step_seconds": [2.0], "formula": 3.4e6}
     names = ("stock", "zero3", "topo-q4")
     rows = [assemble(TINY, told | {"scheme": name, "micro_batches": k}, traffic) for k in (1, 8) for name in names]
     content = {"results": rows, "spec": TINY.to_json(), "message_bytes": 10**6, "compute_s_per_micro_batch": 0.1}
@@ -289,23 +278,20 @@ def test_without_root_it_ends_with_one_line(
         assert error.count("\n") == 1 and "needs root" in error
 
 
-def test_without_tools_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing `ip` or `tc` is told with what to install."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(network.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    assert network.refusal() == "tc not found; install iproute2"
-
-
-def test_a_kernel_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container that may not make namespaces, the tool's own words are passed on."""
+@pytest.mark.parametrize(
+    ("present", "said"),
+    [("ip", "tc not found; install iproute2"), ("ip tc", "`ip netns add` failed: Operation not permitted")],
+)
+def test_what_root_cannot_do_is_told(present: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing tool with what to install; of a kernel that refuses, as in many containers, the tool's own words."""
 
     def refuse(command: tuple[str, ...]) -> str:
         raise RuntimeError("`ip netns add` failed: Operation not permitted")
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}" if tool in present.split() else None)
     monkeypatch.setattr(network, "_run", refuse)
-    assert "Operation not permitted" in (network.refusal() or "")
+    assert said in (network.refusal() or "")
 
 
 def test_leftovers_are_those_of_dead_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
