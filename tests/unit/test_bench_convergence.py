@@ -39,19 +39,16 @@ def test_stock_and_the_chaos_floor_are_always_trained() -> None:
     assert wanted("topo").ticks() == 20 * 2 * 3
 
 
+def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:
+    """A run of twenty losses, of which some are the last, and an evaluation, at the losses' level if not given."""
+    losses = [level] * (20 - len(last)) + list(last)
+    return {"losses": losses, "evaluation": evaluation or level, "crossing_bytes": None}
+
+
 def test_differences_are_paired_by_seed() -> None:
     """Seeds far apart do not hide a scheme that is one percent worse with each of them."""
-    curves: dict[str, Any] = {
-        "stock": {
-            seed: {"losses": [level] * 20, "evaluation": level, "crossing_bytes": None}
-            for seed, level in ((0, 1.0), (1, 3.0))
-        },
-        "topo": {
-            0: {"losses": [1.0] * 18 + [1.01] * 2, "evaluation": 0.99, "crossing_bytes": None},
-            1: {"losses": [3.0] * 18 + [3.03] * 2, "evaluation": 3.06, "crossing_bytes": None},
-        },
-    }
-    stock, topo = compare(curves)
+    worse = {0: curve(1.0, 1.01, 1.01, evaluation=0.99), 1: curve(3.0, 3.03, 3.03, evaluation=3.06)}
+    stock, topo = compare({"stock": {0: curve(1.0), 1: curve(3.0)}, "topo": worse})
     assert stock["last"]["difference"]["worst"] == 0 and stock["last"]["loss"] == 2.0
     assert topo["last"]["difference"]["by_seed"] == pytest.approx({0: 0.01, 1: 0.01})
     assert topo["overall"]["difference"]["mean"] == pytest.approx(0.001)
@@ -61,13 +58,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 def test_the_worst_difference_keeps_its_sign() -> None:
     """A scheme that is far better in one run is as suspicious as one that is far worse."""
-    curves = {
-        "stock": {seed: {"losses": [1.0] * 10, "evaluation": 1.0, "crossing_bytes": None} for seed in (0, 1)},
-        "topo": {
-            seed: {"losses": [loss] * 10, "evaluation": 1.0, "crossing_bytes": None}
-            for seed, loss in ((0, 0.9), (1, 1.05))
-        },
-    }
+    curves = {"stock": dict.fromkeys((0, 1), curve(1.0)), "topo": {0: curve(0.9), 1: curve(1.05)}}
     assert compare(curves)[1]["last"]["difference"]["worst"] == pytest.approx(-0.1)
 
 
@@ -91,10 +82,7 @@ def test_the_schedule_warms_up_and_ends_at_a_tenth() -> None:
 def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line for each scheme, in percent; stock is compared with nothing."""
     runs = {"stock": 1.0, "chaos": 1.001, "topo": 1.02}
-    curves: Any = {
-        name: {seed: {"losses": [level] * 40, "evaluation": level, "crossing_bytes": None} for seed in (0, 1)}
-        for name, level in runs.items()
-    }
+    curves = {name: dict.fromkeys((0, 1), curve(level)) for name, level in runs.items()}
     content = {
         "results": compare(curves),
         "curves": {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()},
