@@ -53,29 +53,21 @@ class Walk:
             for peer in group:
                 sent[phase, widest(self.config.topology, group)] += message if peer != rank else 0
 
+    def hops(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """(lo, hi), or its part inside a node and that across, if going through the node makes two hops of it."""
+        node = self.config.topology.degree("node")
+        nests = self.plan.inner is not None and lo < node < hi and node % lo == 0 and hi % node == 0
+        return [(lo, node), (node, hi)] if nests else [(lo, hi)]
+
     def to_all(self, phase: str, lo: int, hi: int, message: int) -> None:
         """Every member of (lo, hi) gets every member's message; across nodes one rank of each takes it in."""
-        inner = self.between(lo, hi)
-        if inner is None:
-            self.exchange(phase, lo, hi, message)
-        else:
-            self.exchange(phase, inner, hi, message)
-            self.exchange(phase, lo, inner, hi // inner * message)
+        for low, high in reversed(self.hops(lo, hi)):
+            self.exchange(phase, low, high, hi // high * message)
 
     def to_each(self, phase: str, lo: int, hi: int, message: int) -> None:
         """Every member sends a message to each; those for ranks elsewhere are summed inside the node first."""
-        inner = self.between(lo, hi)
-        if inner is None:
-            self.exchange(phase, lo, hi, message)
-        else:
-            self.exchange(phase, lo, inner, hi // inner * message)
-            self.exchange(phase, inner, hi, message)
-
-    def between(self, lo: int, hi: int) -> int | None:
-        """The ranks of a node, if going through it makes two hops of (lo, hi)."""
-        node = self.config.topology.degree("node")
-        nests = self.plan.inner is not None and lo < node < hi and node % lo == 0 and hi % node == 0
-        return node if nests else None
+        for low, high in self.hops(lo, hi):
+            self.exchange(phase, low, high, hi // high * message)
 
     def gather(self, phase: str, degree: int, spec: Any, kept: bool) -> None:
         for numel, persistent in zip(self.work.numels, self.work.persistent, strict=True):
@@ -113,11 +105,10 @@ class Walk:
         plan, mode, world = self.plan, self.config.sync, self.plan.world_size
         row = sum(widths) * self.work.sync_itemsize
         if isinstance(mode, QuantizedSync):
-            node = self.between(plan.gradients, world)
-            if node is not None:
-                self.exchange("sync", plan.gradients, node, world // node * row)
-            message = self.filled(1, widths, mode.spec, 0)
-            self.exchange("sync", node or plan.gradients, world, message)
+            *inside, across = self.hops(plan.gradients, world)
+            for low, high in inside:
+                self.exchange("sync", low, high, world // high * row)
+            self.exchange("sync", *across, self.filled(1, widths, mode.spec, 0))
             self.to_all("sync", plan.optimizer, world, row)
         else:
             assert isinstance(mode, DenseSync)
