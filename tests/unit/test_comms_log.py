@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -59,15 +61,11 @@ def test_messages_that_differ_between_ranks_share_one_size() -> None:
 def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     """And its work has been waited for before the clock stops."""
     waited: list[str] = []
-
-    class Work:
-        def wait(self) -> None:
-            waited.append("waited")
-
+    work: Any = SimpleNamespace(wait=lambda: waited.append("waited"))
     meter, lines = Meter(enabled=False), []
     meter.listener = CommsLog(logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
-        assert meter.exchange(GATHER, lambda: Handle(Work(), (), lambda: "came")).wait() == "came"
+        assert meter.exchange(GATHER, lambda: Handle(work, (), lambda: "came")).wait() == "came"
     logger.verbose = True
     meter.exchange(SCATTER, lambda: Handle(None, (), list))
     told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")
@@ -98,12 +96,7 @@ def test_deepspeeds_switches_decide(logger: Any, switches: dict[str, Any], liste
 
 def test_what_nobody_listens_to_is_not_waited_for() -> None:
     """Timing an exchange ends its overlap."""
-
-    class Work:
-        def wait(self) -> None:
-            raise AssertionError("waited for")
-
-    meter = Meter()
-    meter.exchange(GATHER, lambda: Handle(Work(), (), list))
+    meter, work = Meter(), MagicMock()
+    meter.exchange(GATHER, lambda: Handle(work, (), list))
     meter.end_step()
-    assert meter.last_step() == {("gather_forward", "node"): 300}
+    assert meter.last_step() == {("gather_forward", "node"): 300} and not work.wait.called
