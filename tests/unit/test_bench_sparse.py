@@ -34,26 +34,15 @@ def test_there_is_a_model_of_every_size(numel: int) -> None:
 
 def test_a_record_is_shown_and_drawn(tmp_path: Path) -> None:
     """A line for each result, whole numbers, and the picture beside the record."""
-    results = [result(mode, ranks) for mode in ("dense", "oktopk", "topk_a") for ranks in (4, 8)]
+    seconds = {"median": 0.5, "min": 0.4, "max": 0.6, "repeats": 3}
+    sent = {"numel": 1000, "bytes_per_rank": 12346, "words_per_k": 3.5, "seconds": seconds, "exchange_s": 0.2}
+    run: dict[str, Any] = {**sent, "source": "synthetic", "error": 0.1}
+    densities = {"dense": 1.0, "oktopk": 0.01, "topk_a": 0.01}
+    wanted = [{"mode": mode, "ranks": ranks, "density": densities[mode]} for mode in densities for ranks in (4, 8)]
+    results = [{**run, **row} for row in wanted]
     console = Console(record=True, width=80, file=(tmp_path / "out").open("w"))
     sparse_report.show({"results": results}, console)
     shown = console.export_text()
     assert shown.count("oktopk") == 2 and "12.35 KB" in shown and "3.50" in shown
     (picture,) = save(sparse_report.draw({"results": results}), tmp_path)
     assert picture.stat().st_size > 1000
-
-
-def result(mode: str, ranks: int) -> dict[str, Any]:
-    """As a run writes it."""
-    return {
-        "mode": mode,
-        "density": 1.0 if mode == "dense" else 0.01,
-        "source": "synthetic",
-        "ranks": ranks,
-        "numel": 1000,
-        "bytes_per_rank": 12346,
-        "words_per_k": 3.5,
-        "seconds": {"median": 0.5, "min": 0.4, "max": 0.6, "repeats": 3},
-        "exchange_s": 0.2,
-        "error": 0.1,
-    }
