@@ -65,6 +65,12 @@ int32_t count_of(size_t size) { return static_cast<int32_t>(size); }
 
 #ifdef ZT_FOR_GPU
 
+// Messages that lie anywhere are copied to lie side by side.
+Tensors side_by_side(const Tensors &tensors) {
+    const auto messages = messages_of(tensors);
+    return zt_gpu_even(messages.data(), count_of(messages.size())) ? tensors : at::stack(tensors).unbind();
+}
+
 using Stream = uintptr_t;
 void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
 
@@ -73,6 +79,8 @@ void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
 #else
 
 using Stream = int;  // not used; one signature serves both modules
+
+const Tensors &side_by_side(const Tensors &tensors) { return tensors; }
 
 // Calls f(range) over [0, total) in tasks; any split gives the same bits.
 template <class F> void split(int64_t total, int64_t grain, const F &f) {
@@ -105,7 +113,8 @@ void dequantize_reduce(const Tensors &tensors, const Numbers &format, const Tens
                        double factor, bool accumulate, Stream stream) {
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
-    const auto messages = messages_of(tensors);
+    const auto &near = side_by_side(tensors);
+    const auto messages = messages_of(near);
     const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
     ZT_ON(dequantize_reduce, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, messages.data(),
           count_of(messages.size()), pieces.data(), count_of(pieces.size()), reduce);
@@ -114,7 +123,8 @@ void dequantize_reduce(const Tensors &tensors, const Numbers &format, const Tens
 void requantize(const Tensors &tensors, const Numbers &source, const Numbers &format, const at::Tensor &out,
                 int64_t numel, double factor, Stream stream) {
     const auto from = spec_of(source), to = spec_of(format);
-    const auto messages = messages_of(tensors);
+    const auto &near = side_by_side(tensors);
+    const auto messages = messages_of(near);
     const zt_reduce reduce = {static_cast<float>(factor), 0};
     ZT_ON(requantize, zt_wire_blocks(to, numel), to, from, messages.data(), count_of(messages.size()), to,
           message_of(out), numel, reduce);

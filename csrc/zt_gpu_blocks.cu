@@ -166,16 +166,35 @@ static int zt_check_message(zt_message message, zt_wire_spec spec, int64_t numel
     return (uintptr_t)message.data & 15 ? ZT_BAD_ALIGNMENT : ZT_OK;
 }
 
+/* Where messages lie; false if they are not evenly spaced. */
+static bool zt_find_spacing(const zt_message *messages, int32_t count, zt_gpu_messages *out) {
+    *out = {messages[0].data, 0, count, count};
+    if (count == 1) return true;
+    int64_t spacing = messages[1].data - messages[0].data;
+    if (count > 2 && messages[2].data - messages[1].data < spacing) spacing = messages[2].data - messages[1].data;
+    if (spacing <= 0 || spacing % 16 || spacing / 16 > UINT32_MAX) return false;
+    out->spacing = (uint32_t)(spacing / 16);
+    for (int32_t i = 1; i < count; i++) {
+        const int64_t step = messages[i].data - messages[i - 1].data;
+        if (step == spacing) continue;
+        if (step != 2 * spacing || out->hole < count) return false;
+        out->hole = i;
+    }
+    return true;
+}
+
 static int zt_take_messages(const zt_message *messages, int32_t count, const zt_planes &planes, zt_gpu_messages *out) {
     if (count < 1 || !messages) return ZT_BAD_SIZE;
-    if (count > ZT_GPU_MESSAGES) return ZT_TOO_MANY;
-    out->count = count;
     for (int32_t i = 0; i < count; i++) {
         const int status = zt_check_message(messages[i], planes.spec, planes.numel);
         if (status != ZT_OK) return status;
-        out->data[i] = messages[i].data;
     }
-    return ZT_OK;
+    return zt_find_spacing(messages, count, out) || planes.numel == 0 ? ZT_OK : ZT_UNEVEN;
+}
+
+int zt_gpu_even(const zt_message *messages, int32_t sources) {
+    zt_gpu_messages found;
+    return sources > 0 && zt_find_spacing(messages, sources, &found);
 }
 
 /* Units of each lane, where up to `lanes` may share a block. */

@@ -10,10 +10,17 @@
 #define ZT_NAN 0x7fc00000u
 #define ZT_SMALLEST 0x0d800000u /* 2^-100; blocks below it are zero */
 
+/* Messages evenly spaced, in units of 16 bytes; the `hole` first ones are followed by an empty place. */
 struct zt_gpu_messages {
-    const uint8_t *data[ZT_GPU_MESSAGES];
-    int32_t count;
+    const uint8_t *data;
+    uint32_t spacing;
+    int32_t count, hole;
 };
+
+/* By one multiplication of 32 bits by 32: registers are scarce here. */
+ZT_DEVICE const uint8_t *zt_message_at(const zt_gpu_messages &messages, int i) {
+    return messages.data + ((uint64_t)(uint32_t)(i + (i >= messages.hole)) * messages.spacing << 4);
+}
 
 /* A float's bits as an integer that sorts as the float does (-0 below 0, NaN outermost), and back. */
 ZT_DEVICE int32_t zt_sortable(uint32_t bits) {
@@ -94,16 +101,17 @@ ZT_DEVICE void zt_encode(const float *v, zt_place place, int64_t block, zt_plane
                            zt_bits<uint32_t>(extremes.coder.zero));
 }
 
-/* Adds a lane's units of MANY messages to v, in their order, after reading them all. */
+/* Adds a lane's units of MANY messages from `first` on to v, in their order, after reading them all. */
 template <int MANY, int UNITS, int BITS, bool SYMMETRIC>
-ZT_DEVICE void zt_add_messages(const uint8_t *const *messages, zt_planes planes, zt_place place, int64_t block,
-                               float *v) {
+ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, zt_planes planes, zt_place place,
+                               int64_t block, float *v) {
     zt_packed<BITS> packed[MANY][UNITS];
     float scale[MANY], zero[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; i++) {
-        const uint8_t *values = messages[i] + zt_packed_offset<BITS>(place);
-        const uint8_t *scales = messages[i] + planes.scales + block * ZT_WIRE_SCALE_BYTES;
+        const uint8_t *message = zt_message_at(messages, first + i);
+        const uint8_t *values = message + zt_packed_offset<BITS>(place);
+        const uint8_t *scales = message + planes.scales + block * ZT_WIRE_SCALE_BYTES;
         scale[i] = zt_bits<float>(zt_load<uint32_t>(scales));
         zero[i] = SYMMETRIC ? 0.0f : zt_bits<float>(zt_load<uint32_t>(scales + (planes.zero_points - planes.scales)));
 #pragma unroll
@@ -127,16 +135,16 @@ ZT_DEVICE void zt_add_messages(const uint8_t *const *messages, zt_planes planes,
 /* v = the sum of a lane's units over the messages, in their order. */
 template <int UNITS, int BITS, bool SYMMETRIC>
 ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, zt_planes planes, zt_place place, int64_t block, float *v) {
-    const int ahead = UNITS == 2 ? 4 : UNITS == 4 ? 2 : 1;
+    /* As many as registers hold; zero points take some of them. */
+    const int ahead = UNITS == 8 ? 1 : (UNITS == 2 ? 4 : 2) / (SYMMETRIC ? 1 : 2);
 #pragma unroll
     for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
     int i = 0;
 #pragma unroll 1
     for (; i + ahead <= messages.count; i += ahead)
-        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages.data + i, planes, place, block, v);
+        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, block, v);
 #pragma unroll 1
-    for (; i < messages.count; i++)
-        zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages.data + i, planes, place, block, v);
+    for (; i < messages.count; i++) zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, block, v);
 }
 
 template <int N> ZT_DEVICE void zt_multiply(float *v, float factor) {

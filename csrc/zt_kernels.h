@@ -34,13 +34,11 @@ enum zt_status {
     ZT_BAD_SIZE = 3,    /* a message whose bytes are not zt_wire_nbytes of its values, or negative sizes */
     ZT_BAD_RANGE = 4,   /* a range that leaves the work */
     ZT_BAD_LEVEL = 5,   /* instructions that this processor or this build lacks */
-    ZT_TOO_MANY = 6,    /* more pieces or messages than one call takes (GPU only: ZT_GPU_PIECES, ZT_GPU_MESSAGES) */
+    ZT_TOO_MANY = 6,    /* more pieces than one call takes (GPU only: ZT_GPU_PIECES) */
     ZT_BAD_ALIGNMENT = 7, /* a message that does not begin at a multiple of 16 bytes (GPU only) */
-    ZT_LAUNCH_FAILED = 8 /* the GPU refused the launch */
+    ZT_LAUNCH_FAILED = 8, /* the GPU refused the launch */
+    ZT_UNEVEN = 9         /* messages that are not evenly spaced (GPU only) */
 };
-
-#define ZT_GPU_PIECES 64
-#define ZT_GPU_MESSAGES 128
 
 typedef struct zt_piece {
     void *data;         /* the first element */
@@ -149,7 +147,13 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
 }
 
 /* -- GPU: the same operations on device memory; arrays of pieces and messages are in host memory ------------------ */
-/* `stream` is a cudaStream_t or hipStream_t. Messages begin at multiples of 16 bytes; pieces anywhere. */
+/* `stream` is a cudaStream_t or hipStream_t. Messages begin at multiples of 16 bytes; pieces anywhere, up to
+ * ZT_GPU_PIECES that have elements. Several messages are evenly spaced, any number of them, as those of all members of a
+ * group are; there may be one hole, where this rank's own is left out. */
+#define ZT_GPU_PIECES 64
+
+/* 1 if these messages are evenly spaced, 0 if not. */
+int zt_gpu_even(const zt_message *messages, int32_t sources);
 
 int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message, void *stream);
 int zt_gpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count, void *stream);

@@ -189,6 +189,25 @@ def check_requantize(backend: Any, spec: BlockSpec, device: str = "cpu", sources
         assert_same(actual.cpu(), expected, f"requantize {spec} to {to} {numel} {count}")
 
 
+def check_many(backend: Any, sources: int, hole: int | None = None, device: str = "cpu") -> None:
+    """Any number of messages, side by side, but that one may be left out: the same sums and messages."""
+    spec, numel = BlockSpec(4, 128), 300
+    few = messages_of(spec, numel, 5)
+    side_by_side = torch.stack([few[i * i % 5] for i in range(sources)])
+    there = [message for i, message in enumerate(side_by_side.to(device).unbind()) if i != hole]
+    messages = [message for i, message in enumerate(side_by_side.unbind()) if i != hole]
+    wanted, got = torch.full((numel,), 2.5), torch.full((numel,), 2.5, device=device)
+    how = Reduce(1 / 3, accumulate=True)
+    reference.dequantize_reduce(messages, spec, [whole(wanted)], how)
+    backend.dequantize_reduce(there, spec, [whole(got)], how)
+    assert_same(got.cpu(), wanted, f"reduce {sources} messages without {hole}")
+    expected = torch.full((spec.nbytes(numel),), 0xA5, dtype=torch.uint8)
+    actual = torch.full_like(expected, 0x5A).to(device)
+    reference.requantize(messages, spec, spec, expected, Total(numel, 1 / 3))
+    backend.requantize(there, spec, spec, actual, Total(numel, 1 / 3))
+    assert_same(actual.cpu(), expected, f"requantize {sources} messages without {hole}")
+
+
 def check_masks(backend: Any, device: str = "cpu") -> None:
     """Packed masks and back, with unused bits zero."""
     for n in (1, 7, 8, 9, 63, 64, 65, 1000, 4099, 70001):

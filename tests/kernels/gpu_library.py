@@ -17,11 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
+from op_builder import jit
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
@@ -153,6 +156,7 @@ class GpuLibrary:
     ) -> None:
         """Sum of messages -> pieces."""
         wanted = CReduce(reduce.factor, int(reduce.accumulate))
+        messages = self._side_by_side(messages)
         c = c_messages(messages), len(messages), c_pieces(pieces), len(pieces)
         self.call("dequantize_reduce", c_spec(spec), *c, wanted)
 
@@ -160,8 +164,14 @@ class GpuLibrary:
         self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
     ) -> None:
         """Sum of messages -> message."""
+        messages = self._side_by_side(messages)
         c = c_spec(source), c_messages(messages), len(messages), c_spec(spec), c_message(out)
         self.call("requantize", *c, total.numel, CReduce(total.factor, 0))
+
+    def _side_by_side(self, messages: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As the binding does it: what is not evenly spaced is copied."""
+        even = self.library.zt_gpu_even(c_messages(messages), len(messages))
+        return messages if even else torch.stack(list(messages)).unbind()
 
     def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
         """Booleans -> bits."""
@@ -268,6 +278,30 @@ def _run(step: Step, directory: Path) -> None:
     done = subprocess.run(step.words, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(step.words)}\n{done.stdout}{done.stderr}"
     (directory / step.log).write_text(done.stdout + done.stderr)
+
+
+def bound(source: Path) -> ModuleType:
+    """The torch binding as it is built for a GPU, over the emulated kernels: its tensors lie on the CPU.
+
+    Raises:
+        BuildError: if it does not compile.
+    """
+    flags = ("-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-DZT_FOR_GPU")
+    kernels = kernel_sources(source)
+    sources = [source / "zt_binding.cpp", source / "zt_error.cpp"]
+
+    def compile_in(directory: Path) -> None:
+        for path in kernels:  # torch would give them to nvcc
+            (directory / f"{path.stem}.cpp").write_text(f'#include "{path}"\n')
+        names = [*map(str, sources), *(str(directory / f"{path.stem}.cpp") for path in kernels)]
+        where: dict[str, Any] = {"extra_include_paths": [str(source)], "build_directory": str(directory)}
+        cpp_extension.load("zt_gpu_bound", names, extra_cflags=list(flags), is_python_module=False, **where)
+
+    return jit.load(
+        jit.Recipe(
+            "zt_gpu_bound", (*sources, *kernels, *source.glob("zt_*.h")), (*flags, torch.__version__), compile_in
+        )
+    )
 
 
 def emulated(source: Path, cache: Path) -> ctypes.CDLL:
