@@ -25,7 +25,6 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.plan import Plan
 
-Hop = tuple[int, int]
 ITEMSIZE = 2  # stock ZeRO-3 in 16-bit training
 
 
@@ -91,14 +90,14 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
     return {phase: {**row, "level_bytes": dict(row["level_bytes"])} for phase, row in table.items()}
 
 
-def _hop(config: ResolvedConfig, phase: str, domain: str) -> Hop:
+def _hop(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
     """The hop of a phase whose group spans the domain."""
     fitting = [hop for hop in config.plan.route(*config.plan.hop(phase)) if config.topology.domain(hop[1]) == domain]
     assert fitting, f"{phase} has no hop in the {domain}"
     return fitting[-1]
 
 
-def _outside(plan: Plan, hop: Hop, unit: int) -> float:
+def _outside(plan: Plan, hop: tuple[int, int], unit: int) -> float:
     """How often what a rank sends in a hop leaves a unit of ``unit`` ranks, times the ranks of the unit.
 
     Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of its group.

@@ -74,7 +74,7 @@ def strict_dataclass(cls: type[T]) -> type[T]:
             build(self, *args, **kwargs)
         except ValidationError as error:
             names = [item.name for item in fields(made)]
-            raise ValueError(_told(cls.__name__.lower(), error, names)) from None
+            raise ValueError(_first_mistake(cls.__name__.lower(), error, names)) from None
 
     made.__init__ = one_line
     checked: type[T] = made
@@ -96,7 +96,7 @@ def read(kind: Any, what: str, data: object) -> Any:
     try:
         return _adapter(kind).validate_python(data)
     except ValidationError as error:
-        raise ValueError(_told(what, error)) from None
+        raise ValueError(_first_mistake(what, error)) from None
 
 
 def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
@@ -143,7 +143,7 @@ Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
 
 
-def _told(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
+def _first_mistake(what: str, error: ValidationError, names: Sequence[str] = ()) -> str:
     """The first mistake in one line; ``names`` are those of positional arguments."""
     detail, *others = error.errors(include_url=False)
     place = ": ".join([what, *_places(detail["loc"], names)])

@@ -16,7 +16,7 @@ from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 
 if TYPE_CHECKING:
-    from zero_topo.engine.measure import Tick
+    from zero_topo.engine.measure import OnProgress
 
 WRONG_INPUT = 2
 HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
@@ -69,7 +69,7 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Tick]:
+def _progress(quiet: bool) -> Iterator[OnProgress]:
     """A bar on stderr if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress

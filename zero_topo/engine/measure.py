@@ -41,10 +41,10 @@ SHARED_S = 0.05
 SHARED_REPEATS = 4
 
 Samples = list[tuple[int, float]]
-Tick = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
-def measure(device: torch.device, tick: Tick | None = None) -> Topology:
+def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
     """Measure the machine; collective: every rank of the world calls it, while nothing else talks.
 
     Args:
@@ -160,7 +160,7 @@ class Prober:
             torch.accelerator.synchronize(self._device)
 
 
-def _tree(prober: Prober, hosts: Sequence[str], tick: Tick) -> tuple[Topology, dict[Pair, Link]]:
+def _tree(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> tuple[Topology, dict[Pair, Link]]:
     """The tree without its links, and the links of the pairs that it follows from."""
     samples: dict[Pair, Samples] = defaultdict(list)
     for left in reversed(range(PASSES)):
@@ -175,7 +175,7 @@ def _tree(prober: Prober, hosts: Sequence[str], tick: Tick) -> tuple[Topology, d
     raise AssertionError("the last pass returns or raises")
 
 
-def _pairs(prober: Prober, hosts: Sequence[str], tick: Tick) -> dict[Pair, Samples]:
+def _pairs(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> dict[Pair, Samples]:
     """Times of each pair of the schedule."""
     own: dict[Pair, Samples] = {}
     rounds = pair_rounds(hosts)
@@ -190,7 +190,7 @@ def _pairs(prober: Prober, hosts: Sequence[str], tick: Tick) -> dict[Pair, Sampl
 
 
 def _shared(
-    prober: Prober, topology: Topology, hosts: Sequence[str], pairs: Mapping[Pair, Link], tick: Tick
+    prober: Prober, topology: Topology, hosts: Sequence[str], pairs: Mapping[Pair, Link], tick: OnProgress
 ) -> dict[str, float]:
     """Domain -> bytes/s of each rank when all ranks of the domain talk: the median over the domain's units."""
     rates = {}

@@ -81,7 +81,7 @@ class _Chosen:
 
 
 class OkTopk(Sparse[OkTopkState]):
-    """See the module."""
+    """The largest of the sums of everybody's largest, by thresholds and regions that are reused."""
 
     def __init__(self, config: OkTopkSync, context: SyncContext) -> None:
         self.config = config

@@ -64,7 +64,7 @@ class _Choice:
 
 
 class Radius(Masked[RadiusState]):
-    """See the module."""
+    """Reduces what one mask of all ranks holds, and everything where the mask is chosen anew."""
 
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
         self.config = config

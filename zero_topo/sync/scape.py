@@ -58,7 +58,7 @@ class ScapeState:
 
 
 class Scape(Masked[ScapeState]):
-    """See the module."""
+    """Reduces what masks hold that the peers chose a step ahead, each for its own rows."""
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         self.config = config

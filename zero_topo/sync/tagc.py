@@ -85,7 +85,9 @@ class _Sums:
 
 
 class Tagc(Sparse[int]):
-    """See the module. The state counts the steps that took a smaller compression than asked for, or none.
+    """Reduces count sketches of the picks to the owners of the rows.
+
+    The state counts the steps that took a smaller compression than asked for, or none.
 
     Attributes:
         theta: the share that a rank does not pick.
