@@ -1,0 +1,111 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of ``zero-topo bench``: what they measure, write and show, and what every record carries."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.commands import Run
+from zero_topo.bench import quantizers, records, sparse_report
+from zero_topo.bench.sparse import MODES, SparseBench
+from zero_topo.bench.sparse_ranks import model_for
+from zero_topo.cli.recording import save
+from zero_topo.config import SPARSE_MODES
+
+KEYS = {"backend", "op", "dtype", "bits", "block_size", "threads", "gb_per_s", "memcpy_gb_per_s", "memcpy_ratio"}
+QUICK = quantizers.Settings(nbytes=1 << 16, repeats=2, threads=(1,), dtypes=("fp32",), block_sizes=(256,), bits=(8,))
+
+
+@pytest.fixture(autouse=True)
+def without_compiling_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes a minute the first time; the other peers stay."""
+    found = quantizers.peers
+    monkeypatch.setattr(quantizers, "peers", lambda *a: (p for p in found(*a) if p.name != "torch.compile"))
+
+
+def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
+    """One result per kernel, with the ratio of its traffic to a copy's of the same run; absent ones say why."""
+    ticks: list[int] = []
+    *_, content = quantizers.run(QUICK, lambda words, done: ticks.append(done))
+    assert sum(ticks) == QUICK.ticks()
+    assert {"benchmark", "machine", "versions", "settings", "results", "skipped"} <= set(content)
+    assert all(set(row) >= KEYS for row in content["results"])
+    names = {row["backend"] for row in content["results"]}
+    assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {"native", "triton"}
+    (row,) = (row for row in content["results"] if (row["backend"], row["op"]) == ("reference", "quantize"))
+    assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
+    assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]
+    traffic = row["gb_per_s"] * 1e9 * row["seconds"]["median"]
+    assert traffic == pytest.approx((1 << 16) + (1 << 14) + 256)  # FP32 in, INT8 and 64 scales out
+
+
+def test_the_command_writes_record_and_picture_and_prints_json(run: Run, tmp_path: Path) -> None:
+    """`--json` prints the record itself; the picture lies beside it."""
+    file = tmp_path / "record.json"
+    words = "bench quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
+    status, out, _ = run(*words.split(), str(file))
+    assert status == 0 and json.loads(out) == json.loads(file.read_text())
+    assert (tmp_path / "quantizers.png").stat().st_size > 1000
+
+
+def test_every_mode_is_measured_and_dense_once() -> None:
+    """A mode that is added to the config is added to the benchmark."""
+    jobs = list(SparseBench(sources=("synthetic",), densities=(0.1, 0.01)).jobs())
+    assert {job["scheme"] for job in jobs} == {"dense", *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
+    assert [job["density"] for job in jobs if job["scheme"] == "dense"] == [1.0]
+    assert all(sum(job["scheme"] == mode.MODE for job in jobs) == 2 for mode in SPARSE_MODES)
+
+
+@pytest.mark.parametrize("numel", [1, 10_000, 262_144, 1 << 20, 50_000_000])
+def test_there_is_a_model_of_every_size(numel: int) -> None:
+    """Its heads divide its width, and of its parameters there are about as many as asked for, if it can be so small."""
+    config = model_for(numel)
+    assert config.width % config.heads == 0
+    assert numel < 20_000 or 0.7 * numel < 12 * config.layers * config.width**2 < 1.4 * numel
+
+
+def test_a_record_of_sparse_modes_is_shown_and_drawn(tmp_path: Path) -> None:
+    """A line for each result, whole numbers, and the picture beside the record."""
+    seconds = {"median": 0.5, "min": 0.4, "max": 0.6, "repeats": 3}
+    sent = {"numel": 1000, "bytes_per_rank": 12346, "words_per_k": 3.5, "seconds": seconds, "exchange_s": 0.2}
+    run: dict[str, Any] = {**sent, "source": "synthetic", "error": 0.1}
+    densities = {"dense": 1.0, "oktopk": 0.01, "topk_a": 0.01}
+    wanted = [{"mode": mode, "ranks": ranks, "density": densities[mode]} for mode in densities for ranks in (4, 8)]
+    results = [{**run, **row} for row in wanted]
+    console = Console(record=True, width=80, file=(tmp_path / "out").open("w"))
+    sparse_report.show({"results": results}, console)
+    shown = console.export_text()
+    assert shown.count("oktopk") == 2 and "12.35 KB" in shown and "3.50" in shown
+    (picture,) = save(sparse_report.draw({"results": results}), tmp_path)
+    assert picture.stat().st_size > 1000
+
+
+def test_a_record_says_where_and_with_what_it_was_measured(tmp_path: Path) -> None:
+    """Machine, versions and settings stand beside the numbers, and survive the file."""
+    content = records.record("quantizers", {"sizes": [1, 2]}, {"results": [3]})
+    path = tmp_path / "new" / "record.json"
+    records.write(path, content)
+    read = json.loads(path.read_text())
+    assert read == content and read["results"] == [3] and read["settings"] == {"sizes": [1, 2]}
+    assert read["format"] == records.FORMAT and read["benchmark"] == "quantizers"
+    assert read["machine"]["processor"] and read["machine"]["cores"] >= 1 and read["machine"]["memory_bytes"] > 2**20
+    assert read["versions"]["python"] == platform.python_version() and read["versions"]["torch"]
+
+
+def test_what_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record made without a library, without git or outside of a checkout says so rather than failing."""
+    monkeypatch.setattr(records, "LIBRARIES", ("torch", "no-such-library"))
+    monkeypatch.setenv("PATH", "")
+    found = records.versions()
+    assert found["torch"] and found["no-such-library"] is None and found["commit"] is None
+
+
+def test_a_spread_is_median_and_extremes() -> None:
+    """Of an even number of values the median is the mean of the middle two."""
+    assert records.Spread.of([4.0, 1.0, 2.0, 10.0]) == records.Spread(median=3.0, min=1.0, max=10.0, repeats=4)
