@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from zero_topo.topology import Topology
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
 
 
-@pytest.fixture
-def ds_config(tmp_path: Path) -> Callable[..., str]:
-    """Writes a DeepSpeed config with the given keys and returns its path."""
-
-    def write(**keys: Any) -> str:
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **keys}))
-        return str(path)
-
-    return write
+def ds_config(folder: Path, **keys: Any) -> str:
+    """The path of a DeepSpeed config with these keys."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **keys}))
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +88,8 @@ def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:
     assert 'set "weights": "node" to shard them' in out
 
 
-def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, ds_config: Callable[..., str]) -> None:
-    path = ds_config(zero_topo={"topology": EMULATED, "scheme": "topo"})
+def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path: Path) -> None:
+    path = ds_config(tmp_path, zero_topo={"topology": EMULATED, "scheme": "topo"})
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
     assert "- scheme topo: weights int8 over gpu (degree 2)" in out and out.endswith("ok\n")
@@ -103,8 +97,8 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, ds_config
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
-def test_check_lists_every_refused_setting_one_a_line(run: Run, ds_config: Callable[..., str]) -> None:
-    path = ds_config(zero_topo={}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
+def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) -> None:
+    path = ds_config(tmp_path, zero_topo={}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)
     assert (status, out) == (2, "")
     assert [line.split()[1] for line in err.splitlines()] == ["compile.deepcompile", "torch_autocast.enabled"]

@@ -268,18 +268,9 @@ def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
     assert all(note.startswith("scheme auto: ") for note in chosen.notes)
 
 
-class Parameter(SimpleNamespace):
-    """What the planner asks of a parameter."""
-
-    def numel(self) -> int:
-        return 0  # as of a parameter that zero.Init has partitioned
-
-    def element_size(self) -> int:
-        return 2
-
-
 def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
-    parameters = [Parameter(ds_numel=numel) for numel in numels]
+    """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own."""
+    parameters = [SimpleNamespace(ds_numel=n, numel=lambda: 0, element_size=lambda: 2) for n in numels]
     return SimpleNamespace(
         module=SimpleNamespace(parameters=lambda: iter(parameters)),
         train_micro_batch_size_per_gpu=lambda: 2,

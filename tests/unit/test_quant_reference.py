@@ -149,6 +149,10 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
         QUANTIZER.requantize([message], spec, BlockSpec(4, 64), torch.empty(0, dtype=torch.uint8), Total(3))
     with pytest.raises(ValueError, match="are not a piece"):
         Piece(torch.ones(10), 2, 5, 4)
+    with pytest.raises(ValueError, match="16 bits"):
+        BlockSpec(16)
+    with pytest.raises(ValueError, match="block_size 100"):
+        BlockSpec(8, 100)
     with pytest.raises(ValueError, match="adjacent"):
         Piece(torch.ones(10, 2)[:, 0], 1, 10, 10)
 
@@ -197,10 +201,3 @@ def test_tensors_of_any_strides_are_written() -> None:
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(4))
     QUANTIZER.dequantize(QUANTIZER.quantize(x.t().contiguous().t(), spec), spec, out)
     assert torch.equal(out, roundtrip(x, spec))
-
-
-def test_spec_refuses_unknown_bits_and_blocks() -> None:
-    with pytest.raises(ValueError, match="16 bits"):
-        BlockSpec(16)
-    with pytest.raises(ValueError, match="block_size 100"):
-        BlockSpec(8, 100)
