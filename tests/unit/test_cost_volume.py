@@ -232,6 +232,13 @@ def test_zero3_sends_everything_over_the_world_every_micro_batch() -> None:
     assert straight == {(phase, "world"): 2 * 7 * 1024 * 4 for phase in inside}
 
 
+def test_persistent_parameters_are_gathered_once_and_exactly() -> None:
+    work = replace(Workload.uniform([8192, 80], micro_batches=5), persistent=(False, True))
+    sent = step_bytes(resolve(scheme="topo"), work)
+    assert sent["gather_exact", "gpu"] == 40 * 2
+    assert sent["gather_forward", "gpu"] == 5 * (4096 + 128)
+
+
 def test_an_unknown_mode_of_sync_is_an_error_not_a_zero() -> None:
     class Odd(SyncSettings):
         MODE = "odd"

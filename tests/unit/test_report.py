@@ -108,6 +108,8 @@ def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
     assert (status, report["zero_topo"]) == (0, None) and "A model" in out and "stock ZeRO-3" in out
     assert json.loads(run("report", str(folder), "--json")[1]) == report
     assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
+    (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))  # as of a run without steps
+    assert "per step" in out and "per step" not in printed(folder)
 
 
 def test_report_draws_its_plots(folder: Path) -> None:
