@@ -258,36 +258,31 @@ def test_the_table_and_the_pictures_are_made_of_a_record(tmp_path: Path, capsys:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_without_root_it_ends_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plain user gets one line and status 2, and nothing is started."""
-
-    def must_not_run(*_: object) -> None:
-        raise AssertionError("the benchmark ran")
-
-    monkeypatch.setattr("benchmarks.cluster.run", must_not_run)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for words in ([], ["--clean"]):
-        assert main(["cluster", *words]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "needs root" in error
-
-
 @pytest.mark.parametrize(
-    ("present", "said"),
-    [("ip", "tc not found; install iproute2"), ("ip tc", "`ip netns add` failed: Operation not permitted")],
+    ("user", "present", "said"),
+    [
+        (1000, "ip tc", "needs root"),
+        (0, "ip", "tc not found; install iproute2"),
+        (0, "ip tc", "`ip netns add` failed: Operation not permitted"),
+    ],
+    ids=["without root", "without tools", "a kernel that refuses is quoted"],
 )
-def test_what_root_cannot_do_is_told(present: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing tool with what to install; of a kernel that refuses, as in many containers, the tool's own words."""
+def test_where_no_cluster_can_be_built_it_ends_with_one_line(
+    user: int, present: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, and nothing is started; only to clean up as a plain user neither."""
 
     def refuse(command: tuple[str, ...]) -> str:
         raise RuntimeError("`ip netns add` failed: Operation not permitted")
 
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("benchmarks.cluster.run", pytest.fail)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(network.shutil, "which", lambda tool: f"/sbin/{tool}" if tool in present.split() else None)
     monkeypatch.setattr(network, "_run", refuse)
-    assert said in (network.refusal() or "")
+    for words in ([], ["--clean"]) if user else ([],):
+        assert main(["cluster", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error
 
 
 def test_leftovers_are_those_of_dead_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
