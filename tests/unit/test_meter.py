@@ -19,13 +19,9 @@ Wait = Callable[[float], None]
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Wait:
     """Lets time pass, which otherwise stands still."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-
-    def later(seconds: float) -> None:
-        now[0] += seconds
-
-    return later
+    passed = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: sum(passed))
+    return passed.append
 
 
 @pytest.mark.parametrize("enabled", [True, False])
