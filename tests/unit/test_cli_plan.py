@@ -29,14 +29,15 @@ def test_machine_and_nodes_are_the_same_as_topology_and_world_size(run: Run) -> 
     assert as_json(run, *words, *FRONTIER) == as_json(run, *words, "--topology", "frontier", "--world-size", "384")
 
 
-def test_a_recommendation_can_be_pasted_and_fits(run: Run) -> None:
-    report = as_json(run, "--params", "20B", *FRONTIER, "--recommend", "--micro-batches", "4")
+def test_a_recommendation_can_be_pasted_and_fits_and_sparse_modes_are_ranked_on_request(run: Run) -> None:
+    report = as_json(run, "--params", "20B", *FRONTIER, "--recommend", "--micro-batches", "4", "--sparse", "oktopk")
     best = report["recommended"]
     assert sum(best["memory"].values()) <= report["memory_limit"] == int(64 * GB * 0.9)
     config = ZeroTopoConfig.parse(best["block"])
     assert config.topology == "frontier" and best["degrees"]["optimizer"] == 384
     assert 0 < best["seconds"] <= 1.005 * min(plan["seconds"] for plan in report["plans"])
     assert all(plan["needs"] > report["memory_limit"] for plan in report["refused"])
+    assert any(plan["block"].get("sync", {}).get("mode") == "oktopk" for plan in report["plans"])
     assert report["why"] and report["params"] == pytest.approx(20e9, rel=1e-3)
 
 
@@ -47,11 +48,6 @@ def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run)
     assert set(json.loads("{" + block)["zero_topo"]) >= {"topology"}
     assert "the runner-up" in table and "its wires carry" in table
     assert max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80 and "…" not in table
-
-
-def test_a_sparse_mode_is_ranked_on_request(run: Run) -> None:
-    report = as_json(run, "--params", "7B", *FRONTIER, "--recommend", "--sparse", "oktopk")
-    assert any(plan["block"].get("sync", {}).get("mode") == "oktopk" for plan in report["plans"])
 
 
 def test_models_come_from_names_files_and_shapes(run: Run) -> None:

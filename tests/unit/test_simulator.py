@@ -205,15 +205,11 @@ def on_frontier(scheme: str, ranks: int, micro_batches: int) -> Simulation:
     return simulate(resolve(load_preset("frontier", ranks), scheme=scheme), Job(NEOX, 1, micro_batches))
 
 
-def test_on_384_gcds_topo_is_fastest_and_zero3_slowest() -> None:
+def test_on_384_gcds_topo_is_fastest_and_the_papers_gain_is_less_than_it_reports() -> None:
+    """It reports 2.40 times ZeRO-3's throughput; with the preset's assumed rates the model says about 1.2."""
     times = {scheme: on_frontier(scheme, 384, 8).step_s for scheme in COMPARED}
     assert sorted(times, key=times.__getitem__) == ["topo", "paper", "zero++", "zero3"]
-
-
-def test_a_schemes_gain_is_less_than_the_paper_reports() -> None:
-    """It reports 2.40 times ZeRO-3's throughput; with the preset's assumed rates the model says about 1.2."""
-    gain = on_frontier("zero3", 384, 8).step_s / on_frontier("paper", 384, 8).step_s
-    assert 1.1 < gain < 2.4
+    assert 1.1 < times["zero3"] / times["paper"] < 2.4
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(384, 2.0), (75_264, 30.0), (8 * 125_000, 30.0)])
