@@ -12,16 +12,23 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, World, load_own_shards, shuffled, world
+from tests.ranks.worlds import (
+    NUMELS,
+    PLAIN,
+    SLOTS,
+    World,
+    assert_weights_alike,
+    either_placement,
+    loaded,
+    world,
+)
 from zero_topo.collectives.handle import Handle
 from zero_topo.cost import step_bytes
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.publish import Publisher
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.topology.presets import emulated
+from zero_topo.topology.model import Topology
 
-SLOTS = tuple(range(len(NUMELS)))
-PLAIN = {"weights": None, "secondary": None, "gradients": None}
 SCHEMES = ("topo", "zero3", "zero++", "hsdp")
 
 
@@ -32,8 +39,7 @@ def block(scheme: str = "topo", delta: str | None = "int4", **more: Any) -> dict
 
 def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> tuple[Stage3, Tensor]:
     """An engine with loaded weights, and the FP32 masters of its optimizer rows."""
-    engine = w.engine(dtype, chunk=chunk)
-    load_own_shards(engine, w.params(dtype))
+    engine, _ = loaded(w, dtype, chunk)
     return engine, engine.weights.optimizer_rows().float().clone()
 
 
@@ -57,11 +63,10 @@ def walked(numel: int, rows: int, columns: int, step: int, rate: float) -> Tenso
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("delta", ["int8", "int4"])
-@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
-def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta: str, mixed_up: bool) -> None:
+@either_placement
+def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta: str, machine: Topology) -> None:
     """Whatever the tree and the scheme: the owner's own view is every replica's, and follows the masters."""
-    machine = emulated(2, 2, 2)
-    w = world(block(scheme, delta), shuffled(machine) if mixed_up else machine)
+    w = world(block(scheme, delta), machine)
     plan = w.config.plan
 
     def rank_main(rank: int) -> tuple[int, float]:
@@ -73,8 +78,7 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
         return int(checksum(engine.weights.primary)), float((engine.weights.primary - wanted).norm() / wanted.norm())
 
     results = run_threads(w.size, rank_main)
-    for group in plan.groups(plan.weights, plan.world_size):
-        assert len({results[rank][0] for rank in group}) == 1
+    assert_weights_alike(w, [found for found, _ in results])
     assert max(error for _, error in results) < 3e-3
 
 

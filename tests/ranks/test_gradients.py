@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, SCHEMES, World, shards, shuffled, world
+from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, either_placement, shards, synced, world
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.topology.presets import emulated
-
-SLOTS = tuple(range(len(NUMELS)))
-PLAIN = {"quantize": {"weights": None, "secondary": None, "gradients": None}}
+from zero_topo.topology.model import Topology
 
 
 def expected_rows(w: World, rank: int, total: list[torch.Tensor]) -> torch.Tensor:
@@ -30,6 +27,12 @@ def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
     return [acc / w.size for acc in total]
 
 
+def error(engine: Stage3, w: World, total: list[torch.Tensor]) -> float:
+    """After sync: the largest difference of the optimizer's rows from those cut from whole gradients."""
+    engine.gradients.sync()
+    return float((engine.gradients.optimizer_rows() - expected_rows(w, engine.layout.rank, total)).abs().max())
+
+
 def backward(
     engine: Stage3, w: World, rank: int, step: int, buckets: list[tuple[int, ...]], last: bool = False
 ) -> None:
@@ -39,34 +42,28 @@ def backward(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
+@either_placement
 @pytest.mark.parametrize("chunk", [1 << 20, 37], ids=["whole", "chunked"])
 def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
-    scheme: str, mixed_up: bool, chunk: int
+    scheme: str, machine: Topology, chunk: int
 ) -> None:
-    machine = emulated(2, 2, 2)
-    w = world({"scheme": scheme, **PLAIN}, shuffled(machine) if mixed_up else machine)
+    w = world({"scheme": scheme, "quantize": PLAIN}, machine)
     mean = mean_gradient(w, 2)
 
     def rank_main(rank: int) -> float:
         engine = w.engine(chunk=chunk)
         backward(engine, w, rank, 0, [SLOTS])
         backward(engine, w, rank, 1, [(4, 1), (0,), (2, 3)])
-        engine.gradients.sync()
-        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, mean)).abs().max())
+        return error(engine, w, mean)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6
 
 
 def test_replicated_optimizer_rows_are_bit_identical() -> None:
-    w = world({"scheme": "hsdp", **PLAIN})
+    w = world({"scheme": "hsdp", "quantize": PLAIN})
 
     def rank_main(rank: int) -> torch.Tensor:
-        engine = w.engine(torch.bfloat16)
-        grads = w.grads(rank, 0, torch.bfloat16)
-        engine.gradients.scatter(SLOTS, grads)
-        engine.gradients.sync()
-        return engine.gradients.optimizer_rows().clone()
+        return synced(w.engine(torch.bfloat16), w.grads(rank, 0, torch.bfloat16))
 
     rows = run_threads(w.size, rank_main)
     for group in w.config.plan.groups(w.config.plan.optimizer, w.size):
@@ -82,15 +79,14 @@ def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> Non
     def rank_main(rank: int) -> float:
         engine = w.engine()
         backward(engine, w, rank, 0, [SLOTS])
-        engine.gradients.sync()
-        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, mean)).abs().max())
+        return error(engine, w, mean)
 
     step = 4.5 / (127 if bits == "int8" else 7)
     assert 1e-5 < max(run_threads(w.size, rank_main)) < 1.5 * step
 
 
 def test_accumulation_is_fp32_before_its_one_rounding() -> None:
-    w = world({"scheme": "zero3", **PLAIN})
+    w = world({"scheme": "zero3", "quantize": PLAIN})
 
     def rank_main(rank: int) -> torch.Tensor:
         engine = w.engine(torch.bfloat16)
@@ -106,7 +102,7 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
 @pytest.mark.parametrize("scheme", ["topo", "hsdp", "paper"])
 @pytest.mark.parametrize("last", [False, True], ids=["before the last", "after the last"])
 def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: str, last: bool) -> None:
-    w = world({"scheme": scheme, **PLAIN})
+    w = world({"scheme": scheme, "quantize": PLAIN})
     first, both = mean_gradient(w, 1), mean_gradient(w, 2)
 
     def rank_main(rank: int) -> tuple[float, float]:
@@ -117,15 +113,14 @@ def test_a_peek_shows_the_synced_gradient_and_does_not_disturb_the_step(scheme: 
         seen = float((engine.gradients.peek() - expected_rows(w, rank, first)[own]).abs().max())
         engine.gradients.peek()
         backward(engine, w, rank, 1, [SLOTS], last)
-        engine.gradients.sync()
-        return seen, float((engine.gradients.optimizer_rows() - expected_rows(w, rank, both)).abs().max())
+        return seen, error(engine, w, both)
 
     for seen, final in run_threads(w.size, rank_main):
         assert seen < 1e-6 and final < 1e-6
 
 
 def test_zeroed_gradients_leave_nothing_behind() -> None:
-    w = world({"scheme": "topo", **PLAIN})
+    w = world({"scheme": "topo", "quantize": PLAIN})
     second = mean_gradient(w, 2)
     first = mean_gradient(w, 1)
 
@@ -135,8 +130,7 @@ def test_zeroed_gradients_leave_nothing_behind() -> None:
         engine.gradients.sync()
         engine.end_step(skipped=False)
         backward(engine, w, rank, 1, [(3,)])
-        engine.gradients.sync()
         wanted = [b - a if i == 3 else torch.zeros_like(a) for i, (a, b) in enumerate(zip(first, second, strict=True))]
-        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max())
+        return error(engine, w, wanted)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6

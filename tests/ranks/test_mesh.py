@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import fake_world, run_threads
-from tests.ranks.worlds import shuffled
+from tests.ranks.worlds import either_placement, shuffled
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
+from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated, load_preset
 
 
@@ -35,10 +36,9 @@ def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
     assert time.monotonic() - start < 20
 
 
-@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
-def test_members_sit_at_the_slots_the_mesh_says(mixed_up: bool) -> None:
+@either_placement
+def test_members_sit_at_the_slots_the_mesh_says(machine: Topology) -> None:
     """Torch sorts a group by rank; slots lead from tree order to that."""
-    machine = shuffled(emulated(2, 2, 2)) if mixed_up else emulated(2, 2, 2)
     plan = Plan.build(machine, ("gpu", None, "node", "world"))
 
     def rank_main(rank: int) -> bool:

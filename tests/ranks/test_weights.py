@@ -3,46 +3,39 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, SCHEMES, World, load_own_shards, shuffled, world
+from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, assert_weights_alike, loaded, shards, shuffled, world
 from zero_topo.engine.agreement import checksum
 from zero_topo.quant.registry import select_quantizer
+from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
-SLOTS = tuple(range(len(NUMELS)))
-PLAIN = {"quantize": {"weights": None, "secondary": None, "gradients": None}}
+TREES = [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
-def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, mixed_up: bool) -> None:
-    machine = emulated(2, 2, 2)
-    w = world({"scheme": scheme, **PLAIN}, shuffled(machine) if mixed_up else machine)
+@pytest.mark.parametrize(
+    ("scheme", "machine", "dtype"),
+    [
+        *(pytest.param(scheme, emulated(2, 2, 2), torch.float32, id=f"{scheme} block") for scheme in SCHEMES),
+        *(pytest.param(scheme, shuffled(emulated(2, 2, 2)), torch.float32, id=f"{scheme} mixed") for scheme in SCHEMES),
+        *(pytest.param("topo", emulated(*tree), torch.bfloat16, id=f"any tree {tree}") for tree in TREES),
+    ],
+)
+def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine: Topology, dtype: torch.dtype) -> None:
+    w = world({"scheme": scheme, "quantize": PLAIN}, machine)
 
     def rank_main(rank: int) -> bool:
-        engine, params = w.engine(), w.params()
-        load_own_shards(engine, params)
+        engine, params = loaded(w, dtype)
         same = []
         for phase in ("gather_forward", "gather_backward", "gather_exact"):
             found = engine.weights.gather(SLOTS, phase).wait()
             same += [torch.equal(a, b) for a, b in zip(found, params, strict=True)]
         return all(same)
-
-    assert all(run_threads(w.size, rank_main))
-
-
-@pytest.mark.parametrize("machine", [(1, 1, 1), (1, 1, 2), (3, 1, 2), (2, 3, 1)], ids=str)
-def test_any_tree_gathers_exactly(machine: tuple[int, int, int]) -> None:
-    w = world({"scheme": "topo", **PLAIN}, emulated(*machine))
-
-    def rank_main(rank: int) -> bool:
-        engine, params = w.engine(torch.bfloat16), w.params(torch.bfloat16)
-        load_own_shards(engine, params)
-        found = engine.weights.gather(SLOTS, "gather_backward").wait()
-        return all(torch.equal(a, b) for a, b in zip(found, params, strict=True))
 
     assert all(run_threads(w.size, rank_main))
 
@@ -54,13 +47,12 @@ def quantized_model(w: World, params: list[torch.Tensor], degree: int, bits: str
     assert spec is not None
     result = []
     for param in params:
-        width = plan.shard_numel(param.numel())
-        shards = torch.cat([param, param.new_zeros(plan.world_size * width - param.numel())]).view(-1, width)
-        out = torch.empty_like(shards)
+        parts = shards(plan, param)
+        out = torch.empty_like(parts)
         for rank in plan.groups(1, degree)[0]:
             rows = plan.rows(rank, degree)
-            piece = quantizer.quantize(shards[rows], spec)
-            out[rows] = quantizer.dequantize(piece, spec, torch.empty(len(rows), width, dtype=param.dtype))
+            piece = quantizer.quantize(parts[rows], spec)
+            out[rows] = quantizer.dequantize(piece, spec, torch.empty_like(parts[rows]))
         result.append(out.view(-1)[: param.numel()])
     return result
 
@@ -72,8 +64,7 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
     w = world({"scheme": scheme, "secondary": secondary, "quantize": quantize}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> bool:
-        engine, params = w.engine(torch.bfloat16), w.params(torch.bfloat16)
-        load_own_shards(engine, params)
+        engine, params = loaded(w, torch.bfloat16)
         plan = w.config.plan
         forward = quantized_model(w, params, plan.weights, "weights")
         assert plan.secondary is not None
@@ -81,12 +72,11 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
         backward = quantized_model(w, source, plan.secondary, "secondary")
         ok = []
         for buckets in ([SLOTS], [(0, 3), (1,), (4, 2)]):
-            for slots in buckets:
-                found = engine.weights.gather(slots, "gather_forward").wait()
-                ok += [torch.equal(a, forward[i]) for i, a in zip(slots, found, strict=True)]
-            for slots in buckets:
-                found = engine.weights.gather(slots, "gather_backward").wait()
-                ok += [torch.equal(a, backward[i]) for i, a in zip(slots, found, strict=True)]
+            for (phase, wanted), slots in product(
+                [("gather_forward", forward), ("gather_backward", backward)], buckets
+            ):
+                found = engine.weights.gather(slots, phase).wait()
+                ok += [torch.equal(a, wanted[i]) for i, a in zip(slots, found, strict=True)]
         return all(ok)
 
     assert all(run_threads(w.size, rank_main))
@@ -94,11 +84,10 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> None:
-    w = world({"scheme": scheme, **PLAIN}, shuffled(emulated(2, 2, 2)))
+    w = world({"scheme": scheme, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> tuple[bool, int]:
-        engine, params = w.engine(), w.params()
-        load_own_shards(engine, params)
+        engine, params = loaded(w)
         engine.weights.optimizer_rows().add_(1.0)
         engine.weights.publish()
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
@@ -107,18 +96,15 @@ def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> 
 
     results = run_threads(w.size, rank_main)
     assert all(same for same, _ in results)
-    plan = w.config.plan
-    for group in plan.groups(plan.weights, plan.world_size):
-        assert len({results[rank][1] for rank in group}) == 1
+    assert_weights_alike(w, [checksum for _, checksum in results])
 
 
 @pytest.mark.parametrize(("scheme", "secondary"), [("zero++", "node"), ("topo", "node"), ("zero++", "rank")])
 def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary: str) -> None:
-    w = world({"scheme": scheme, "secondary": secondary, **PLAIN})
+    w = world({"scheme": scheme, "secondary": secondary, "quantize": PLAIN})
 
     def rank_main(rank: int) -> bool:
-        engine, params = w.engine(), w.params()
-        load_own_shards(engine, params)
+        engine, params = loaded(w)
         engine.weights.gather(SLOTS, "gather_forward").wait()
         engine.weights.optimizer_rows().mul_(2.0)
         engine.weights.publish()
@@ -133,8 +119,7 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
     w = world({"scheme": "topo", "secondary": "node"})
 
     def rank_main(rank: int) -> str:
-        engine = w.engine()
-        load_own_shards(engine, w.params())
+        engine, _ = loaded(w)
         engine.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
         engine.weights.publish()
         with pytest.raises(RuntimeError, match="was not refreshed") as caught:
@@ -146,11 +131,10 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_edit_of_a_whole_parameter_reaches_primary_and_secondary(scheme: str) -> None:
-    w = world({"scheme": scheme, **PLAIN}, shuffled(emulated(2, 2, 2)))
+    w = world({"scheme": scheme, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> bool:
-        engine, params = w.engine(), w.params()
-        load_own_shards(engine, params)
+        engine, params = loaded(w)
         engine.weights.gather(SLOTS, "gather_forward").wait()
         engine.weights.write_back(3, params[3] * 5.0)
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
@@ -160,28 +144,24 @@ def test_an_edit_of_a_whole_parameter_reaches_primary_and_secondary(scheme: str)
 
 
 def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
-    w = world({"scheme": "topo", "publish": {"dtype": "bf16"}, **PLAIN}, shuffled(emulated(2, 2, 2)))
+    w = world({"scheme": "topo", "publish": {"dtype": "bf16"}, "quantize": PLAIN}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> int:
-        engine = w.engine(chunk=100)
-        load_own_shards(engine, w.params())
+        engine, _ = loaded(w, chunk=100)
         rows = engine.weights.optimizer_rows()
         rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
         engine.weights.publish()
         engine.weights.finish()
         return int(checksum(engine.weights.primary))
 
-    sums = run_threads(w.size, rank_main)
-    for group in w.config.plan.groups(w.config.plan.weights, w.size):
-        assert len({sums[rank] for rank in group}) == 1
+    assert_weights_alike(w, run_threads(w.size, rank_main))
 
 
 def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
     w = world({"scheme": "topo", "debug_checks": True})
 
     def rank_main(rank: int) -> str:
-        engine = w.engine()
-        load_own_shards(engine, w.params())
+        engine, _ = loaded(w)
         engine.weights.publish()
         engine.end_step(skipped=False)
         engine.weights.publish()
@@ -197,7 +177,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
 
 def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU gathers run on another stream than publish; events keep the order (here a stand-in records them)."""
-    w = world({"scheme": "zero3", **PLAIN}, emulated(1, 1, 1))
+    w = world({"scheme": "zero3", "quantize": PLAIN}, emulated(1, 1, 1))
     log: list[str] = []
 
     class Event:
@@ -214,8 +194,7 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pyte
     monkeypatch.setattr("zero_topo.engine.weights.recorded_event", record)
 
     def rank_main(rank: int) -> None:
-        engine = w.engine()
-        load_own_shards(engine, w.params())
+        engine, _ = loaded(w)
         engine.weights.gather(SLOTS, "gather_forward")
         engine.weights.publish()
         engine.weights.gather(SLOTS, "gather_backward")

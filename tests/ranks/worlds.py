@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import pytest
 import torch
 from torch import Tensor
 
+from tests.harness import run_threads
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.plan import Plan
@@ -19,6 +21,10 @@ from zero_topo.topology.presets import emulated
 
 NUMELS = (1, 7, 64, 501, 1280)
 """Parameter sizes: one element, smaller than the world, odd, and larger than a block."""
+
+SLOTS = tuple(range(len(NUMELS)))
+PLAIN = {"weights": None, "secondary": None, "gradients": None}
+"""The block ``quantize`` that quantizes nothing."""
 
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")
 """All but mics, which is hsdp (`tests/unit/test_config_resolve.py`)."""
@@ -114,10 +120,64 @@ def shuffled(machine: Topology, seed: int = 3) -> Topology:
     )
 
 
-def load_own_shards(engine: Stage3, params: list[Tensor]) -> None:
-    """Put the rank's own world shard of each parameter where DeepSpeed keeps it, then publish."""
-    plan, rank = engine.config.plan, engine.layout.rank
+either_placement = pytest.mark.parametrize(
+    "machine", [emulated(2, 2, 2), shuffled(emulated(2, 2, 2))], ids=["block", "shuffled"]
+)
+
+
+def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -> tuple[Stage3, list[Tensor]]:
+    """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it, published; parameters."""
+    engine, params = w.engine(dtype, chunk), w.params(dtype)
+    plan, rank = w.config.plan, engine.layout.rank
     row = engine.weights.primary[engine.layout.row(plan.weights)]
     for index, param in enumerate(params):
         engine.layout.slot(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
+    return engine, params
+
+
+def assert_weights_alike(w: World, sums: Sequence[int]) -> None:
+    """By rank: checksums of weight shards are the same wherever a shard is held."""
+    for group in w.config.plan.groups(w.config.plan.weights, w.size):
+        assert len({sums[rank] for rank in group}) == 1
+
+
+def synced(engine: Stage3, grads: Sequence[Tensor]) -> Tensor:
+    """One micro-batch, the last one, and sync; what the optimizer gets, ``[R, F]``."""
+    engine.gradients.scatter(range(len(grads)), grads, last=True)
+    engine.gradients.sync()
+    return engine.gradients.optimizer_rows().clone()
+
+
+def owned(engine: Stage3) -> Tensor:
+    """The rank's own row, synced."""
+    return engine.gradients.buffer[engine.layout.row(engine.layout.plan.gradients)].clone()
+
+
+def resumed(engine: Stage3, fresh: Stage3) -> Stage3:
+    """A new engine that goes on from the saved state of another one's sync mode."""
+    fresh.gradients.mode.load_state_dict({k: v.clone() for k, v in engine.gradients.mode.state_dict().items()})
+    return fresh
+
+
+def overflowed(engine: Stage3, grads: list[Tensor], bad: float = torch.nan) -> tuple[bool, bool]:
+    """A step, skipped in the end, in which one rank's gradient is not finite.
+
+    Returns:
+        Whether this rank's rows show it, and whether the mode asked for updates. The mode's state must stay finite.
+    """
+    if engine.layout.rank == engine.layout.plan.world_size // 2:
+        grads[-1][5] = bad
+    seen, mode = not bool(torch.isfinite(synced(engine, grads)).all()), engine.gradients.mode
+    wants = mode.wants_updates
+    engine.end_step(skipped=True)
+    assert all(bool(torch.isfinite(value).all()) for value in mode.state_dict().values())
+    return seen, wants
+
+
+def assert_changes_nothing(w: World, rank_main: Callable[[int, bool], Tensor]) -> list[Tensor]:
+    """Ranks that are told to change something give the same bits as those that are not; returns those of each rank."""
+    plain = run_threads(w.size, rank_main, False)
+    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
+        assert torch.equal(found, expected)
+    return plain
