@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, World, shuffled, world
+from tests.ranks.worlds import (
+    PLAIN,
+    SLOTS,
+    World,
+    assert_changes_nothing,
+    either_placement,
+    owned,
+    synced,
+    world,
+)
 from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.pack import span_pieces
 from zero_topo.engine.stage3 import Stage3
@@ -22,10 +31,8 @@ from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.pieces import Piece, piece_of, read_all
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.sync.quantized import Quantized
-from zero_topo.topology.presets import emulated
+from zero_topo.topology.model import Topology
 
-SLOTS = tuple(range(len(NUMELS)))
-PLAIN = {"weights": None, "secondary": None, "gradients": None}
 Q4 = {"mode": "quantized", "bits": 4, "block_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "topo": {"scheme": "topo"},
@@ -45,10 +52,11 @@ def mode(engine: Stage3) -> Quantized:
     return engine.gradients.mode
 
 
-def owned(engine: Stage3) -> Tensor:
-    """The rank's own row, synced."""
-    gradients = engine.gradients
-    return gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)].clone()
+def residual(engine: Stage3) -> Tensor:
+    """What the rank owes, ``[other peers, F]``."""
+    debt = mode(engine).residual
+    assert debt is not None
+    return debt
 
 
 def train(w: World, rank: int, steps: int, each: Callable[[Stage3, int], None] | None = None) -> tuple[Stage3, Tensor]:
@@ -65,62 +73,59 @@ def train(w: World, rank: int, steps: int, each: Callable[[Stage3, int], None] |
     return engine, arrived
 
 
+@pytest.mark.parametrize(("how", "steps"), [("once", 5), ("late", 3), ("peek", 3)])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mixed_up", [False, True], ids=["block", "shuffled"])
-def test_what_has_not_arrived_is_owed(setting: str, mixed_up: bool) -> None:
-    """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe."""
-    machine = emulated(2, 2, 2)
-    w = world(block(setting), shuffled(machine) if mixed_up else machine)
-    steps = 5
+@either_placement
+def test_what_has_not_arrived_is_owed(setting: str, machine: Topology, how: str, steps: int) -> None:
+    """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe.
+
+    Also where a step syncs twice: for a gradient that comes after its run was synced, or peeks before the step.
+    """
+    w, late = world(block(setting), machine), 0.5 * (how == "late")
+
+    def before_sync(engine: Stage3, step: int) -> None:
+        if late:
+            engine.gradients.scatter((4,), [w.grads(engine.layout.rank, step)[4] * late], last=True)
+        for _ in range(2 * (how == "peek")):
+            engine.gradients.peek()
 
     def rank_main(rank: int) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        engine, arrived = train(w, rank, steps)
-        debts = mode(engine).residual
-        assert debts is not None
+        engine, arrived = train(w, rank, steps, before_sync)
         across = mode(engine).across
-        members = w.config.plan.group(rank, across.lo, across.hi)
-        others = [member for member in members if member != rank]
-        return arrived, list(zip(others, debts, strict=True))
+        others = [member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank]
+        return arrived, list(zip(others, residual(engine), strict=True))
 
     results = run_threads(w.size, rank_main)
-    owed: dict[int, Tensor] = defaultdict(lambda: torch.zeros_like(results[0][0]))
+    owed: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
     for _, debts in results:
         for member, debt in debts:
             owed[member] += debt
+    own = torch.ones(w.columns)
+    own[-w.config.plan.shard_numel(w.numels[4]) :] += late
     for rank, (arrived, _) in enumerate(results):
-        total = sum(w.own_mean(rank, step) for step in range(steps))
+        total = own * torch.stack([w.own_mean(rank, step) for step in range(steps)]).sum(0)
         assert owed[rank].abs().max() > 1e-3
-        assert torch.allclose(arrived + owed[rank], torch.as_tensor(total), atol=2e-6)
+        assert torch.allclose(arrived + owed[rank], total, atol=2e-6)
 
 
 def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per sender: the sum of its messages = the sum of its gradients minus its present residual, bit for bit late."""
-    w = world(block())
-    spec = BlockSpec(4, 64)
+    w, spec = world({**block(), "overlap": False}), BlockSpec(4, 64)
     sent: dict[int, list[Tensor]] = defaultdict(list)
 
     def noted(hop: Any, send: Tensor) -> Any:
         if send.dim() == 2:  # sync's; the scatter's are [members, destinations, bytes]
-            sent[w_rank()].append(send.clone())
+            sent[torch.distributed.get_rank()].append(send.clone())
         return to_each(hop, send)
-
-    def w_rank() -> int:
-        return int(torch.distributed.get_rank())
 
     monkeypatch.setattr("zero_topo.collectives.peers.to_each", noted)
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor, Any]:
         given: list[Tensor] = []
-        engine, _ = train(w, rank, 4, lambda e, _: given.append(before_sync(e)))
-        debt = mode(engine).residual
-        assert debt is not None
+        engine, _ = train(w, rank, 4, lambda engine, _: given.append(engine.gradients.buffer.clone()))
         other = 1 - mode(engine).across.index
-        return torch.stack(given)[:, other].sum(0), debt[0], (other, engine.layout)
+        return torch.stack(given)[:, other].sum(0), residual(engine)[0], (other, engine.layout)
 
-    def before_sync(engine: Stage3) -> Tensor:
-        return engine.gradients.buffer.clone()
-
-    w = world({**block(), "overlap": False})
     for rank, (given, debt, (other, layout)) in enumerate(run_threads(w.size, rank_main)):
         total = torch.zeros_like(given)
         for message in sent[rank]:
@@ -134,26 +139,20 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_overlap_changes_no_bit(setting: str) -> None:
     """Runs synced under the backward pass give what one sync at the step gives, residuals included."""
-    results = []
-    for overlap in (True, False):
+
+    def rank_main(rank: int, overlap: bool) -> Tensor:
         w = world({**block(setting), "overlap": overlap})
+        engine = w.engine(chunk=600)
+        for step in range(3):
+            grads = w.grads(rank, step)
+            for slots in [(4,), (3, 2), (1, 0)]:
+                engine.gradients.scatter(slots, [grads[i] for i in slots], last=True)
+            engine.gradients.sync()
+            rows = engine.gradients.optimizer_rows().clone()
+            engine.end_step(skipped=False)
+        return torch.cat([rows, residual(engine)])
 
-        def rank_main(rank: int, w: World = w) -> tuple[Tensor, Tensor]:
-            engine = w.engine(chunk=600)
-            for step in range(3):
-                grads = w.grads(rank, step)
-                for slots in [(4,), (3, 2), (1, 0)]:
-                    engine.gradients.scatter(slots, [grads[i] for i in slots], last=True)
-                engine.gradients.sync()
-                rows = engine.gradients.optimizer_rows().clone()
-                engine.end_step(skipped=False)
-            debt = mode(engine).residual
-            assert debt is not None
-            return rows, debt
-
-        results.append(run_threads(w.size, rank_main))
-    for (rows, debt), (rows_late, debt_late) in zip(*results, strict=True):
-        assert torch.equal(rows, rows_late) and torch.equal(debt, debt_late)
+    assert_changes_nothing(world(block(setting)), rank_main)
 
 
 def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
@@ -162,82 +161,32 @@ def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
 
     def rank_main(rank: int) -> tuple[bool, bool]:
         engine, _ = train(w, rank, 2)
-        debt = mode(engine).residual
-        assert debt is not None
+        debt = residual(engine)
         before = debt.clone()
         grads = [g * (torch.nan if rank == 3 else 1.0) for g in w.grads(rank, 7)]
-        engine.gradients.scatter(SLOTS, grads, last=True)
-        engine.gradients.sync()
+        synced(engine, grads)
         seen = bool(owned(engine).isnan().any())
         engine.end_step(skipped=True)
         return torch.equal(debt, before), seen
 
-    results = run_threads(w.size, rank_main)
-    assert all(same for same, _ in results)
-    assert {rank for rank, (_, seen) in enumerate(results) if seen} == set(range(8))
+    assert run_threads(w.size, rank_main) == [(True, True)] * 8
 
 
 def test_residuals_are_kept_without_the_loss_scale() -> None:
     """A loss scale that changes between steps (a power of two) does not change what is owed."""
     w = world(block())
 
-    def rank_main(rank: int, scales: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        scale = iter(scales)
-        current = [1.0]
-        engine = w.engine(loss_scale=lambda: current[0])
+    def rank_main(rank: int, scaled: bool) -> Tensor:
+        scale = 1.0
+        engine = w.engine(loss_scale=lambda: scale)
         for step in range(3):
-            current[0] = next(scale)
-            engine.gradients.scatter(SLOTS, [g * current[0] for g in w.grads(rank, step)], last=True)
-            engine.gradients.sync()
-            rows = owned(engine) / current[0]
+            scale = (64.0, 1024.0, 0.5)[step] if scaled else 1.0
+            synced(engine, [g * scale for g in w.grads(rank, step)])
+            row = owned(engine) / scale
             engine.end_step(skipped=False)
-        debt = mode(engine).residual
-        assert debt is not None
-        return rows, debt
+        return torch.cat([row[None], residual(engine)])
 
-    plain = run_threads(w.size, rank_main, (1.0, 1.0, 1.0))
-    scaled = run_threads(w.size, rank_main, (64.0, 1024.0, 0.5))
-    for (rows, debt), (rows_scaled, debt_scaled) in zip(plain, scaled, strict=True):
-        assert torch.equal(rows, rows_scaled) and torch.equal(debt, debt_scaled)
-
-
-@pytest.mark.parametrize("setting", ["topo", "gpu"])
-@pytest.mark.parametrize("how", ["late", "peek"])
-def test_a_second_sync_in_a_step_loses_nothing(setting: str, how: str) -> None:
-    """A gradient that comes after its run was synced, or a peek before the step: still arrived + owed = given."""
-    w = world(block(setting))
-
-    def rank_main(rank: int) -> tuple[Tensor, Any]:
-        engine = w.engine()
-        arrived = torch.zeros(engine.layout.columns)
-        for step in range(3):
-            grads = w.grads(rank, step)
-            engine.gradients.scatter(SLOTS, grads, last=True)
-            if how == "late":
-                engine.gradients.scatter((4,), [grads[4] * 0.5], last=True)
-            else:
-                engine.gradients.peek()
-                engine.gradients.peek()
-            engine.gradients.sync()
-            arrived += owned(engine)
-            engine.end_step(skipped=False)
-        debt = mode(engine).residual
-        assert debt is not None
-        across = mode(engine).across
-        others = [m for m in w.config.plan.group(rank, across.lo, across.hi) if m != rank]
-        return arrived, list(zip(others, debt, strict=True))
-
-    results = run_threads(w.size, rank_main)
-    for rank, (arrived, _) in enumerate(results):
-        owed = sum((debt for _, debts in results for m, debt in debts if m == rank), torch.zeros_like(arrived))
-        total = torch.zeros_like(arrived)
-        for r in range(w.size):
-            for s in range(3):
-                grads = w.grads(r, s)
-                if how == "late":
-                    grads[4] = grads[4] * 1.5
-                total += w.own_columns(rank, grads) / w.size
-        assert torch.allclose(arrived + owed, total, atol=4e-6)
+    assert_changes_nothing(w, rank_main)
 
 
 class Coarse:
@@ -268,8 +217,7 @@ def test_two_bits_need_error_feedback() -> None:
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):
-                engine.gradients.scatter(SLOTS, w.grads(rank, 0), last=True)  # the same gradient again and again
-                engine.gradients.sync()
+                synced(engine, w.grads(rank, 0))  # the same gradient again and again
                 total += owned(engine)
                 engine.end_step(skipped=False)
             wanted = w.own_mean(rank, 0)
@@ -286,8 +234,7 @@ def test_no_block_holds_values_of_two_parameters() -> None:
     def rank_main(rank: int) -> float:
         engine = w.engine()
         small, large = w.grads(rank, 0)
-        engine.gradients.scatter((0, 1), [small * 1e-3, large * 1e3], last=True)
-        engine.gradients.sync()
+        synced(engine, [small * 1e-3, large * 1e3])
         wanted = 1e-3 * w.own_mean(rank, 0)[:100]
         return float((owned(engine)[:100] - wanted).abs().max() / wanted.abs().max())
 
@@ -304,8 +251,7 @@ def test_state_goes_to_a_checkpoint_and_back() -> None:
         fresh = w.engine()
         row = torch.zeros(fresh.layout.columns)
         fresh.load_state_dict(saved, row)
-        debt, restored = mode(engine).residual, mode(fresh).residual
-        assert debt is not None and restored is not None
+        debt, restored = residual(engine), residual(fresh)
         same = torch.equal(debt, restored) and bool(debt.any())
         saved["zero_topo"]["degrees"] = {"weights": 4}
         fresh.load_state_dict(saved, row)

@@ -14,22 +14,22 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import (
-    DATA_PARALLEL,
-    HIERARCHY,
-    PLAIN,
+    PLACES,
     Step,
     check_nothing_is_lost,
+    dense_rows,
     mode_of,
     observed,
     sparse_world,
 )
-from tests.ranks.worlds import NUMELS, World, world
+from tests.ranks.trainer import Trainer
+from tests.ranks.worlds import NUMELS, World, overflowed
+from zero_topo.config.sync_config import DenseSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.radius import between_bytes, resampling_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 
-SETTINGS = {**HIERARCHY, "data parallel": DATA_PARALLEL}
 INTERVAL = 3
 RATE = 0.01
 
@@ -55,78 +55,38 @@ class Seen(NamedTuple):
 def radius_world(setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
     """A world with the mode, on 2 x 2 x 2 or in plain data parallelism."""
     sync = {"density": 0.1, "interval": INTERVAL, **sync}
-    return sparse_world(SETTINGS[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
-
-
-def radius_of(engine: Stage3) -> Radius:
-    """The mode of an engine."""
-    mode = mode_of(engine)
-    assert isinstance(mode, Radius)
-    return mode
+    return sparse_world(PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
 
 
 def mask_of(engine: Stage3) -> Tensor:
     """The mask in force, bool ``[P, C]``."""
-    mode = radius_of(engine)
+    mode = mode_of(engine)
+    assert isinstance(mode, Radius)
     return mode.mask(mode._state)
 
 
-class Trainer:
-    """One rank's engine with AdamW on masters in two sub-groups, stepped as the hook steps them."""
+class Run(Trainer):
+    """With AdamW."""
 
     def __init__(self, w: World, rank: int, rate: Rate = usual_rate) -> None:
-        self.w, self.rank, self.rate = w, rank, rate
-        self.engine = w.engine()
-        rows, columns = self.engine.gradients.optimizer_rows().shape
-        cut = self.engine.layout.begins[-2]
-        self.columns = [(0, cut), (cut, columns)]
-        self.masters = [torch.zeros(rows * (end - begin), requires_grad=True) for begin, end in self.columns]
         # With its usual epsilon the first step is the sign of the gradient, and all elements tie.
-        self.optimizer = torch.optim.AdamW(self.masters, eps=1.0)
-
-    def resume(self) -> None:
-        """Save, and load into a new engine."""
-        saved = {key: value.clone() for key, value in self.engine.gradients.mode.state_dict().items()}
-        self.engine = self.w.engine()
-        self.engine.gradients.mode.load_state_dict(saved)
-
-    def sync(self, step: int, peeks: bool = False) -> None:
-        """One micro-batch, and sync."""
-        self.engine.gradients.scatter(range(len(self.w.numels)), self.w.grads(self.rank, step), last=True)
-        if peeks:
-            self.engine.gradients.peek()
-        self.engine.gradients.sync()
-
-    def skipped(self, step: int) -> None:
-        """A step that overflows."""
-        self.sync(step)
-        self.engine.end_step(skipped=True)
+        super().__init__(w, rank, lambda masters: torch.optim.AdamW(masters, eps=1.0), 0.0)
+        self.rate = rate
 
     def step(self, step: int, peeks: bool = False) -> Seen:
         """A whole step."""
-        self.sync(step, peeks)
-        before, old = mask_of(self.engine), self._own()
-        for master, (begin, end) in zip(self.masters, self.columns, strict=True):
-            master.grad = self.engine.gradients.optimizer_rows()[:, begin:end].reshape(-1).clone()
-        for group, (master, (begin, _)) in enumerate(zip(self.masters, self.columns, strict=True)):
-            rate = self.rate(step, group)
-            self.optimizer.param_groups[0] |= {"params": [master], "lr": rate}
-            with self.engine.watched(master, begin, rate):
-                self.optimizer.step()
-        seen, update = observed(self.w, self.engine), self._own() - old
-        return Seen(seen, update, before, mask_of(self.engine), torch.cat(self.masters).detach().clone())
-
-    def _own(self) -> Tensor:
-        row = self.engine.masters.own_row
-        tables = [m.detach().view(-1, end - begin) for m, (begin, end) in zip(self.masters, self.columns, strict=True)]
-        return torch.cat([table[row] for table in tables])
+        rows = self.sync(step, peeks)
+        before, old, own = mask_of(self.engine), self.table(self.masters), self.engine.masters.own_row
+        self.update(rows, lambda group: self.rate(step, group))
+        new = self.table(self.masters)
+        return Seen(observed(self.engine), (new - old)[own], before, mask_of(self.engine), new)
 
 
 def train(w: World, steps: int, **more: Any) -> list[list[Seen]]:
     """Steps of every rank."""
 
     def rank_main(rank: int) -> list[Seen]:
-        trainer = Trainer(w, rank, **more)
+        trainer = Run(w, rank, **more)
         return [trainer.step(step) for step in range(steps)]
 
     return run_threads(w.size, rank_main)
@@ -160,7 +120,7 @@ def sparse_columns(w: World, row: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PLACES)
 def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
     """What has not arrived is owed, at every step, in and between resamplings."""
     w = radius_world(setting, value_dtype=value_dtype)
@@ -168,7 +128,7 @@ def test_nothing_is_lost(setting: str, value_dtype: str) -> None:
     check_nothing_is_lost(w, [[seen.step for seen in steps] for steps in results])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PLACES)
 def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None:
     """Its sum is the mean gradient plus all that was skipped since the last one; nothing is owed then, but is before.
 
@@ -186,7 +146,7 @@ def test_a_resampling_brings_everything_that_was_held_back(setting: str) -> None
             assert seen.step.debts
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PLACES)
 def test_the_mask_is_that_of_the_last_resampling(setting: str) -> None:
     """All peers hold it; the row of each is its own choice of the optimizer's update then; the others' stay away."""
     w, results = trained(setting)
@@ -215,28 +175,17 @@ def test_replicas_agree_bit_for_bit(peers: int) -> None:
             assert torch.equal(mine.after, theirs.after)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(setting: str) -> None:
     """A mask of everything: the mean gradient at every step, and nothing owed."""
     w = radius_world(setting, density=1.0)
-    dense = replace(world({**SETTINGS[setting], "quantize": PLAIN}, w.config.topology), numels=NUMELS)
-
-    def rank_main(rank: int) -> list[Tensor]:
-        engine, found = dense.engine(), []
-        for step in range(INTERVAL + 2):
-            engine.gradients.scatter(range(len(NUMELS)), dense.grads(rank, step), last=True)
-            engine.gradients.sync()
-            found.append(engine.gradients.optimizer_rows().clone())
-            engine.end_step(skipped=False)
-        return found
-
-    for steps, expected in zip(train(w, INTERVAL + 2), run_threads(dense.size, rank_main), strict=True):
+    for steps, expected in zip(train(w, INTERVAL + 2), dense_rows(w, INTERVAL + 2), strict=True):
         for seen, rows in zip(steps, expected, strict=True):
             torch.testing.assert_close(seen.step.rows, rows, atol=1e-6, rtol=1e-6)
             assert all(not debt.any() for _, debt in seen.step.debts)
 
 
-Disturbance = Callable[[Trainer, int], None]
+Disturbance = Callable[[Run, int], None]
 
 
 @lru_cache(maxsize=4)
@@ -245,7 +194,7 @@ def computed(setting: str, disturb: Disturbance | None = None, rate: Rate = usua
     w = radius_world(setting)
 
     def rank_main(rank: int) -> list[Tensor]:
-        trainer, found = Trainer(w, rank, rate), []
+        trainer, found = Run(w, rank, rate), []
         for step in range(2 * INTERVAL + 1):
             if disturb is not None:
                 disturb(trainer, step)
@@ -263,17 +212,28 @@ def assert_undisturbed(setting: str, disturb: Disturbance, rate: Rate = usual_ra
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("when", [0, 1, INTERVAL], ids=["first", "between", "resampling"])
-@pytest.mark.parametrize("setting", ["topo", "data parallel"])
-def test_a_skipped_step_changes_nothing(setting: str, when: int) -> None:
-    """An overflow leaves mask, counter and residual as they were, also where the step would have resampled."""
-    assert_undisturbed(setting, lambda trainer, step: trainer.skipped(77) if step == when else None)
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [*(("skip", when) for when in (0, 1, INTERVAL)), *(("stop", when) for when in (1, 2, INTERVAL, INTERVAL + 1))],
+)
+@pytest.mark.parametrize("setting", PLACES)
+def test_skipped_steps_and_resuming_change_nothing(setting: str, how: str, when: int) -> None:
+    """An overflow leaves mask, counter and residual as they were, at first, between resamplings or at one.
+
+    State saved in the middle of an interval, or at its end, goes on in a new engine bit for bit.
+    """
+
+    def disturb(trainer: Run, step: int) -> None:
+        if step == when:
+            trainer.skipped(77) if how == "skip" else trainer.resume()
+
+    assert_undisturbed(setting, disturb)
 
 
 def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     """What an update said is forgotten with a step that is skipped after all, though the next one says nothing."""
 
-    def disturb(trainer: Trainer, step: int) -> None:
+    def disturb(trainer: Run, step: int) -> None:
         if step == INTERVAL:
             trainer.sync(77)
             begin, _ = trainer.columns[1]
@@ -284,19 +244,12 @@ def test_a_step_skipped_after_some_updates_changes_nothing() -> None:
     assert_undisturbed("topo", disturb, lambda step, group: 0.0 if step == INTERVAL else RATE)
 
 
-@pytest.mark.parametrize("when", [1, 2, INTERVAL, INTERVAL + 1])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_resume_is_exact(setting: str, when: int) -> None:
-    """State saved in the middle of an interval, or at its end, goes on in a new engine bit for bit."""
-    assert_undisturbed(setting, lambda trainer, step: trainer.resume() if step == when else None)
-
-
 def test_a_peek_loses_nothing() -> None:
     """The synced gradient may be looked at before the step; books balance after the step's own sync."""
     w = radius_world("topo")
 
     def rank_main(rank: int) -> list[Step]:
-        trainer = Trainer(w, rank)
+        trainer = Run(w, rank)
         return [trainer.step(step, peeks=step in (1, INTERVAL)).step for step in range(INTERVAL + 2)]
 
     check_nothing_is_lost(w, run_threads(w.size, rank_main))
@@ -338,16 +291,10 @@ def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
     w = radius_world("topo")
 
     def rank_main(rank: int) -> tuple[bool, bool]:
-        engine, grads = w.engine(), w.grads(rank, 0)
-        if rank == 3:
-            grads[-1][5] = float("nan")
-        engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
-        engine.gradients.sync()
-        seen = bool(torch.isnan(engine.gradients.optimizer_rows()).any())
-        wants = engine.gradients.mode.wants_updates
-        engine.end_step(skipped=True)
+        engine = w.engine()
+        found = overflowed(engine, w.grads(rank))
         assert not mode_of(engine).residual.any() and not mask_of(engine).any()
-        return seen, wants
+        return found
 
     results = run_threads(w.size, rank_main)
     assert any(seen for seen, _ in results) and not any(seen and wants for seen, wants in results)
@@ -358,7 +305,7 @@ def test_updates_are_asked_for_at_resamplings_only() -> None:
     w = radius_world("topo")
 
     def rank_main(rank: int) -> list[bool]:
-        trainer, asked = Trainer(w, rank), []
+        trainer, asked = Run(w, rank), []
         for step in range(INTERVAL + 1):
             trainer.sync(step)
             asked.append(trainer.engine.gradients.mode.wants_updates)
@@ -389,11 +336,10 @@ def test_the_meter_counts_what_the_formulas_say(setting: str, value_dtype: str) 
     assert booked == round((resampling + (INTERVAL - 1) * between) / INTERVAL)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", PLACES)
 def test_two_fifths_of_dense_at_the_papers_settings(setting: str) -> None:
     """About 0.403 of dense at a density of 0.4 and intervals of 200 steps."""
     w = radius_world(setting, density=0.4, interval=200)
-    dense = world({**SETTINGS[setting], "quantize": PLAIN}, w.config.topology)
-    work = Workload.uniform([1 << 20], itemsize=4)
-    mine, whole = (step_bytes(config, work)["sync", "world"] for config in (w.config, dense.config))
+    work, dense = Workload.uniform([1 << 20], itemsize=4), replace(w.config, sync=DenseSync())
+    mine, whole = (step_bytes(config, work)["sync", "world"] for config in (w.config, dense))
     assert mine / whole == pytest.approx(0.403, abs=5e-4)

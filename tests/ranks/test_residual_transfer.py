@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, PLAIN, mode_of
-from tests.ranks.worlds import NUMELS, World, shuffled, world
+from tests.ranks.test_sparse_modes import PLACES, mode_of
+from tests.ranks.worlds import NUMELS, PLAIN, World, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, carried, carry
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
 RESIDUAL = {"topk_a": {"density": 0.05}, "oktopk": {"density": 0.05}, "radius": {"density": 0.1}, "tagc": {}}
-PLACES = {**HIERARCHY, "data parallel": DATA_PARALLEL}
 # More nodes; fewer ranks; another placement; another plan.
 OTHERS = [
     ("topo", emulated(3, 2, 2)),
@@ -44,9 +43,7 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
         engine = w.engine()
         engine.load_state_dict({}, torch.zeros(w.columns), None if folder is None else str(folder))
         for step in range(steps):
-            engine.gradients.scatter(range(len(w.numels)), w.grads(rank, step), last=True)
-            engine.gradients.sync()
-            rows = engine.gradients.optimizer_rows()
+            rows = synced(engine, w.grads(rank, step))
             weights = torch.zeros_like(rows)
             with engine.watched(weights.view(-1), 0, 0.1):  # Radius chooses by the update
                 weights.sub_(rows, alpha=0.1)
@@ -98,25 +95,23 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert carried(tmp_path) == {} and carried(None) == {}
 
 
-def test_another_mode_does_not_drop_it_silently(tmp_path: Path) -> None:
-    """Dense sync has no place for it; the file may be deleted."""
-    torch.save({"p1": torch.zeros(7)}, tmp_path / FILE)
-    dense = world({"scheme": "topo", "quantize": PLAIN})
+@pytest.mark.parametrize(
+    ("sync", "owed", "message"),
+    [
+        ({}, {"p1": torch.zeros(7)}, r"delete zero_topo_owed\.pt"),
+        ({"mode": "topk_a"}, {"p4": torch.zeros(7)}, r"7 elements for p4, which has 1280"),
+    ],
+    ids=["another mode has no place for it, the file may be deleted", "a parameter of another size"],
+)
+def test_what_does_not_fit_is_refused(
+    sync: dict[str, Any], owed: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    """Nothing is dropped silently."""
+    torch.save(owed, tmp_path / FILE)
+    w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})
 
     def rank_main(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"delete zero_topo_owed\.pt"):
-            dense.engine().load_state_dict({}, torch.zeros(dense.columns), str(tmp_path))
-
-    run_threads(dense.size, rank_main)
-
-
-def test_a_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
-    """With its name."""
-    torch.save({"p4": torch.zeros(7)}, tmp_path / FILE)
-    w: Any = sparse("topo", emulated(2, 2, 2), "topk_a")
-
-    def rank_main(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"7 elements for p4, which has 1280"):
+        with pytest.raises(ValueError, match=message):
             w.engine().load_state_dict({}, torch.zeros(w.columns), str(tmp_path))
 
     run_threads(w.size, rank_main)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.scape_reference import Reference, Settings
-from tests.ranks.test_sparse_modes import PLAIN
-from tests.ranks.worlds import NUMELS, World, world
+from tests.ranks.trainer import Trainer
+from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, synced, world
 from zero_topo import AdamS
 from zero_topo.config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.sync import Moment
 from zero_topo.sync.scape import Scape
 from zero_topo.topology.presets import emulated
 
@@ -55,64 +53,35 @@ class Seen(NamedTuple):
     sent: int
 
 
-class Trainer:
-    """One rank's engine with AdamS on masters in two sub-groups, clipped by the global norm as the hook does it."""
+class Run(Trainer):
+    """With AdamS, clipped by the global norm as the hook does it."""
 
     def __init__(self, w: World, rank: int, clip: float = 0.0) -> None:
-        self.w, self.rank, self.clip = w, rank, clip
-        self.engine = w.engine(moments=self.moments)
-        self.height, columns = self.engine.gradients.optimizer_rows().shape
-        cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
-        self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]
-        self.masters = [torch.ones(self.height * (end - begin), requires_grad=True) for begin, end in self.columns]
-        self.optimizer = AdamS(self.masters, RATE, BETAS, eps=EPS, weight_decay=DECAY)
-
-    def moments(self) -> Sequence[Moment]:
-        """As the hook gives them."""
-        begins = [begin for begin, _ in self.columns]
-        groups = self.optimizer.param_groups * len(begins)
-        return self.engine.masters.moments(self.optimizer.state, self.masters, begins, groups)
-
-    def sync(self, step: int) -> Tensor:
-        """One micro-batch and sync; the optimizer's rows."""
-        self.engine.gradients.scatter(range(len(self.w.numels)), self.w.grads(self.rank, step), last=True)
-        self.engine.gradients.sync()
-        return self.engine.gradients.optimizer_rows().clone()
+        super().__init__(w, rank, lambda masters: AdamS(masters, RATE, BETAS, eps=EPS, weight_decay=DECAY), 1.0)
+        self.clip = clip
 
     def step(self, step: int) -> Seen:
         """A whole step."""
         mode = self.engine.gradients.mode
         mask = mode.mask(mode._state) if isinstance(mode, Scape) else None
         rows = self.sync(step)
-        factor = self._clipping()
-        for master, (begin, end) in zip(self.masters, self.columns, strict=True):
-            master.grad = (rows[:, begin:end] * factor).reshape(-1)
-        for master, (begin, _) in zip(self.masters, self.columns, strict=True):
-            self.optimizer.param_groups[0]["params"] = [master]
-            with self.engine.watched(master, begin, RATE):
-                self.optimizer.step()
+        self.update(rows * self._clipping(), lambda group: RATE)
         self.engine.end_step(skipped=False)
         sent = sum(n for (phase, _), n in self.engine.meter.last_step().items() if phase == "sync")
-        return Seen(rows, self._table(self.masters), self._table([m.mean for m in self.moments()]), mask, sent)
+        return Seen(rows, self.table(self.masters), self.table([m.mean for m in self.moments()]), mask, sent)
 
     def _clipping(self) -> float:
         """The factor, of the norm over distinct rows, of which each rank counts its own."""
-        gradients = self.engine.gradients
-        own = gradients.buffer[self.engine.layout.row(self.w.config.plan.gradients)]
-        total = (own.double() ** 2).sum().view(1)
+        total = (owned(self.engine).double() ** 2).sum().view(1)
         dist.all_reduce(total)
         return min(1.0, self.clip / float(total.sqrt())) if self.clip else 1.0
-
-    def _table(self, flats: Sequence[Tensor]) -> Tensor:
-        parts = [flat.detach().reshape(self.height, -1) for flat in flats]
-        return torch.cat(parts, dim=1).clone()
 
 
 def train(w: World, steps: int, clip: float = 0.0) -> list[list[Seen]]:
     """Steps of every rank."""
 
     def rank_main(rank: int) -> list[Seen]:
-        trainer = Trainer(w, rank, clip)
+        trainer = Run(w, rank, clip)
         return [trainer.step(step) for step in range(steps)]
 
     return run_threads(w.size, rank_main)
@@ -190,7 +159,7 @@ def test_nothing_is_lost(setting: str, numel: int, density: float, value_dtype: 
     plan, b1 = w.config.plan, BETAS[0]
 
     def rank_main(rank: int) -> list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]:
-        trainer, found = Trainer(w, rank), []
+        trainer, found = Run(w, rank), []
         mode = trainer.engine.gradients.mode
         assert isinstance(mode, Scape)
         for step in range(4):
@@ -221,21 +190,14 @@ def test_skipped_steps_and_resuming_change_nothing(setting: str, what: str, step
     w = scape_world(setting, density=0.05, warmup=steps - 1)
 
     def rank_main(rank: int, changed: bool) -> Tensor:
-        trainer = Trainer(w, rank)
+        trainer = Run(w, rank)
         for step in range(steps):
-            if changed and step == steps // 2 and what == "skip":
-                trainer.sync(77)
-                trainer.engine.end_step(skipped=True)
-            if changed and step == steps // 2 and what == "stop":
-                saved = {key: value.clone() for key, value in trainer.engine.gradients.mode.state_dict().items()}
-                trainer.engine = w.engine(moments=trainer.moments)
-                trainer.engine.gradients.mode.load_state_dict(saved)
+            if changed and step == steps // 2:
+                trainer.skipped(77) if what == "skip" else trainer.resume()
             seen = trainer.step(step)
         return torch.cat([seen.weights, seen.momentum])
 
-    plain = run_threads(w.size, rank_main, False)
-    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_changes_nothing(w, rank_main)
 
 
 def test_not_a_number_reaches_the_optimizer() -> None:
@@ -243,21 +205,11 @@ def test_not_a_number_reaches_the_optimizer() -> None:
     w = scape_world("hierarchy", density=0.05)
 
     def rank_main(rank: int) -> tuple[bool, bool]:
-        trainer = Trainer(w, rank)
+        trainer = Run(w, rank)
         trainer.step(0)
-        grads = w.grads(rank, 1)
-        if rank == 3:
-            grads[-1][5] = float("nan")
-        gradients = trainer.engine.gradients
-        gradients.scatter(range(len(w.numels)), grads, last=True)
-        gradients.sync()
-        seen = bool(torch.isnan(gradients.optimizer_rows()).any())
-        trainer.engine.end_step(skipped=True)
-        clean = all(bool(torch.isfinite(v).all()) for v in gradients.mode.state_dict().values())
-        return seen, clean
+        return overflowed(trainer.engine, w.grads(rank, 1))
 
-    results = run_threads(w.size, rank_main)
-    assert any(seen for seen, _ in results) and all(clean for _, clean in results)
+    assert any(seen for seen, _ in run_threads(w.size, rank_main))
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])
@@ -310,9 +262,7 @@ def quadratic_error(feedback: bool) -> float:
         )
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = 0.1 + (1e-4 - 0.1) * step / steps
-            engine.gradients.scatter([0], [weights.detach() - target + pulls[rank]], last=True)
-            engine.gradients.sync()
-            weights.grad = engine.gradients.optimizer_rows().reshape(-1)[:numel].clone()
+            weights.grad = synced(engine, [weights.detach() - target + pulls[rank]]).reshape(-1)[:numel]
             with engine.watched(weights, 0, 0.0):
                 optimizer.step()
             engine.end_step(skipped=False)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, World, world
+from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, resumed, synced, world
+from zero_topo.config.sync_config import DenseSync
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
-PLAIN = {"weights": None, "secondary": None, "gradients": None}
 MODES: dict[str, dict[str, Any]] = {
     "topk_a": {},
     "topk_dsa": {},
@@ -31,15 +32,17 @@ HIERARCHY: dict[str, dict[str, Any]] = {
     "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
 }
 DATA_PARALLEL = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
+PLACES = {**HIERARCHY, "data parallel": DATA_PARALLEL}
 
 
 class Step(NamedTuple):
-    """What one rank sees of one step: its own row and all its optimizer rows, synced; and what it still owes."""
+    """What one rank sees of one step: its own row and all its optimizer rows, synced; what it owes then; the report."""
 
     own: Tensor
     rows: Tensor
     debts: list[tuple[int, Tensor]]
     sent: int
+    report: dict[str, float]
 
 
 def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: tuple[int, ...], **sync: Any) -> World:
@@ -55,30 +58,30 @@ def mode_of(engine: Stage3) -> Sparse[Any]:
     return engine.gradients.mode
 
 
-def observed(w: World, engine: Stage3) -> Step:
+def observed(engine: Stage3) -> Step:
     """After sync and commit."""
-    mode, layout = mode_of(engine), engine.layout
-    plan = layout.plan
-    rows = engine.gradients.optimizer_rows().clone()
-    own = engine.gradients.buffer[layout.row(plan.gradients)].clone()
+    mode, plan = mode_of(engine), engine.layout.plan
+    rows, own = engine.gradients.optimizer_rows().clone(), owned(engine)
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    debts = list(zip(plan.group(layout.rank, lo, hi), mode.debts(), strict=True))
+    debts = list(zip(plan.group(engine.layout.rank, lo, hi), mode.debts(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
-    return Step(own, rows, debts, sent)
+    return Step(own, rows, debts, sent, mode.report())
 
 
-def run(w: World, steps: int) -> list[list[Step]]:
-    """Steps of every rank."""
+def run(
+    w: World, steps: int, grads: Callable[[int, int], list[Tensor]] | None = None, peeks_at: int = -1
+) -> list[list[Step]]:
+    """Steps of every rank, on the world's gradients or others; at one, the synced gradient is looked at first."""
 
     def rank_main(rank: int) -> list[Step]:
-        engine = w.engine()
-        slots = range(len(w.numels))
-        found = []
+        engine, found = w.engine(), []
         for step in range(steps):
-            engine.gradients.scatter(slots, w.grads(rank, step), last=True)
+            engine.gradients.scatter(range(len(w.numels)), (grads or w.grads)(rank, step), last=True)
+            if step == peeks_at:
+                engine.gradients.peek()
             engine.gradients.sync()
-            found.append(observed(w, engine))
+            found.append(observed(engine))
         return found
 
     return run_threads(w.size, rank_main)
@@ -144,22 +147,27 @@ def test_nothing_is_lost_at_any_size(mode: str, numel: int, density: float) -> N
     check_nothing_is_lost(w, run(w, 4))
 
 
+def dense_rows(w: World, steps: int) -> list[list[Tensor]]:
+    """By rank and step: the optimizer's rows where the same world syncs everything."""
+    dense = replace(w, config=replace(w.config, sync=DenseSync()))
+
+    def rank_main(rank: int) -> list[Tensor]:
+        engine, found = dense.engine(), []
+        for step in range(steps):
+            found.append(synced(engine, w.grads(rank, step)))
+            engine.end_step(skipped=False)
+        return found
+
+    return run_threads(w.size, rank_main)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setting", ["data parallel", *HIERARCHY])
+@pytest.mark.parametrize("setting", PLACES)
 def test_density_one_is_dense(mode: str, setting: str) -> None:
     """All elements picked: the mean gradient, and nothing owed."""
-    place = {**HIERARCHY, "data parallel": DATA_PARALLEL}[setting]
-    w = sparse_world(place, 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
-    dense = replace(world({**place, "quantize": PLAIN}, w.config.topology), numels=NUMELS)
-
-    def rank_main(rank: int) -> Tensor:
-        engine = dense.engine()
-        engine.gradients.scatter(range(len(NUMELS)), dense.grads(rank, 0), last=True)
-        engine.gradients.sync()
-        return engine.gradients.optimizer_rows().clone()
-
-    for found, expected in zip(run(w, 1), run_threads(dense.size, rank_main), strict=True):
-        torch.testing.assert_close(found[0].rows, expected, atol=1e-6, rtol=1e-6)
+    w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode, NUMELS, density=1.0)
+    for found, expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
+        torch.testing.assert_close(found[0].rows, expected[0], atol=1e-6, rtol=1e-6)
         assert all(not debt.abs().max() > 1e-6 for _, debt in found[0].debts)
 
 
@@ -175,30 +183,17 @@ def check_changes_nothing(w: World, what: str, steps: int) -> list[Tensor]:
         engine = w.engine(loss_scale=lambda: scale[0])
         for step in range(steps):
             if changed and step == steps - 2 and what == "skip":
-                one_step(w, engine, rank, 77, skipped=True)
+                synced(engine, w.grads(rank, 77))
+                engine.end_step(skipped=True)
             if changed and step == steps - 2 and what == "stop":
-                saved = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
-                engine = w.engine(loss_scale=lambda: scale[0])
-                mode_of(engine).load_state_dict(saved)
+                engine = resumed(engine, w.engine(loss_scale=lambda: scale[0]))
             scale[0] = 2.0 ** (5 - step) if changed and what == "scale" else 1.0
-            rows = one_step(w, engine, rank, step, scale[0]) / scale[0]
+            rows = synced(engine, [scale[0] * grad for grad in w.grads(rank, step)]) / scale[0]
+            engine.end_step(skipped=False)
         counted = torch.tensor([mode_of(engine).report().get("fallbacks", 0.0)])
         return torch.cat([rows.view(-1), mode_of(engine).residual, counted])
 
-    plain = run_threads(w.size, rank_main, False)
-    for found, expected in zip(run_threads(w.size, rank_main, True), plain, strict=True):
-        assert torch.equal(found, expected)
-    return plain
-
-
-def one_step(w: World, engine: Stage3, rank: int, step: int, scale: float = 1.0, skipped: bool = False) -> Tensor:
-    """Scatter, sync, and the end of the step; what the optimizer gets."""
-    grads = [scale * grad for grad in w.grads(rank, step)]
-    engine.gradients.scatter(range(len(w.numels)), grads, last=True)
-    engine.gradients.sync()
-    rows = engine.gradients.optimizer_rows().clone()
-    engine.end_step(skipped)
-    return rows
+    return assert_changes_nothing(w, rank_main)
 
 
 @pytest.mark.parametrize(("what", "steps"), [("skip", 4), ("stop", 7), ("scale", 3)])
@@ -215,37 +210,14 @@ def test_a_gradient_that_is_not_finite_reaches_the_optimizer(mode: str, bad: flo
     """NaN is in no comparison the larger: it would never be picked, and training would go on without a word."""
     w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
 
-    def rank_main(rank: int) -> tuple[bool, bool]:
-        engine = w.engine()
-        grads = w.grads(rank, 0)
-        if rank == 3:
-            grads[-1][5] = bad
-        engine.gradients.scatter(range(len(NUMELS)), grads, last=True)
-        engine.gradients.sync()
-        seen = not bool(torch.isfinite(engine.gradients.optimizer_rows()).all())
-        engine.end_step(skipped=True)
-        return seen, bool(torch.isfinite(mode_of(engine).residual).all())
-
-    results = run_threads(w.size, rank_main)
-    assert any(seen for seen, _ in results) and all(clean for _, clean in results)
+    assert any(seen for seen, _ in run_threads(w.size, lambda rank: overflowed(w.engine(), w.grads(rank), bad)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_peek_loses_nothing(mode: str) -> None:
     """The synced gradient may be looked at before the step; books balance after the step's own sync."""
     w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
-
-    def rank_main(rank: int) -> list[Step]:
-        engine, found = w.engine(), []
-        for step in range(3):
-            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
-            if step == 1:
-                engine.gradients.peek()
-            engine.gradients.sync()
-            found.append(observed(w, engine))
-        return found
-
-    check_nothing_is_lost(w, run_threads(w.size, rank_main))
+    check_nothing_is_lost(w, run(w, 3, peeks_at=1))
 
 
 def test_patterns_choose_the_parameters() -> None:
@@ -254,10 +226,8 @@ def test_patterns_choose_the_parameters() -> None:
 
     def rank_main(rank: int) -> tuple[Tensor, int]:
         engine = w.engine()
-        engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, 0), last=True)
-        engine.gradients.sync()
-        own = engine.gradients.buffer[engine.layout.row(engine.layout.plan.gradients)].clone()
-        return own, mode_of(engine).numel
+        synced(engine, w.grads(rank))
+        return owned(engine), mode_of(engine).numel
 
     for rank, (own, numel) in enumerate(run_threads(w.size, rank_main)):
         due = w.own_mean(rank, 0)
@@ -288,9 +258,7 @@ def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 2, s
         engine, weights = w.engine(), torch.zeros(numel)
         for step in range(steps):
             rate = 0.1 * (1e-4 / 0.1) ** (step / steps)
-            engine.gradients.scatter([0], [weights - target + pulls[rank]], last=True)
-            engine.gradients.sync()
-            weights -= rate * engine.gradients.optimizer_rows().reshape(-1)
+            weights -= rate * synced(engine, [weights - target + pulls[rank]]).reshape(-1)
             engine.end_step(skipped=False)
         return float((weights - target)[64:].norm() / target[64:].norm())
 
@@ -312,8 +280,8 @@ def test_the_report_tells_what_was_asked_and_what_is_owed(mode: str) -> None:
     def rank_main(rank: int) -> None:
         engine = w.engine()
         assert mode_of(engine).report() == {}
-        one_step(w, engine, rank, 0)
-        report = mode_of(engine).report()
+        synced(engine, w.grads(rank))
+        report = observed(engine).report
         assert report["density_asked"] == 0.05 and 0 < report["density"] <= 1
         assert report["residual_norm"] == float(mode_of(engine).residual.norm()) > 0
 

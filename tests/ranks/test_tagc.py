@@ -4,28 +4,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import (
     DATA_PARALLEL,
     HIERARCHY,
+    PLACES,
     Step,
     check_changes_nothing,
     check_nothing_is_lost,
-    mode_of,
-    observed,
+    run,
     sparse_world,
 )
-from tests.ranks.worlds import NUMELS, World
+from tests.ranks.worlds import NUMELS, World, overflowed
 from zero_topo.config import TagcSync, ZeroTopoConfig
 from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
 from zero_topo.cost import Workload, step_bytes
@@ -35,14 +33,6 @@ from zero_topo.sync.sparse import taken
 
 ROW = LEAST_BLOCKS * 1024
 SHARDED: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "world"}
-Grads = Callable[[int, int], list[Tensor]]
-
-
-class Run(NamedTuple):
-    """Steps of a rank, and its report after each."""
-
-    steps: list[Step]
-    reports: list[dict[str, float]]
 
 
 def tagc(numels: tuple[int, ...], peers: int | None = 2, setting: dict[str, Any] = DATA_PARALLEL, **sync: Any) -> World:
@@ -50,26 +40,10 @@ def tagc(numels: tuple[int, ...], peers: int | None = 2, setting: dict[str, Any]
     return sparse_world(setting, peers, "tagc", numels, **sync)
 
 
-def run(w: World, steps: int, grads: Grads | None = None) -> list[Run]:
-    """All ranks, on the world's gradients or others."""
-
-    def rank_main(rank: int) -> Run:
-        engine, found = w.engine(), Run([], [])
-        for step in range(steps):
-            own = w.grads(rank, step) if grads is None else grads(rank, step)
-            engine.gradients.scatter(range(len(w.numels)), own, last=True)
-            engine.gradients.sync()
-            found.steps.append(observed(w, engine))
-            found.reports.append(mode_of(engine).report())
-        return found
-
-    return run_threads(w.size, rank_main)
-
-
-def check(w: World, results: Sequence[Run]) -> None:
+def check(w: World, results: list[list[Step]]) -> None:
     """Nothing is lost or estimated."""
-    check_nothing_is_lost(w, [found.steps for found in results])
-    assert all(report["estimated"] == 0 for found in results for report in found.reports)
+    check_nothing_is_lost(w, results)
+    assert all(seen.report["estimated"] == 0 for found in results for seen in found)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -80,8 +54,8 @@ def test_nothing_is_lost_through_a_sketch(peers: int, ratio: int) -> None:
     results = run(w, 3)
     check(w, results)
     for step in range(3):
-        assert all(torch.equal(found.steps[step].rows, results[0].steps[step].rows) for found in results)
-        report = results[0].reports[step]
+        assert all(torch.equal(found[step].rows, results[0][step].rows) for found in results)
+        report = results[0][step].report
         assert report["ratio"] == ratio and report["fallbacks"] == 0
         assert report["union"] <= SAFE_LOAD / ratio and report["density"] == pytest.approx(
             1 - report["theta"], rel=0.01
@@ -94,18 +68,17 @@ def test_nothing_is_lost_through_a_sketch_between_nodes(setting: str) -> None:
     w = tagc((8 * (ROW + 77), 8 * 9), None, HIERARCHY[setting])
     results = run(w, 2)
     check(w, results)
-    assert {found.reports[1]["ratio"] for found in results} == {4.0}
+    assert {found[1].report["ratio"] for found in results} == {4.0}
 
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("setting", ["data parallel", *HIERARCHY])
+@pytest.mark.parametrize("setting", PLACES)
 def test_nothing_is_lost_without_a_sketch(setting: str, value_dtype: str) -> None:
     """Rows too short for one: their values travel as they are, and what rounding takes away is owed."""
-    place = {**HIERARCHY, "data parallel": DATA_PARALLEL}[setting]
-    w = tagc(NUMELS, 3 if setting == "data parallel" else None, place, value_dtype=value_dtype)
+    w = tagc(NUMELS, 3 if setting == "data parallel" else None, PLACES[setting], value_dtype=value_dtype)
     results = run(w, 4)
     check(w, results)
-    assert {(report["ratio"], report["fallbacks"]) for found in results for report in found.reports} == {(0.0, 0.0)}
+    assert {(seen.report["ratio"], seen.report["fallbacks"]) for found in results for seen in found} == {(0.0, 0.0)}
 
 
 @pytest.mark.parametrize("numel", [2, 1000, 30_000])
@@ -120,8 +93,8 @@ def test_theta_zero_is_dense(numel: int) -> None:
     """Everything is picked: the mean gradient, and nothing owed; no sketch can hold it."""
     w = tagc((numel,), 2, SHARDED, theta=0.0)
     for rank, found in enumerate(run(w, 1)):
-        torch.testing.assert_close(found.steps[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
-        assert found.reports[0]["residual_norm"] == 0 and found.reports[0]["ratio"] == 0
+        torch.testing.assert_close(found[0].own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
+        assert found[0].report["residual_norm"] == 0 and found[0].report["ratio"] == 0
 
 
 @pytest.mark.parametrize("theta", [None, 0.6], ids=["sketch", "plain"])
@@ -133,28 +106,22 @@ def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | Non
     grad = torch.where((numbers % 113 < 4) & (numbers % 1024 < 1000), 1.0 + numbers % 97, 0.0)
     results = run(w, 1, lambda rank, step: [(rank + 1) * grad])
     for rank, found in enumerate(results):
-        torch.testing.assert_close(found.steps[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5)
-        assert found.reports[0]["union"] == found.reports[0]["density"] == grad.count_nonzero() / grad.numel()
-        assert found.reports[0]["ratio"] == 4
+        torch.testing.assert_close(found[0].own, 2 * w.own_columns(rank, [grad]), atol=1e-3, rtol=1e-5)
+        assert found[0].report["union"] == found[0].report["density"] == grad.count_nonzero() / grad.numel()
+        assert found[0].report["ratio"] == 4
 
 
 def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch() -> None:
     """Few lanes hold all picks, far too many for those: the union is safe on average, and yet nothing is lost."""
     w = tagc((2 * ROW,), 2)
     hot = torch.arange(2 * ROW) % 1024 < 40
-
-    def grads(rank: int, step: int) -> list[Tensor]:
-        return [w.grads(rank, step)[0] * hot]
-
-    results = run(w, 1, grads)
-    assert all(found.reports[0]["beside"] > 1000 and found.reports[0]["ratio"] == 4 for found in results)
-    assert all(found.reports[0]["estimated"] == 0 for found in results)
+    results = run(w, 1, lambda rank, step: [w.grads(rank, step)[0] * hot])
+    assert all(found[0].report["beside"] > 1000 and found[0].report["ratio"] == 4 for found in results)
+    assert all(found[0].report["estimated"] == 0 for found in results)
     for rank, found in enumerate(results):
-        owed = sum(
-            (debt for other in results for member, debt in other.steps[0].debts if member == rank), torch.zeros(())
-        )
-        due = sum((w.own_columns(rank, grads(r, 0)) for r in range(2)), torch.zeros(())) / 2
-        torch.testing.assert_close(found.steps[0].own + owed, due, atol=2e-5, rtol=1e-5)
+        owed = sum((debt for other in results for member, debt in other[0].debts if member == rank), torch.zeros(()))
+        due = w.own_mean(rank, 0) * w.own_columns(rank, [hot])
+        torch.testing.assert_close(found[0].own + owed, due, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("theta", "ratio"), [(0.9, 2), (0.95, 4), (0.7, 0)])
@@ -165,8 +132,8 @@ def test_a_union_too_dense_for_the_ratio_falls_back(theta: float, ratio: int, ca
         results = run(w, 3)
     check(w, results)
     for found in results:
-        assert [report["fallbacks"] for report in found.reports] == [1, 2, 3]
-        assert [report["ratio"] for report in found.reports] == [ratio] * 3
+        assert [seen.report["fallbacks"] for seen in found] == [1, 2, 3]
+        assert [seen.report["ratio"] for seen in found] == [ratio] * 3
     said = [record.getMessage() for record in caplog.records if record.name == "zero_topo.sync.tagc"]
     assert len(said) == 1 and (f"takes {ratio}x" if ratio else "without a sketch") in said[0]
 
@@ -176,8 +143,8 @@ def test_one_crowded_row_makes_all_fall_back() -> None:
     w = tagc((3 * ROW,), 3, SHARDED, theta=0.97)
     crowd = torch.where(torch.arange(3 * ROW) < ROW, 100.0, 1.0)
     results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0] * crowd])
-    assert {(found.reports[1]["ratio"], found.reports[1]["fallbacks"]) for found in results} == {(2.0, 2.0)}
-    assert results[0].reports[1]["union"] < SAFE_LOAD / 4
+    assert {(found[1].report["ratio"], found[1].report["fallbacks"]) for found in results} == {(2.0, 2.0)}
+    assert results[0][1].report["union"] < SAFE_LOAD / 4
 
 
 @given(asked=st.sampled_from(RATIOS), union=st.floats(0, 1), width=st.integers(1, 4 * ROW), peers=st.integers(2, 1000))
@@ -207,10 +174,10 @@ def test_bits_and_sketches_go_to_the_owners_and_that_is_what_the_formula_says(pe
     blocks = LEAST_BLOCKS
     assert formula == (peers - 1) * (ROW // 8 + 4096 * -(-blocks // ratio))
     results = run(w, 2)
-    beside = [int(found.reports[1]["beside"]) for found in results]
+    beside = [int(found[1].report["beside"]) for found in results]
     for found, own in zip(results, beside, strict=True):
         extra = 4 * own * (peers - 1) + 4 * (sum(beside) - own)
-        assert found.steps[1].sent == formula + counts(peers, True) + extra
+        assert found[1].sent == formula + counts(peers, True) + extra
 
 
 def test_sums_go_to_all_where_all_need_them() -> None:
@@ -219,9 +186,9 @@ def test_sums_go_to_all_where_all_need_them() -> None:
         w = tagc((numel,), 2, theta=theta)
         found, sync = run(w, 1), w.config.sync
         assert isinstance(sync, TagcSync)
-        union = round(found[0].reports[0]["union"] * numel)
-        total = sum(one.steps[0].sent for one in found)
-        beside = sum(int(one.reports[0]["beside"]) for one in found)
+        union = round(found[0][0].report["union"] * numel)
+        total = sum(one[0].sent for one in found)
+        beside = sum(int(one[0].report["beside"]) for one in found)
         back = 2 * (numel // 16) + 4 * union
         assert back == pytest.approx(2 * bytes_from_owner(sync, numel // 2, 2), rel=0.02)
         there = total - back - 8 * beside - 2 * counts(2, theta is None)
@@ -239,17 +206,7 @@ def test_state_counts_only_finished_steps_and_can_be_saved(what: str, numel: int
 def test_a_gradient_that_is_not_finite_reaches_the_optimizer() -> None:
     """NaN is in no comparison the larger."""
     w = tagc((2 * ROW,), 2)
-
-    def rank_main(rank: int) -> bool:
-        engine, grads = w.engine(), w.grads(rank)
-        grads[0][5] = float("nan") if rank else 0.0
-        engine.gradients.scatter([0], grads, last=True)
-        engine.gradients.sync()
-        seen = not bool(torch.isfinite(engine.gradients.optimizer_rows()).all())
-        engine.end_step(skipped=True)
-        return seen and bool(torch.isfinite(mode_of(engine).residual).all())
-
-    assert all(run_threads(2, rank_main))
+    assert all(seen for seen, _ in run_threads(2, lambda rank: overflowed(w.engine(), w.grads(rank))))
 
 
 @pytest.mark.parametrize(
