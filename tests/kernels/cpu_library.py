@@ -24,39 +24,14 @@ from torch import Tensor
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
+from tests.kernels.gpu_library import DTYPES, CMessage, CReduce, CSpec, c_message, c_messages, c_pieces, c_spec
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 FLAGS_VARIABLE = "ZT_TEST_CXXFLAGS"
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # in the order of enum zt_dtype
 LANES = 1024
 LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
-
-
-class Spec(ctypes.Structure):
-    """zt_wire_spec."""
-
-    _fields_ = [("bits", ctypes.c_int32), ("block_size", ctypes.c_int32), ("symmetric", ctypes.c_int32)]
-
-
-class CPiece(ctypes.Structure):
-    """zt_piece."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("limit", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-    ]
-
-
-class Message(ctypes.Structure):
-    """zt_message."""
-
-    _fields_ = [("data", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]
 
 
 class Range(ctypes.Structure):
@@ -65,18 +40,12 @@ class Range(ctypes.Structure):
     _fields_ = [("begin", ctypes.c_int64), ("end", ctypes.c_int64)]
 
 
-class CReduce(ctypes.Structure):
-    """zt_reduce."""
-
-    _fields_ = [("factor", ctypes.c_float), ("accumulate", ctypes.c_int32)]
-
-
 _PTR, _I32, _I64, _U64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
 SIGNATURES = {
-    "zt_cpu_quantize": [Spec, _PTR, _I32, Message, Range, _I32],
-    "zt_cpu_dequantize": [Spec, Message, _PTR, _I32, Range, _I32],
-    "zt_cpu_dequantize_reduce": [Spec, _PTR, _I32, _PTR, _I32, CReduce, Range, _I32],
-    "zt_cpu_requantize": [Spec, _PTR, _I32, Spec, Message, _I64, CReduce, Range, _I32],
+    "zt_cpu_quantize": [CSpec, _PTR, _I32, CMessage, Range, _I32],
+    "zt_cpu_dequantize": [CSpec, CMessage, _PTR, _I32, Range, _I32],
+    "zt_cpu_dequantize_reduce": [CSpec, _PTR, _I32, _PTR, _I32, CReduce, Range, _I32],
+    "zt_cpu_requantize": [CSpec, _PTR, _I32, CSpec, CMessage, _I64, CReduce, Range, _I32],
     "zt_cpu_mask_pack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_mask_unpack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_mask_pack_at": [_PTR, _I64, _PTR, Range, _I32],
@@ -153,30 +122,6 @@ def load(library: Path) -> ctypes.CDLL:
     return loaded
 
 
-def c_spec(spec: BlockSpec) -> Spec:
-    """A specification for C."""
-    return Spec(spec.bits, spec.block_size, int(spec.symmetric))
-
-
-def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
-    """Pieces for C; the tensors must outlive them."""
-    made = [
-        CPiece(p.flat.data_ptr(), p.rows, p.columns, p.stride, p.flat.numel(), DTYPES.index(p.flat.dtype))
-        for p in pieces
-    ]
-    return (CPiece * len(made))(*made)
-
-
-def c_message(message: Tensor) -> Message:
-    """A message for C; the tensor must outlive it."""
-    return Message(message.data_ptr(), message.numel())
-
-
-def c_messages(messages: Sequence[Tensor]) -> ctypes.Array[Message]:
-    """Messages for C; the tensors must outlive them."""
-    return (Message * len(messages))(*map(c_message, messages))
-
-
 @dataclass
 class CpuKernels:
     """The kernels of one instruction set, as a backend of the golden suite.
@@ -244,8 +189,7 @@ class CpuKernels:
         for part in sorted(self._ranges(x.numel(), 8), key=lambda part: part.begin):
             done = min(total, indices.numel())
             targets = (indices.numel() - done, indices[done:].data_ptr(), values[done:].data_ptr(), ctypes.byref(found))
-            dtype = DTYPES.index(x.dtype)
-            self._call("compact_above", x.data_ptr(), dtype, threshold, part, *targets, self.level)
+            self._call("compact_above", x.data_ptr(), DTYPES[x.dtype], threshold, part, *targets, self.level)
             total += found.value
         return torch.tensor([total])
 
@@ -267,8 +211,7 @@ class CpuKernels:
 
     def _count(self, x: Tensor, threshold: float, part: Range) -> int:
         found = ctypes.c_int64()
-        dtype = DTYPES.index(x.dtype)
-        self._call("count_above", x.data_ptr(), dtype, threshold, part, ctypes.byref(found), self.level)
+        self._call("count_above", x.data_ptr(), DTYPES[x.dtype], threshold, part, ctypes.byref(found), self.level)
         return found.value
 
     def _ranges(self, total: int, multiple: int = 1) -> list[Range]:

@@ -18,21 +18,6 @@ from zero_topo.quant.spec import BlockSpec, Reduce
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 
-@pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled once."""
-    return cpu_library.load(cpu_library.build())
-
-
-@pytest.fixture(params=LEVELS)
-def level(library: ctypes.CDLL, request: pytest.FixtureRequest) -> int:
-    """Each instruction set in turn."""
-    number = LEVELS[request.param]
-    if number > library.zt_cpu_best_level():
-        pytest.skip(f"this processor has no {request.param}")
-    return number
-
-
 @pytest.fixture
 def whole(library: ctypes.CDLL, level: int) -> CpuKernels:
     """A backend that does each operation in one call."""
@@ -46,14 +31,9 @@ def split(library: ctypes.CDLL, level: int) -> CpuKernels:
 
 
 @pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
-def test_quantize(whole: CpuKernels, fmt: golden.Format) -> None:
-    """Messages, padding included, of every size and layout."""
+def test_quantize_and_dequantize(whole: CpuKernels, fmt: golden.Format) -> None:
+    """Messages, padding included, of every size and layout; values, and nothing besides them."""
     golden.check_quantize(whole, fmt)
-
-
-@pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
-def test_dequantize(whole: CpuKernels, fmt: golden.Format) -> None:
-    """Values, and nothing besides them."""
     golden.check_dequantize(whole, fmt)
 
 
@@ -70,23 +50,14 @@ def test_requantize(whole: CpuKernels, spec: BlockSpec) -> None:
     golden.check_requantize(whole, spec)
 
 
-def test_masks(whole: CpuKernels, split: CpuKernels) -> None:
-    """Masks to bits and back."""
-    golden.check_masks(whole)
-    golden.check_masks(split)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_selection(whole: CpuKernels, split: CpuKernels, dtype: torch.dtype) -> None:
-    """Counting and picking what is above a threshold."""
-    golden.check_selection(whole, dtype)
-    golden.check_selection(split, dtype)
-
-
-def test_sketches(whole: CpuKernels, split: CpuKernels) -> None:
-    """Count sketches and their inverse, also with the lanes split anywhere."""
-    golden.check_sketch(whole)
-    golden.check_sketch(split)
+@pytest.mark.parametrize("cuts", [1, 4], ids=["whole", "split"])
+def test_sparse(library: ctypes.CDLL, level: int, cuts: int) -> None:
+    """Masks to bits and back, picks above a threshold, count sketches and their inverse, with the work split or not."""
+    backend = CpuKernels(library, level, cuts)
+    golden.check_masks(backend)
+    golden.check_sketch(backend)
+    for dtype in FLOATS:
+        golden.check_selection(backend, dtype)
 
 
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_builder import source_dir
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+from tests.kernels import golden
+from zero_topo.quant.spec import BlockSpec
 
 PROGRAM = r"""
 #include <inttypes.h>
@@ -41,7 +41,6 @@ COMPILERS = {
 }
 
 Case = tuple[BlockSpec, int]
-SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
 EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 2047, 2048, 2049, 99991, 2**20 + 1]
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**52 + 1]
 
@@ -78,11 +77,11 @@ def expected(spec: BlockSpec, numel: int) -> list[int]:
 
 def test_header_agrees_at_every_edge(header: Callable[[Sequence[Case]], list[list[int]]]) -> None:
     """Around block and padding boundaries, and past 31, 32 and 40 bits, for every known specification."""
-    cases = [(spec, numel) for spec in SPECS for numel in [*EDGES, *LARGE]]
+    cases = [(spec, numel) for spec in golden.SPECS for numel in [*EDGES, *LARGE]]
     assert header(cases) == [expected(spec, numel) for spec, numel in cases]
 
 
-@given(st.lists(st.tuples(st.sampled_from(SPECS), st.integers(0, 2**52)), min_size=1, max_size=200))
+@given(st.lists(st.tuples(st.sampled_from(golden.SPECS), st.integers(0, 2**52)), min_size=1, max_size=200))
 def test_header_agrees_anywhere(header: Callable[[Sequence[Case]], list[list[int]]], cases: list[Case]) -> None:
     """Anywhere up to 2^52 elements."""
     assert header(cases) == [expected(spec, numel) for spec, numel in cases]
