@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,16 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import (
-    NUMELS,
-    PLAIN,
-    SLOTS,
-    World,
-    assert_weights_alike,
-    either_placement,
-    loaded,
-    world,
-)
+from tests.ranks.worlds import NUMELS, PLAIN, SLOTS, World, assert_weights_alike, either_placement, loaded, world
 from zero_topo.collectives.handle import Handle
 from zero_topo.cost import step_bytes
 from zero_topo.engine.agreement import checksum
@@ -115,8 +105,8 @@ def test_large_blocks_cost_little() -> None:
     late = {}
     for size in (64, 256):
         publish = {"delta": "int4", "block_size": size}
-        config = world({"scheme": "topo", "quantize": PLAIN, "publish": publish}).config
-        errors = replica_errors(World(config, (8 * 1024, 8 * 512)), torch.float32, 60)
+        w = world({"scheme": "topo", "quantize": PLAIN, "publish": publish}, numels=(8 * 1024, 8 * 512))
+        errors = replica_errors(w, torch.float32, 60)
         assert max(map(max, errors)) <= 2e-3
         late[size] = sum(sum(some[-20:]) for some in errors)
     assert 1.05 * late[64] < late[256] < 1.6 * late[64]
@@ -186,23 +176,20 @@ def publish_step(engine: Stage3, masters: Tensor) -> None:
     engine.weights.publish()
 
 
-def delayed(to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """An exchange whose messages arrive when they are waited for; until then, the received buffer holds NaN."""
+def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is gathered after a step is of that step, however late publish arrives."""
+    from zero_topo.collectives import exchange, peers
+
+    to_all = exchange.to_all
 
     def slow(hop: Any, message: Tensor) -> Any:
+        """Messages arrive when they are waited for; until then, the received buffer holds NaN."""
         received = to_all(hop, message).wait()
         arrived = received.clone()
         received.view(torch.uint8).fill_(255)  # NaN in every floating type
         return Handle(None, (), lambda: received.copy_(arrived))
 
-    return slow
-
-
-def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is gathered after a step is of that step, however late publish arrives."""
-    from zero_topo.collectives import exchange, peers
-
-    monkeypatch.setattr(peers, "to_all", delayed(exchange.to_all))
+    monkeypatch.setattr(peers, "to_all", slow)
     w = world(block("topo", None))
 
     def rank_main(rank: int) -> bool:
@@ -219,15 +206,14 @@ def test_a_delayed_publish_is_never_read_stale(monkeypatch: pytest.MonkeyPatch) 
     assert all(run_threads(w.size, rank_main))
 
 
-def test_weights_of_another_version_are_an_error_not_a_stale_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_another_version_are_an_error_not_a_stale_read() -> None:
     """If the engine forgot to finish a publish before a gather, the version stamp says so."""
     w = world(block("topo", None))
 
     def rank_main(rank: int) -> str:
         engine, masters = started(w, torch.float32)
         publish_step(engine, masters + 1.0)
-        publisher = engine.weights._publisher
-        publisher._pending.clear()
+        engine.weights._publisher._pending.clear()
         with pytest.raises(RuntimeError, match="before they were published") as caught:
             engine.weights.gather(SLOTS, "gather_forward")
         return str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.harness import run_threads
-from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, either_placement, shards, synced, world
+from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, either_placement, mean, shards, synced, world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
 
@@ -19,12 +19,9 @@ def expected_rows(w: World, rank: int, total: list[torch.Tensor]) -> torch.Tenso
 
 
 def mean_gradient(w: World, micro_batches: int) -> list[torch.Tensor]:
-    total = [torch.zeros(n, dtype=torch.float64) for n in w.numels]
-    for step in range(micro_batches):
-        for rank in range(w.size):
-            for acc, grad in zip(total, w.grads(rank, step), strict=True):
-                acc.add_(grad.double())
-    return [acc / w.size for acc in total]
+    """Over all ranks, summed over micro-batches."""
+    steps = [mean(w.numels, w.size, step) for step in range(micro_batches)]
+    return [torch.stack(parts).sum(dim=0) for parts in zip(*steps, strict=True)]
 
 
 def error(engine: Stage3, w: World, total: list[torch.Tensor]) -> float:
@@ -48,13 +45,13 @@ def test_scatter_and_sync_give_the_mean_over_all_ranks_and_micro_batches(
     scheme: str, machine: Topology, chunk: int
 ) -> None:
     w = world({"scheme": scheme, "quantize": PLAIN}, machine)
-    mean = mean_gradient(w, 2)
+    wanted = mean_gradient(w, 2)
 
     def rank_main(rank: int) -> float:
         engine = w.engine(chunk=chunk)
         backward(engine, w, rank, 0, [SLOTS])
         backward(engine, w, rank, 1, [(4, 1), (0,), (2, 3)])
-        return error(engine, w, mean)
+        return error(engine, w, wanted)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6
 
@@ -74,12 +71,12 @@ def test_replicated_optimizer_rows_are_bit_identical() -> None:
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> None:
     w = world({"scheme": scheme, "quantize": {"gradients": bits, "block_size": 64}})
-    mean = mean_gradient(w, 1)
+    wanted = mean_gradient(w, 1)
 
     def rank_main(rank: int) -> float:
         engine = w.engine()
         backward(engine, w, rank, 0, [SLOTS])
-        return error(engine, w, mean)
+        return error(engine, w, wanted)
 
     step = 4.5 / (127 if bits == "int8" else 7)
     assert 1e-5 < max(run_threads(w.size, rank_main)) < 1.5 * step

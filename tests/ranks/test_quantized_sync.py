@@ -13,18 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import (
-    PLAIN,
-    SLOTS,
-    World,
-    assert_changes_nothing,
-    either_placement,
-    owned,
-    synced,
-    world,
-)
+from tests.ranks.test_sparse_modes import HIERARCHY
+from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
 from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.pack import span_pieces
+from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.quant import reference
 from zero_topo.quant.ops import Quantizer
@@ -34,16 +27,11 @@ from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
 Q4 = {"mode": "quantized", "bits": 4, "block_size": 64}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "topo": {"scheme": "topo"},
-    "gpu": {"scheme": "mics", "weights": "gpu"},  # two copies of gradients in a node: a dense hop comes first
-    "replicated optimizer": {"scheme": "topo", "optimizer": "node"},
-}
 
 
 def block(setting: str = "topo", **sync: Any) -> dict[str, Any]:
     """A block with quantized sync and nothing else quantized."""
-    return {**SETTINGS[setting], "quantize": PLAIN, "sync": {**Q4, **sync}}
+    return {**HIERARCHY[setting], "quantize": PLAIN, "sync": {**Q4, **sync}}
 
 
 def mode(engine: Stage3) -> Quantized:
@@ -74,7 +62,7 @@ def train(w: World, rank: int, steps: int, each: Callable[[Stage3, int], None] |
 
 
 @pytest.mark.parametrize(("how", "steps"), [("once", 5), ("late", 3), ("peek", 3)])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", HIERARCHY)
 @either_placement
 def test_what_has_not_arrived_is_owed(setting: str, machine: Topology, how: str, steps: int) -> None:
     """Over any number of steps: the gradients' sum = what arrived + what all ranks still owe.
@@ -136,7 +124,7 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(total, given - debt, atol=1e-6)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", HIERARCHY)
 def test_overlap_changes_no_bit(setting: str) -> None:
     """Runs synced under the backward pass give what one sync at the step gives, residuals included."""
 
@@ -229,7 +217,7 @@ def test_two_bits_need_error_feedback() -> None:
 
 def test_no_block_holds_values_of_two_parameters() -> None:
     """A norm's gradients beside a matrix's a thousand times larger keep their own scale."""
-    w = World(world(block(block_size=256, error_feedback=False)).config, (8 * 100, 8 * 100))
+    w = world(block(block_size=256, error_feedback=False), numels=(8 * 100, 8 * 100))
 
     def rank_main(rank: int) -> float:
         engine = w.engine()
@@ -262,10 +250,8 @@ def test_state_goes_to_a_checkpoint_and_back() -> None:
         run_threads(w.size, lambda rank: mode(w.engine()).load_state_dict({"residual": torch.zeros(2, 3)}))
 
 
-def test_memory_and_bytes_are_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_bytes_are_the_formulas() -> None:
     """The residual is counted, and the meter's sync bytes are the formula's."""
-    from zero_topo.cost import memory_bytes, step_bytes
-
     w = world(block())
 
     def rank_main(rank: int) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import PLACES, mode_of
-from tests.ranks.worlds import NUMELS, PLAIN, World, shuffled, synced, world
+from tests.ranks.worlds import PLAIN, World, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, carried, carry
 from zero_topo.topology.model import Topology
@@ -32,8 +31,7 @@ OTHERS = [
 
 def sparse(place: str, machine: Topology, mode: str) -> World:
     """A world with a sparse mode on a machine."""
-    sync = {"mode": mode, **RESIDUAL[mode]}
-    return replace(world({**PLACES[place], "quantize": PLAIN, "sync": sync}, machine), numels=NUMELS)
+    return world({**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode]}}, machine)
 
 
 def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = None) -> dict[str, Tensor]:

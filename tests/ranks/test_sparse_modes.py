@@ -1,11 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The sparse modes of sync: nothing is lost, density 1 is dense, all copies agree, and only finished steps count."""
+"""The sparse modes of sync: nothing is lost, density 1 is dense, all copies agree, only finished steps count; bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, resumed, synced, world
 from zero_topo.config.sync_config import DenseSync
+from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.sync.picks import message_bytes, share
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
@@ -49,7 +52,7 @@ def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: 
     """A world with a sparse mode and nothing quantized; plain data parallelism on so many peers, or 2 x 2 x 2."""
     machine = emulated(2, 2, 2) if peers is None else emulated(peers, 1, 1)
     block = {**setting, "quantize": PLAIN, "sync": {"mode": mode, **MODES.get(mode, {}), **sync}}
-    return replace(world(block, machine), numels=numels)
+    return world(block, machine, numels)
 
 
 def mode_of(engine: Stage3) -> Sparse[Any]:
@@ -77,10 +80,7 @@ def run(
     def rank_main(rank: int) -> list[Step]:
         engine, found = w.engine(), []
         for step in range(steps):
-            engine.gradients.scatter(range(len(w.numels)), (grads or w.grads)(rank, step), last=True)
-            if step == peeks_at:
-                engine.gradients.peek()
-            engine.gradients.sync()
+            synced(engine, (grads or w.grads)(rank, step), step == peeks_at)
             found.append(observed(engine))
         return found
 
@@ -103,15 +103,6 @@ def check_nothing_is_lost(w: World, results: list[list[Step]]) -> None:
             torch.testing.assert_close(arrived[rank] + owed[rank], due[rank], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setting", HIERARCHY)
-def test_nothing_is_lost_between_nodes(setting: str, mode: str, value_dtype: str) -> None:
-    """What has not arrived is owed, at every step, whatever the shape of the hierarchy."""
-    w = sparse_world(HIERARCHY[setting], None, mode, NUMELS, density=0.05, value_dtype=value_dtype)
-    check_nothing_is_lost(w, run(w, 5))
-
-
 @pytest.mark.parametrize("numels", [NUMELS, (5000,)], ids=["several", "one"])
 def test_nothing_is_lost_where_sums_stay_with_their_owners(numels: tuple[int, ...]) -> None:
     """Sharded Ok-Topk: a rank does not learn which of its picks were chosen, the owner keeps the sums that were not."""
@@ -125,26 +116,29 @@ def test_sums_stay_only_with_owners_of_one_row() -> None:
         sparse_world(DATA_PARALLEL, 2, "oktopk", NUMELS, sharded=True)
 
 
-@pytest.mark.parametrize("peers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("setting", "peers", "numels", "sync"),
+    [
+        *((setting, None, NUMELS, {"value_dtype": dtype}) for setting in HIERARCHY for dtype in ("fp32", "bf16")),
+        *(("data parallel", peers, NUMELS, {}) for peers in (1, 2, 3, 4, 8)),
+        *(("data parallel", 4, (n,), {"density": d}) for d in (1.0, 0.1, 0.01, 0.001) for n in (1, 2, 1000, 30_000)),
+        ("data parallel", 4, (1_000_000,), {"density": 0.001}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_lost_in_data_parallelism(mode: str, peers: int) -> None:
-    """The papers' setting; all ranks get the same bits."""
-    w = sparse_world(DATA_PARALLEL, peers, mode, NUMELS, density=0.05)
-    results = run(w, 5)
+def test_nothing_is_lost(
+    mode: str, setting: str, peers: int | None, numels: tuple[int, ...], sync: dict[str, Any]
+) -> None:
+    """What has not arrived is owed, at every step: whatever the shape of the hierarchy, in data parallelism (the
+    papers' setting, where all ranks get the same bits), from a single element to a million, at any density.
+    """
+    w = sparse_world(PLACES[setting], peers, mode, numels, **{"density": 0.05, **sync})
+    results = run(w, 5 if numels == NUMELS else 4)
     check_nothing_is_lost(w, results)
-    for step in range(5):
-        assert all(torch.equal(found[step].rows, results[0][step].rows) for found in results)
-
-
-SIZES = [(density, numel) for density in (1.0, 0.1, 0.01, 0.001) for numel in (1, 2, 1000, 30_000)]
-
-
-@pytest.mark.parametrize(("density", "numel"), [*SIZES, (0.001, 1_000_000)])
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_lost_at_any_size(mode: str, numel: int, density: float) -> None:
-    """From a single element to a million, from all of them to one in a thousand."""
-    w = sparse_world(DATA_PARALLEL, 4, mode, (numel,), density=density)
-    check_nothing_is_lost(w, run(w, 4))
+    if peers is not None:
+        for step, found in product(range(len(results[0])), results):
+            assert torch.equal(found[step].rows, results[0][step].rows)
 
 
 def dense_rows(w: World, steps: int) -> list[list[Tensor]]:
@@ -240,18 +234,24 @@ def test_patterns_choose_the_parameters() -> None:
         assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
 
 
-def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 2, steps: int = 200) -> float:
-    """Heterogeneous quadratic: f_r = |w - w*|^2 / 2 + a_r w, where the a_r, large on an eighth of w, sum up to zero.
+def disagreement(peers: int, loud: Tensor) -> tuple[Tensor, Tensor]:
+    """Heterogeneous quadratic: f_r = |w - w*|^2 / 2 + a_r w, where the a_r, on the loud part of w, sum up to zero.
 
     Returns:
-        The error on the coordinates without a_r after SGD, as a share of the error at the start.
+        The target w* ``[N]`` and the pulls a_r ``[P, N]``.
     """
-    numel = 512
     generator = torch.Generator().manual_seed(5)
-    target = torch.randn(numel, generator=generator)
-    pulls = torch.zeros(peers, numel)
-    pulls[:, :64] = 20 * torch.randn(peers, 64, generator=generator)
-    pulls[:, :64] -= pulls[:, :64].mean(dim=0)
+    target = torch.randn(len(loud), generator=generator)
+    pulls = torch.zeros(peers, len(loud))
+    pulls[:, loud] = 20 * torch.randn(peers, int(loud.sum()), generator=generator)
+    pulls[:, loud] -= pulls[:, loud].mean(dim=0)
+    return target, pulls
+
+
+def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 2, steps: int = 200) -> float:
+    """The error on the quiet coordinates after SGD, as a share of the error at the start; an eighth is loud."""
+    numel = 512
+    target, pulls = disagreement(peers, torch.arange(numel) < 64)
     w = sparse_world(DATA_PARALLEL, peers, mode, (numel,), density=density, error_feedback=feedback)
 
     def rank_main(rank: int) -> float:
@@ -286,3 +286,72 @@ def test_the_report_tells_what_was_asked_and_what_is_owed(mode: str) -> None:
         assert report["residual_norm"] == float(mode_of(engine).residual.norm()) > 0
 
     run_threads(w.size, rank_main)
+
+
+# -- bytes: the meter counts what formulas say of the actual picks, and the papers' bounds hold ------------------------
+
+NUMEL = 19_200
+WORD = 4
+
+
+def counts(peers: int) -> int:
+    """Bytes that tell each peer a length, and that all is finite."""
+    return (peers - 1) * (8 + 1)
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("peers", [2, 3, 8])
+def test_topk_a_sends_its_picks_to_every_peer(peers: int, value_dtype: str) -> None:
+    """2 k words to each of P - 1 peers, exactly."""
+    w = sparse_world(DATA_PARALLEL, peers, "topk_a", (NUMEL,), density=0.01, value_dtype=value_dtype)
+    k = share(0.01, NUMEL)
+    expected = (peers - 1) * message_bytes(k, 4 if value_dtype == "fp32" else 2) + counts(peers)
+    assert {found[0].sent for found in run(w, 1)} == {expected}
+
+
+def test_gtopk_sends_k_picks_at_each_level() -> None:
+    """Up and down a tree of P ranks there are 2 (P - 1) messages of 2 k words, at most 2 log P from one rank."""
+    for peers in (2, 3, 4, 8):
+        w = sparse_world(DATA_PARALLEL, peers, "gtopk", (NUMEL,), density=0.01)
+        message = message_bytes(share(0.01, NUMEL), 4)
+        sent = [found[0].sent - (peers - 1) for found in run(w, 1)]
+        assert sum(sent) == 2 * (peers - 1) * message
+        assert max(sent) <= 2 * (peers - 1).bit_length() * message
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4, 8, 16])
+def test_oktopk_stays_under_its_bound_and_topk_a_grows(peers: int) -> None:
+    """On the steps that reuse thresholds, at most 6 k (P - 1) / P words on average; TopkA's 2 k (P - 1) grow with P."""
+    density, steps = 0.01, 6
+    k = share(density, NUMEL)
+    settings: dict[str, Any] = {"density": density, "tau": 64, "tau_prime": 4}
+    results = run(sparse_world(DATA_PARALLEL, peers, "oktopk", (NUMEL,), **settings), steps)
+    bound = 6 * k * (peers - 1) / peers * WORD
+    for step in range(4, steps):
+        if step % 4:
+            assert sum(found[step].sent for found in results) / peers <= bound + 4 * counts(peers)
+    naive = run(sparse_world(DATA_PARALLEL, peers, "topk_a", (NUMEL,), density=density), 1)
+    assert naive[0][0].sent >= 2 * k * (peers - 1) * WORD
+
+
+def test_sharded_oktopk_sends_a_third() -> None:
+    """Sums that stay with their owners: about 2 k (P - 1) / P words, on the steps that reuse thresholds."""
+    settings: dict[str, Any] = {"density": 0.01, "tau_prime": 2}
+    w = sparse_world(HIERARCHY["topo"], None, "oktopk", (NUMEL,), sharded=True, **settings)
+    n = 2 * w.columns
+    k, results = share(0.01, n), run(w, 4)
+    assert max(found[3].sent for found in results) <= 1.25 * 2 * k * WORD + 4 * counts(2)
+    assert min(found[2].sent for found in results) > max(found[3].sent for found in results)
+
+
+@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
+def test_the_cost_formula_is_what_is_sent_but_for_counts(mode: str) -> None:
+    """Averaged over ranks, on picks that do not coincide; an upper bound for gtopk, whose root sends most."""
+    w = sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=0.01, **({"tau_prime": 2} if mode == "oktopk" else {}))
+    (formula,) = step_bytes(w.config, replace(Workload.uniform([NUMEL], itemsize=4), sync_itemsize=4)).values()
+    results = run(w, 4)
+    sent = sum(found[3].sent for found in results) / 4
+    if mode == "gtopk":
+        assert max(found[3].sent for found in results) <= 2 * formula + counts(4)
+    else:
+        assert sent == pytest.approx(formula, rel=0.35 if mode == "oktopk" else 0.02, abs=4 * counts(4))

@@ -71,21 +71,23 @@ def test_nothing_is_lost_through_a_sketch_between_nodes(setting: str) -> None:
     assert {found[1].report["ratio"] for found in results} == {4.0}
 
 
-@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("setting", PLACES)
-def test_nothing_is_lost_without_a_sketch(setting: str, value_dtype: str) -> None:
-    """Rows too short for one: their values travel as they are, and what rounding takes away is owed."""
-    w = tagc(NUMELS, 3 if setting == "data parallel" else None, PLACES[setting], value_dtype=value_dtype)
+@pytest.mark.parametrize(
+    ("setting", "peers", "numels", "sync"),
+    [
+        *((setting, None, NUMELS, {"value_dtype": dtype}) for setting in HIERARCHY for dtype in ("fp32", "bf16")),
+        *(("data parallel", 3, NUMELS, {"value_dtype": dtype}) for dtype in ("fp32", "bf16")),
+        *(("data parallel", 4, (numel,), {"theta": 0.9}) for numel in (2, 1000, 30_000)),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost_without_a_sketch(
+    setting: str, peers: int | None, numels: tuple[int, ...], sync: dict[str, Any]
+) -> None:
+    """Rows too short for one, from one element on: values travel as they are, and what rounding takes away is owed."""
+    w = tagc(numels, peers, PLACES[setting], **sync)
     results = run(w, 4)
     check(w, results)
     assert {(seen.report["ratio"], seen.report["fallbacks"]) for found in results for seen in found} == {(0.0, 0.0)}
-
-
-@pytest.mark.parametrize("numel", [2, 1000, 30_000])
-def test_nothing_is_lost_at_any_size(numel: int) -> None:
-    """From one element a row."""
-    w = tagc((numel,), 4, theta=0.9)
-    check(w, run(w, 3))
 
 
 @pytest.mark.parametrize("numel", [3000, 2 * ROW])

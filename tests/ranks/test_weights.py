@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weight shards: gathers bring whole parameters back, publish keeps replicas alike, secondaries are never stale."""
+"""Weight shards: gathers bring parameters back, publish keeps replicas alike, secondaries are fresh, padding zero."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, assert_weights_alike, loaded, shards, shuffled, world
+from zero_topo.collectives.pack import rows_of
 from zero_topo.engine.agreement import checksum
+from zero_topo.engine.shards import Layout
+from zero_topo.plan import Plan
 from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -40,10 +46,9 @@ def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine
     assert all(run_threads(w.size, rank_main))
 
 
-def quantized_model(w: World, params: list[torch.Tensor], degree: int, bits: str) -> list[torch.Tensor]:
+def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: BlockSpec | None) -> list[torch.Tensor]:
     """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan alone."""
     plan, quantizer = w.config.plan, select_quantizer()
-    spec = w.config.weights_spec if bits == "weights" else w.config.secondary_spec
     assert spec is not None
     result = []
     for param in params:
@@ -66,10 +71,10 @@ def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, seco
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w, torch.bfloat16)
         plan = w.config.plan
-        forward = quantized_model(w, params, plan.weights, "weights")
+        forward = quantized_model(w, params, plan.weights, w.config.weights_spec)
         assert plan.secondary is not None
         source = params if plan.secondary % plan.weights == 0 else forward
-        backward = quantized_model(w, source, plan.secondary, "secondary")
+        backward = quantized_model(w, source, plan.secondary, w.config.secondary_spec)
         ok = []
         for buckets in ([SLOTS], [(0, 3), (1,), (4, 2)]):
             for (phase, wanted), slots in product(
@@ -203,3 +208,18 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pyte
 
     run_threads(1, rank_main)
     assert log == ["record", "wait 1", "record", "wait 2", "record", "wait 3"]
+
+
+@given(data=st.data(), numels=st.lists(st.integers(1, 40), min_size=1, max_size=4), mixed_up=st.booleans())
+def test_exactly_the_padding_is_zeroed(data: st.DataObject, numels: list[int], mixed_up: bool) -> None:
+    """And nothing else: on every rank, in a shard of every degree, whole or from some slot on, in any placement."""
+    order = tuple(data.draw(st.permutations(range(8)))) if mixed_up else None
+    plan = Plan(8, weights=1, secondary=None, gradients=1, optimizer=1, order=order)
+    layout = Layout(plan, data.draw(st.integers(0, 7)), tuple(numels))
+    degree = data.draw(st.sampled_from((1, 2, 4, 8)))
+    first = layout.begins[data.draw(st.integers(0, len(numels) - 1))]
+    rows = torch.cat([rows_of(torch.ones(numel), plan) for numel in numels], dim=1)
+    expected = layout.subset(rows, 1, degree)[:, first:]
+    shard = torch.full_like(expected, torch.nan).masked_fill(expected == 1, 1.0)
+    layout.clear_padding(shard, degree, first)
+    assert torch.equal(shard, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.ranks.worlds import World, resumed
+from tests.ranks.worlds import World, resumed, synced
 from zero_topo.sync import Moment
 
 
@@ -38,11 +38,7 @@ class Trainer:
 
     def sync(self, step: int, peeks: bool = False) -> Tensor:
         """One micro-batch and sync; the optimizer's rows."""
-        self.engine.gradients.scatter(range(len(self.w.numels)), self.w.grads(self.rank, step), last=True)
-        if peeks:
-            self.engine.gradients.peek()
-        self.engine.gradients.sync()
-        return self.engine.gradients.optimizer_rows().clone()
+        return synced(self.engine, self.w.grads(self.rank, step), peeks)
 
     def skipped(self, step: int) -> None:
         """A step that overflows."""

@@ -35,7 +35,7 @@ class World:
     """A machine and a config on it."""
 
     config: ResolvedConfig
-    numels: tuple[int, ...] = NUMELS
+    numels: tuple[int, ...]
 
     def engine(
         self,
@@ -107,9 +107,9 @@ def mean(numels: tuple[int, ...], ranks: int, step: int) -> list[Tensor]:
     return [sum(parts, torch.zeros(())) / ranks for parts in zip(*grads, strict=True)]
 
 
-def world(block: dict[str, object], machine: Topology | None = None) -> World:
+def world(block: dict[str, object], machine: Topology | None = None, numels: tuple[int, ...] = NUMELS) -> World:
     """A world from a ``zero_topo`` block; by default on 2 nodes x 2 GPUs x 2 dies."""
-    return World(resolve_config(ZeroTopoConfig.parse(block), machine or emulated(2, 2, 2)))
+    return World(resolve_config(ZeroTopoConfig.parse(block), machine or emulated(2, 2, 2)), numels)
 
 
 def shuffled(machine: Topology, seed: int = 3) -> Topology:
@@ -142,9 +142,11 @@ def assert_weights_alike(w: World, sums: Sequence[int]) -> None:
         assert len({sums[rank] for rank in group}) == 1
 
 
-def synced(engine: Stage3, grads: Sequence[Tensor]) -> Tensor:
-    """One micro-batch, the last one, and sync; what the optimizer gets, ``[R, F]``."""
+def synced(engine: Stage3, grads: Sequence[Tensor], peeks: bool = False) -> Tensor:
+    """One last micro-batch, perhaps a look at the synced gradient, and sync; what the optimizer gets, ``[R, F]``."""
     engine.gradients.scatter(range(len(grads)), grads, last=True)
+    if peeks:
+        engine.gradients.peek()
     engine.gradients.sync()
     return engine.gradients.optimizer_rows().clone()
 
