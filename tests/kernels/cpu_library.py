@@ -41,22 +41,21 @@ class Range(ctypes.Structure):
 
 
 _PTR, _I32, _I64, _U64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
-SIGNATURES = {
+SIGNATURES: dict[str, list[Any]] = {
     "zt_cpu_quantize": [CSpec, _PTR, _I32, CMessage, Range, _I32],
     "zt_cpu_dequantize": [CSpec, CMessage, _PTR, _I32, Range, _I32],
     "zt_cpu_dequantize_reduce": [CSpec, _PTR, _I32, _PTR, _I32, CReduce, Range, _I32],
     "zt_cpu_requantize": [CSpec, _PTR, _I32, CSpec, CMessage, _I64, CReduce, Range, _I32],
     "zt_cpu_mask_pack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_mask_unpack": [_PTR, _I64, _PTR, Range],
-    "zt_cpu_mask_pack_at": [_PTR, _I64, _PTR, Range, _I32],
-    "zt_cpu_mask_unpack_at": [_PTR, _I64, _PTR, Range, _I32],
     "zt_cpu_count_above": [_PTR, _I32, _F32, Range, _PTR, _I32],
     "zt_cpu_compact_above": [_PTR, _I32, _F32, Range, _I64, _PTR, _PTR, _PTR, _I32],
     "zt_cpu_sketch_insert": [_PTR, _I64, _U64, _I64, _PTR, Range],
-    "zt_cpu_sketch_insert_at": [_PTR, _I64, _U64, _I64, _PTR, Range, _I32],
     "zt_cpu_sketch_peel": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR],
-    "zt_cpu_sketch_peel_at": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR, _I32],
 }
+# At a level of the caller's choice.
+SPLIT = ("mask_pack", "mask_unpack", "sketch_insert", "sketch_peel")
+SIGNATURES |= {f"zt_cpu_{name}_at": [*SIGNATURES[f"zt_cpu_{name}"], _I32] for name in SPLIT}
 
 
 def sources() -> list[Path]:
@@ -139,44 +138,37 @@ class CpuKernels:
 
     def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
         """As the reference's."""
-        given = c_pieces(pieces)
-        for part in self._ranges(spec.blocks(total_numel(pieces))):
-            self._call("quantize", c_spec(spec), given, len(given), c_message(out), part, self.level)
+        given, blocks = c_pieces(pieces), spec.blocks(total_numel(pieces))
+        self._split("quantize", blocks, c_spec(spec), given, len(given), c_message(out))
 
     def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
         """As the reference's."""
-        given = c_pieces(pieces)
-        for part in self._ranges(spec.blocks(total_numel(pieces))):
-            self._call("dequantize", c_spec(spec), c_message(message), given, len(given), part, self.level)
+        given, blocks = c_pieces(pieces), spec.blocks(total_numel(pieces))
+        self._split("dequantize", blocks, c_spec(spec), c_message(message), given, len(given))
 
     def dequantize_reduce(
         self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
     ) -> None:
         """As the reference's."""
-        given, terms = c_pieces(pieces), c_messages(messages)
-        how = CReduce(reduce.factor, int(reduce.accumulate))
-        for part in self._ranges(spec.blocks(total_numel(pieces))):
-            arguments = (c_spec(spec), terms, len(terms), given, len(given), how, part, self.level)
-            self._call("dequantize_reduce", *arguments)
+        given, terms, how = c_pieces(pieces), c_messages(messages), CReduce(reduce.factor, int(reduce.accumulate))
+        arguments = (c_spec(spec), terms, len(terms), given, len(given), how)
+        self._split("dequantize_reduce", spec.blocks(total_numel(pieces)), *arguments)
 
     def requantize(
         self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
     ) -> None:
         """As the reference's."""
         terms, how = c_messages(messages), CReduce(total.factor, 0)
-        for part in self._ranges(spec.blocks(total.numel)):
-            arguments = (terms, len(terms), c_spec(spec), c_message(out), total.numel, how, part, self.level)
-            self._call("requantize", c_spec(source), *arguments)
+        arguments = (c_spec(source), terms, len(terms), c_spec(spec), c_message(out), total.numel, how)
+        self._split("requantize", spec.blocks(total.numel), *arguments)
 
     def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
         """As the reference's."""
-        for part in self._ranges(mask.numel(), 8):
-            self._call("mask_pack_at", mask.data_ptr(), mask.numel(), bits.data_ptr(), part, self.level)
+        self._split("mask_pack_at", mask.numel(), mask.data_ptr(), mask.numel(), bits.data_ptr(), multiple=8)
 
     def mask_unpack(self, bits: Tensor, mask: Tensor) -> None:
         """As the reference's."""
-        for part in self._ranges(mask.numel(), 8):
-            self._call("mask_unpack_at", bits.data_ptr(), mask.numel(), mask.data_ptr(), part, self.level)
+        self._split("mask_unpack_at", mask.numel(), bits.data_ptr(), mask.numel(), mask.data_ptr(), multiple=8)
 
     def count_above(self, x: Tensor, threshold: float) -> Tensor:
         """As the reference's."""
@@ -195,9 +187,7 @@ class CpuKernels:
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """As the reference's."""
-        given = (x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
-        for part in self._ranges(LANES):
-            self._call("sketch_insert_at", *given, part, self.level)
+        self._split("sketch_insert_at", LANES, x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
 
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         """As the reference's."""
@@ -216,10 +206,13 @@ class CpuKernels:
 
     def _ranges(self, total: int, multiple: int = 1) -> list[Range]:
         inner = sorted(self.random.randrange(total // multiple + 1) * multiple for _ in range(self.cuts - 1))
-        ends = [0, *inner, total]
-        ranges = [Range(*pair) for pair in pairwise(ends)]
+        ranges = [Range(*pair) for pair in pairwise([0, *inner, total])]
         self.random.shuffle(ranges)
         return ranges
+
+    def _split(self, name: str, total: int, *arguments: Any, multiple: int = 1) -> None:
+        for part in self._ranges(total, multiple):
+            self._call(name, *arguments, part, self.level)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self.library, f"zt_cpu_{name}")(*arguments)

@@ -148,13 +148,15 @@ def count(pattern: str, kernel: Kernel) -> int:
     return len(re.findall(pattern, kernel.code))
 
 
-@pytest.mark.parametrize("arch", NVIDIA)
-def test_nvidia_registers(arch: str) -> None:
-    """Nothing spills, nothing lies in local memory, and as many thread blocks fit as the kernels ask for."""
-    kernels = nvidia(arch)
+@pytest.mark.parametrize("target", [*NVIDIA, AMD])
+def test_registers(target: str) -> None:
+    """Nothing spills or lies in local memory; as many thread blocks, or waves of 64, fit as the kernels ask for."""
+    if target == AMD:
+        kernels, local, most = amd(), "(scratch|buffer)_(load|store)", {"2": 128, "4": 168, "8": 256}
+    else:
+        kernels, local, most = nvidia(target), r"\.local", {"2": 64, "4": 80, "8": 128}
     check_all_there(kernels)
-    assert not [k for k in kernels if k.spilled or k.local_bytes or ".local" in k.code]
-    most = {"2": 64, "4": 80, "8": 128}
+    assert not [k for k in kernels if k.spilled or k.local_bytes or count(local, k)]
     assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
 
 
@@ -180,15 +182,6 @@ def test_nvidia_memory(arch: str) -> None:
             assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4 * units  # FP32 has two for each unit
         if kernel.name == "zt_reduce_kernel":
             assert count(r"st\.global\S*\.v4\.u32", kernel) >= 8
-
-
-def test_amd_registers() -> None:
-    """Waves of 64 lanes, no spills, no scratch, registers for as many waves as the kernels ask for."""
-    kernels = amd()
-    check_all_there(kernels)
-    assert not [k for k in kernels if k.spilled or k.local_bytes or count("(scratch|buffer)_(load|store)", k)]
-    most = {"2": 128, "4": 168, "8": 256}
-    assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
 
 
 def test_amd_arithmetic() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.kernels import golden
 from tests.launching import ROOT
 from zero_topo.quant import reference
-from zero_topo.quant.pieces import FLOATS, Piece
+from zero_topo.quant.pieces import FLOATS, Piece, total_numel
 from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 pytest.importorskip("triton")
@@ -136,11 +136,7 @@ class TestBackend:
         spec = BlockSpec(8)
         pieces = [Piece(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
         same_message(backend, pieces, spec)
-        (message,) = golden.messages_of(spec, rows * 1600, 1)
-        expected, actual = golden.blank(pieces), golden.on(DEVICE, golden.blank(pieces))
-        reference.dequantize(message, spec, expected)
-        backend.dequantize(message.to(DEVICE), spec, actual)
-        golden.assert_same(actual[0].flat.cpu(), expected[0].flat, f"{rows} rows")
+        same_values(backend, pieces, spec)
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [2, 0, 3, 1]], ids=str)
     def test_messages_lie_anywhere(self, backend: Any, order: Sequence[int]) -> None:
@@ -156,14 +152,9 @@ class TestBackend:
     def test_offsets_have_64_bits(self, backend: Any) -> None:
         """Rows 2^32 elements apart, all but the first beyond the end: with fewer bits they would be the first again."""
         for columns in (64, 48, 400):
-            make = golden.calm(columns, torch.float32)
-            pieces = [Piece(make, 3, columns, 2**32)]
+            pieces = [Piece(golden.calm(columns, torch.float32), 3, columns, 2**32)]
             same_message(backend, pieces, BlockSpec(8, 64))
-            (message,) = golden.messages_of(BlockSpec(8, 64), 3 * columns, 1)
-            expected, actual = golden.blank(pieces), golden.on(DEVICE, golden.blank(pieces))
-            reference.dequantize(message, BlockSpec(8, 64), expected)
-            backend.dequantize(message.to(DEVICE), BlockSpec(8, 64), actual)
-            golden.assert_same(actual[0].flat.cpu(), expected[0].flat, f"{columns} columns")
+            same_values(backend, pieces, BlockSpec(8, 64))
 
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
         """The last tile ends with the message, whatever its planes' padding."""
@@ -190,8 +181,17 @@ class TestBackend:
 
 def same_message(backend: Any, pieces: Sequence[Piece], spec: BlockSpec) -> None:
     """The backend quantizes the pieces as the reference does."""
-    expected: Tensor = torch.empty(spec.nbytes(sum(piece.numel for piece in pieces)), dtype=torch.uint8)
+    expected: Tensor = torch.empty(spec.nbytes(total_numel(pieces)), dtype=torch.uint8)
     actual = torch.empty_like(expected, device=DEVICE)
     reference.quantize(pieces, spec, expected)
     backend.quantize(golden.on(DEVICE, pieces), spec, actual)
     golden.assert_same(actual.cpu(), expected, str(spec))
+
+
+def same_values(backend: Any, pieces: Sequence[Piece], spec: BlockSpec) -> None:
+    """The backend makes of a message, in one piece, what the reference does."""
+    (message,) = golden.messages_of(spec, total_numel(pieces), 1)
+    expected, actual = golden.blank(pieces), golden.on(DEVICE, golden.blank(pieces))
+    reference.dequantize(message, spec, expected)
+    backend.dequantize(message.to(DEVICE), spec, actual)
+    golden.assert_same(actual[0].flat.cpu(), expected[0].flat, f"{spec} {pieces[0].rows} x {pieces[0].columns}")

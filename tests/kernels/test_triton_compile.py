@@ -162,12 +162,18 @@ def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], t
     assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16._dequantize_reduce"]
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-def test_ptx_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
+# Stage, load and store.
+WIDE = dict.fromkeys(NVIDIA, ("ptx", r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"))
+WIDE |= dict.fromkeys(AMD, ("amdgcn", "load_dwordx[24]", "store_dwordx[24]"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
     """Values and messages are read and written 128 bits a thread, strided rows too."""
-    for name, text in compiled(target, "ptx").items():
+    stage, load, store = WIDE[target]
+    for name, text in compiled(target, stage).items():
         if name.startswith((*ENCODES, *DECODES)):
-            assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text, name
+            assert re.search(load, text) and re.search(store, text), name
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -198,14 +204,6 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
             assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
     rounds = code["reduce int8 bf16._dequantize_reduce"]
     assert "v_add3_u32" in rounds and "0x7fff" in rounds, "half an ulp, less one, plus the last bit kept"
-
-
-@pytest.mark.parametrize("target", AMD)
-def test_amd_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
-    """As on NVIDIA."""
-    for name, text in compiled(target, "amdgcn").items():
-        if name.startswith((*ENCODES, *DECODES)):
-            assert re.search(r"load_dwordx[24]", text) and re.search(r"store_dwordx[24]", text), name
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,17 +45,17 @@ EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 2047, 2048, 20
 LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**52 + 1]
 
 
+def asked(program: Path, cases: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """(valid, blocks, scales offset, zero points offset, nbytes) of (bits, block size, symmetric, elements)."""
+    lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
+    output = subprocess.run([program], input=lines, capture_output=True, text=True, check=True).stdout
+    return [[int(word) for word in line.split()] for line in output.splitlines()]
+
+
 @pytest.fixture(scope="module")
-def header(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Case]], list[list[int]]]:
-    """Asks the header, compiled as C, for (valid, blocks, scales offset, zero points offset, nbytes) of each case."""
-    program = compiled("gcc", tmp_path_factory.mktemp("wire"))
-
-    def ask(cases: Sequence[Case]) -> list[list[int]]:
-        asked = "".join(f"{spec.bits} {spec.block_size} {int(spec.symmetric)} {numel}\n" for spec, numel in cases)
-        output = subprocess.run([program], input=asked, capture_output=True, text=True, check=True).stdout
-        return [[int(word) for word in line.split()] for line in output.splitlines()]
-
-    return ask
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Asks the header, compiled as C."""
+    return compiled("gcc", tmp_path_factory.mktemp("wire"))
 
 
 def compiled(compiler: str, directory: Path) -> Path:
@@ -70,38 +70,36 @@ def compiled(compiler: str, directory: Path) -> Path:
     return program
 
 
-def expected(spec: BlockSpec, numel: int) -> list[int]:
-    """What zero_topo.quant.spec says, with 1 for a valid specification."""
-    return [1, spec.blocks(numel), spec.scales_offset(numel), spec.zero_points_offset(numel), spec.nbytes(numel)]
+def check(program: Path, cases: Sequence[Case]) -> None:
+    """The header's numbers are those of zero_topo.quant.spec, with 1 for a valid specification."""
+    found = asked(program, [(spec.bits, spec.block_size, int(spec.symmetric), numel) for spec, numel in cases])
+    for (spec, n), numbers in zip(cases, found, strict=True):
+        assert numbers == [1, spec.blocks(n), spec.scales_offset(n), spec.zero_points_offset(n), spec.nbytes(n)], spec
 
 
-def test_header_agrees_at_every_edge(header: Callable[[Sequence[Case]], list[list[int]]]) -> None:
+def test_header_agrees_at_every_edge(program: Path) -> None:
     """Around block and padding boundaries, and past 31, 32 and 40 bits, for every known specification."""
-    cases = [(spec, numel) for spec in golden.SPECS for numel in [*EDGES, *LARGE]]
-    assert header(cases) == [expected(spec, numel) for spec, numel in cases]
+    check(program, [(spec, numel) for spec in golden.SPECS for numel in [*EDGES, *LARGE]])
 
 
 @given(st.lists(st.tuples(st.sampled_from(golden.SPECS), st.integers(0, 2**52)), min_size=1, max_size=200))
-def test_header_agrees_anywhere(header: Callable[[Sequence[Case]], list[list[int]]], cases: list[Case]) -> None:
+def test_header_agrees_anywhere(program: Path, cases: list[Case]) -> None:
     """Anywhere up to 2^52 elements."""
-    assert header(cases) == [expected(spec, numel) for spec, numel in cases]
+    check(program, cases)
 
 
-@pytest.mark.parametrize("bad", ["7 256 1 1", "8 100 1 1", "8 32 1 1", "4 4096 1 1", "8 -64 1 1", "8 256 2 1"])
-def test_header_refuses_what_the_format_does_not_know(bad: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "bad", [(7, 256, 1, 1), (8, 100, 1, 1), (8, 32, 1, 1), (4, 4096, 1, 1), (8, -64, 1, 1), (8, 256, 2, 1)]
+)
+def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[int, ...]) -> None:
     """zt_wire_valid is 0 for other bits, block sizes and flags; the kernels' callers check it first."""
-    program = compiled("gcc", tmp_path)
-    output = subprocess.run([program], input=bad, capture_output=True, text=True, check=True).stdout
-    assert output.split()[0] == "0"
+    assert asked(program, [bad])[0][0] == 0
 
 
 @pytest.mark.parametrize("compiler", ["g++", "nvcc", "hipcc"])
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
-    program = compiled(compiler, tmp_path)
-    spec, numel = BlockSpec(4, 256, False), 2**33 + 5
-    output = subprocess.run([program], input=f"4 256 0 {numel}\n", capture_output=True, text=True, check=True).stdout
-    assert [int(word) for word in output.split()] == expected(spec, numel)
+    check(compiled(compiler, tmp_path), [(BlockSpec(4, 256, False), 2**33 + 5)])
 
 
 def test_sources_are_found_in_the_checkout() -> None:
