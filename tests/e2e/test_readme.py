@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -175,12 +176,6 @@ def scheme_row(name: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_table_of_schemes_is_the_formulas() -> None:
-    """What the README promises of each scheme is what the cost formulas say; on failure, paste the rows printed."""
-    expected = [scheme_row(name) for name in ROWS]
-    assert shown("schemes") == expected, "\n" + "\n".join(expected)
-
-
 def cluster_rows() -> list[str]:
     """The README's table of the emulated cluster, from the record committed."""
     content = json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text())
@@ -194,11 +189,6 @@ def cluster_rows() -> list[str]:
     return rows
 
 
-def test_the_table_of_the_emulated_cluster_is_the_record() -> None:
-    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    assert shown("cluster") == cluster_rows(), "\n" + "\n".join(cluster_rows())
-
-
 def convergence_rows() -> list[str]:
     """The README's table of losses, from the record committed."""
     content = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())
@@ -210,11 +200,6 @@ def convergence_rows() -> list[str]:
             cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
         rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
     return rows
-
-
-def test_the_table_of_losses_is_the_record() -> None:
-    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    assert shown("convergence") == convergence_rows(), "\n" + "\n".join(convergence_rows())
 
 
 def sparse_training_rows() -> list[str]:
@@ -244,11 +229,6 @@ def _sync_cell(block: dict[str, Any] | None) -> str:
     return ", ".join(words).replace("_", " ") or "-"
 
 
-def test_the_table_of_sparse_trainings_is_the_record() -> None:
-    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    assert shown("sparse training") == sparse_training_rows(), "\n" + "\n".join(sparse_training_rows())
-
-
 def quantizer_rows() -> list[str]:
     """The README's table of the kernels' speed, from the record committed."""
     results = json.loads((ROOT / "benchmarks/records/quantizers-cpu.json").read_text())["results"]
@@ -271,9 +251,19 @@ def quantizer_rows() -> list[str]:
     return rows
 
 
-def test_the_table_of_kernel_speeds_is_the_record() -> None:
-    """Measured numbers are those of the record in the repository; on failure, paste the rows printed."""
-    assert shown("quantizers") == quantizer_rows(), "\n" + "\n".join(quantizer_rows())
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("schemes", lambda: [scheme_row(name) for name in ROWS]),
+        ("cluster", cluster_rows),
+        ("convergence", convergence_rows),
+        ("sparse training", sparse_training_rows),
+        ("quantizers", quantizer_rows),
+    ],
+)
+def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
+    """What the README promises is computed, what it measured was recorded; on failure, paste the rows printed."""
+    assert shown(table) == rows(), "\n" + "\n".join(rows())
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:
