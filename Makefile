@@ -92,7 +92,7 @@ test: lint unlock ops
 	pytest $(PYTEST_ARGS) -m 'alone and not long' tests/e2e
 
 test-workers: ops
-	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal tests/unit tests/ranks tests/kernels
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks tests/kernels
 
 test-programs: unlock ops
 	pytest $(PYTEST_ARGS) -m 'not alone and not long' tests/e2e

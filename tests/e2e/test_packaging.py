@@ -104,6 +104,7 @@ print(quantizer.name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
 """
 
 
+@pytest.mark.long
 def test_ops_built_ahead_of_time_need_no_compiler(tmp_path: Path) -> None:
     """With ZT_BUILD_OPS=1 the wheel carries the CPU's kernels, and they load where nothing can be compiled."""
     if shutil.which("g++") is None or shutil.which("ninja") is None:

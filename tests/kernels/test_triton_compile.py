@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,19 @@ pytest.importorskip("triton")
 NVIDIA = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32)}
 AMD = {"gfx90a": ("hip", "gfx90a", 64), "gfx942": ("hip", "gfx942", 64)}
 TARGETS = NVIDIA | AMD
+SIBLINGS = ("sm80", "gfx942")
+"""Half a minute each, and of a maker whose other GPU is looked at in every run."""
 
 # An odd number: the last tile does not decide how the others move.
 NUMEL = 70_001
 # What calls of the two kinds begin with.
 ENCODES = ("quantize", "requantize")
 DECODES = ("dequantize", "reduce")
+
+
+def each(targets: Iterable[str]) -> list[Any]:
+    """The targets, siblings left to the long tests."""
+    return [pytest.param(target, marks=[pytest.mark.long] * (target in SIBLINGS)) for target in targets]
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -152,7 +159,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], C
     return ask
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("target", each(NVIDIA))
 def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
     """Division is correctly rounded; nothing is approximate, flushed or contracted; BF16 is rounded to nearest even."""
     code = compiled(target, "ptx")
@@ -167,7 +174,7 @@ WIDE = dict.fromkeys(NVIDIA, ("ptx", r"ld\.global\.v4\.b32", r"st\.global\.v4\.b
 WIDE |= dict.fromkeys(AMD, ("amdgcn", "load_dwordx[24]", "store_dwordx[24]"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", each(TARGETS))
 def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], target: str) -> None:
     """Values and messages are read and written 128 bits a thread, strided rows too."""
     stage, load, store = WIDE[target]
@@ -176,14 +183,14 @@ def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], targe
             assert re.search(load, text) and re.search(store, text), name
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("target", each(NVIDIA))
 def test_nvidia_registers_suffice(compiled: Callable[[str, str], Code], target: str) -> None:
     """Nothing is kept on the stack."""
     for name, text in compiled(target, "usage").items():
         assert re.search(r"STACK:0 .*LOCAL:0 ", text), f"{name}: {text}"
 
 
-@pytest.mark.parametrize("target", AMD)
+@pytest.mark.parametrize("target", each(AMD))
 def test_amd_code_is_for_waves_of_64_and_does_not_spill(compiled: Callable[[str, str], Code], target: str) -> None:
     """What the metadata of the binaries says; they are linked too."""
     for name, text in compiled(target, "amdgcn").items():
@@ -193,7 +200,7 @@ def test_amd_code_is_for_waves_of_64_and_does_not_spill(compiled: Callable[[str,
             assert said[what] == "0", f"{name}: {what} {said[what]}"
 
 
-@pytest.mark.parametrize("target", AMD)
+@pytest.mark.parametrize("target", each(AMD))
 def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], target: str) -> None:
     """Divisions end in the fix-up of IEEE; sums are not contracted; denormals stay; BF16 is rounded half to even."""
     code = compiled(target, "amdgcn")
