@@ -138,15 +138,62 @@ def _message(spec: BlockSpec, numel: int, source: int) -> Tensor:
     return made
 
 
+def same_message(backend: Any, pieces: Sequence[Piece], spec: BlockSpec, device: str = "cpu", what: Any = "") -> Tensor:
+    """The backend's message of the pieces, which is the reference's, padding bytes included."""
+    expected = torch.full((spec.nbytes(total_numel(pieces)),), 0xA5, dtype=torch.uint8)
+    actual = torch.full_like(expected, 0x5A).to(device)
+    reference.quantize(pieces, spec, expected)
+    backend.quantize(on(device, pieces), spec, actual)
+    assert_same(actual.cpu(), expected, f"quantize {spec} {what}")
+    return expected
+
+
+def same_values(backend: Any, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece], what: Any = "") -> None:
+    """The backend makes of a message, in pieces like these, what the reference does, and writes nothing between them.
+
+    The backend works where the message lies; the reference wants it aligned.
+    """
+    expected, actual = blank(pieces), on(message.device, blank(pieces))
+    reference.dequantize(message.cpu().clone(), spec, expected)
+    backend.dequantize(message, spec, actual)
+    _compare(actual, expected, f"dequantize {spec} {what}")
+
+
+def same_sums(
+    backend: Any,
+    messages: Sequence[Tensor],
+    spec: BlockSpec,
+    pieces: Sequence[Piece],
+    reduce: Reduce,
+    what: Any = "",
+) -> None:
+    """The backend makes of messages, and of what copies of the pieces held, the reference's sums.
+
+    The backend works where the messages lie.
+    """
+    expected = [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces]
+    actual = on(messages[0].device, [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces])
+    reference.dequantize_reduce([message.cpu() for message in messages], spec, expected, reduce)
+    backend.dequantize_reduce(messages, spec, actual, reduce)
+    _compare(actual, expected, f"reduce {spec} {reduce} {what}")
+
+
+def same_again(
+    backend: Any, messages: Sequence[Tensor], spec: BlockSpec, to: BlockSpec, total: Total, what: Any = ""
+) -> None:
+    """The backend's message of the sum of messages is the reference's; it works where the messages lie."""
+    expected = torch.full((to.nbytes(total.numel),), 0xA5, dtype=torch.uint8)
+    actual = torch.full_like(expected, 0x5A).to(messages[0].device)
+    reference.requantize([message.cpu() for message in messages], spec, to, expected, total)
+    backend.requantize(messages, spec, to, actual, total)
+    assert_same(actual.cpu(), expected, f"requantize {spec} to {to} {what}")
+
+
 def check_quantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
     """The same message, padding bytes included, for every size and layout."""
     for numel in numels or sizes(fmt.spec):
         for name, pieces in layouts(numel, fmt.dtype):
-            expected = torch.full((fmt.spec.nbytes(total_numel(pieces)),), 0xA5, dtype=torch.uint8)
-            actual = torch.full_like(expected, 0x5A).to(device)
-            reference.quantize(pieces, fmt.spec, expected)
-            backend.quantize(on(device, pieces), fmt.spec, actual)
-            assert_same(actual.cpu(), expected, f"quantize {fmt} {numel} {name}")
+            same_message(backend, pieces, fmt.spec, device, f"{fmt} {numel} {name}")
 
 
 def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
@@ -154,11 +201,7 @@ def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Seq
     for numel in numels or sizes(fmt.spec):
         for name, pieces in layouts(numel, fmt.dtype):
             (message,) = messages_of(fmt.spec, total_numel(pieces), 1)
-            expected = blank(pieces)
-            actual = on(device, blank(pieces))
-            reference.dequantize(message, fmt.spec, expected)
-            backend.dequantize(message.to(device), fmt.spec, actual)
-            _compare(actual, expected, f"dequantize {fmt} {numel} {name}")
+            same_values(backend, message.to(device), fmt.spec, pieces, f"{fmt} {numel} {name}")
 
 
 REDUCES = (Reduce(), Reduce(1 / 3), Reduce(1 / 3, accumulate=True), Reduce(accumulate=True))
@@ -168,44 +211,51 @@ def check_reduce(backend: Any, fmt: Format, device: str = "cpu", sources: Sequen
     """The same sums, by the same roundings, for every number of sources, factor and accumulation."""
     for (numel, count), reduce in product(zip(sizes(fmt.spec)[-len(sources) :], sources, strict=True), REDUCES):
         for name, pieces in layouts(numel, fmt.dtype, calm):
-            messages = messages_of(fmt.spec, total_numel(pieces), count)
-            expected = [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces]
-            actual = on(device, [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces])
-            reference.dequantize_reduce(messages, fmt.spec, expected, reduce)
-            backend.dequantize_reduce([m.to(device) for m in messages], fmt.spec, actual, reduce)
-            _compare(actual, expected, f"reduce {fmt} {numel} {count} {reduce} {name}")
+            messages = [m.to(device) for m in messages_of(fmt.spec, total_numel(pieces), count)]
+            same_sums(backend, messages, fmt.spec, pieces, reduce, f"{fmt} {numel} {count} {name}")
+
+
+def check_operations(backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)) -> None:
+    """Messages, values and sums of one format."""
+    check_quantize(backend, fmt, device)
+    check_dequantize(backend, fmt, device)
+    check_reduce(backend, fmt, device, sources)
 
 
 def check_requantize(backend: Any, spec: BlockSpec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)) -> None:
     """The same message of the sum, to the same and to other bits."""
     for bits, numel, count in product((8, 4), sizes(spec), sources):
         to = BlockSpec(bits, spec.block_size, spec.symmetric)
-        messages = messages_of(spec, numel, count)
-        total = Total(numel, 1.0 if count == 1 else 1 / 7)
-        expected = torch.full((to.nbytes(numel),), 0xA5, dtype=torch.uint8)
-        actual = torch.full_like(expected, 0x5A).to(device)
-        reference.requantize(messages, spec, to, expected, total)
-        backend.requantize([m.to(device) for m in messages], spec, to, actual, total)
-        assert_same(actual.cpu(), expected, f"requantize {spec} to {to} {numel} {count}")
+        messages = [m.to(device) for m in messages_of(spec, numel, count)]
+        same_again(backend, messages, spec, to, Total(numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}")
 
 
 def check_many(backend: Any, sources: int, hole: int | None = None, device: str = "cpu") -> None:
     """Any number of messages, side by side, but that one may be left out: the same sums and messages."""
     spec, numel = BlockSpec(4, 128), 300
     few = messages_of(spec, numel, 5)
-    side_by_side = torch.stack([few[i * i % 5] for i in range(sources)])
-    there = [message for i, message in enumerate(side_by_side.to(device).unbind()) if i != hole]
+    side_by_side = torch.stack([few[i * i % 5] for i in range(sources)]).to(device)
     messages = [message for i, message in enumerate(side_by_side.unbind()) if i != hole]
-    wanted, got = torch.full((numel,), 2.5), torch.full((numel,), 2.5, device=device)
-    how = Reduce(1 / 3, accumulate=True)
-    reference.dequantize_reduce(messages, spec, [whole(wanted)], how)
-    backend.dequantize_reduce(there, spec, [whole(got)], how)
-    assert_same(got.cpu(), wanted, f"reduce {sources} messages without {hole}")
-    expected = torch.full((spec.nbytes(numel),), 0xA5, dtype=torch.uint8)
-    actual = torch.full_like(expected, 0x5A).to(device)
-    reference.requantize(messages, spec, spec, expected, Total(numel, 1 / 3))
-    backend.requantize(there, spec, spec, actual, Total(numel, 1 / 3))
-    assert_same(actual.cpu(), expected, f"requantize {sources} messages without {hole}")
+    what = f"{sources} messages without {hole}"
+    same_sums(backend, messages, spec, [whole(torch.full((numel,), 2.5))], Reduce(1 / 3, accumulate=True), what)
+    same_again(backend, messages, spec, spec, Total(numel, 1 / 3), what)
+
+
+def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """Masks, sketches, and picks of these dtypes."""
+    check_masks(backend, device)
+    check_sketch(backend, device)
+    for dtype in dtypes:
+        check_selection(backend, dtype, device)
+
+
+def check_a_little(backend: Any) -> None:
+    """Every operation, for some formats."""
+    check_quantize(backend, FORMATS[5])
+    check_dequantize(backend, FORMATS[-10])
+    check_reduce(backend, FORMATS[-9], sources=(1, 2))
+    check_requantize(backend, SPECS[-2], sources=(3,))
+    check_sparse(backend, dtypes=(torch.bfloat16,))
 
 
 def check_masks(backend: Any, device: str = "cpu") -> None:

@@ -11,8 +11,7 @@ import torch
 
 from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import LEVELS, CpuKernels
-from zero_topo.quant import reference
-from zero_topo.quant.pieces import FLOATS, Piece, total_numel
+from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Reduce
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
@@ -53,19 +52,13 @@ def test_requantize(whole: CpuKernels, spec: BlockSpec) -> None:
 @pytest.mark.parametrize("cuts", [1, 4], ids=["whole", "split"])
 def test_sparse(library: ctypes.CDLL, level: int, cuts: int) -> None:
     """Masks to bits and back, picks above a threshold, count sketches and their inverse, with the work split or not."""
-    backend = CpuKernels(library, level, cuts)
-    golden.check_masks(backend)
-    golden.check_sketch(backend)
-    for dtype in FLOATS:
-        golden.check_selection(backend, dtype)
+    golden.check_sparse(CpuKernels(library, level, cuts))
 
 
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)
 def test_split_work(split: CpuKernels, fmt: golden.Format) -> None:
     """Any split of the blocks among calls, in any order, gives the same bytes."""
-    golden.check_quantize(split, fmt)
-    golden.check_dequantize(split, fmt)
-    golden.check_reduce(split, fmt, sources=(1, 2))
+    golden.check_operations(split, fmt, sources=(1, 2))
     golden.check_requantize(split, fmt.spec, sources=(3,))
 
 
@@ -82,18 +75,9 @@ def test_millions(split: CpuKernels, dtype: torch.dtype, spec: BlockSpec, shape:
     rows, columns, stride = shape
     limit = rows * stride - (stride - columns) - columns // 2
     source = golden.calm(limit, dtype)
-    pieces = [Piece(source, rows, columns, stride)]
-    numel = total_numel(pieces)
-    expected = torch.full((spec.nbytes(numel),), 0xA5, dtype=torch.uint8)
-    actual = torch.full_like(expected, 0x5A)
-    reference.quantize(pieces, spec, expected)
-    split.quantize(pieces, spec, actual)
-    golden.assert_same(actual, expected, "message")
-    wanted, got = (Piece(torch.full_like(source, 3.25), rows, columns, stride) for _ in range(2))
-    how = Reduce(0.5, accumulate=True)
-    reference.dequantize_reduce([expected, expected], spec, [wanted], how)
-    split.dequantize_reduce([expected, expected], spec, [got], how)
-    golden.assert_same(got.flat, wanted.flat, "sum")
+    message = golden.same_message(split, [Piece(source, rows, columns, stride)], spec)
+    held = Piece(torch.full_like(source, 3.25), rows, columns, stride)
+    golden.same_sums(split, [message, message], spec, [held], Reduce(0.5, accumulate=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -121,21 +105,7 @@ def test_every_half_rounds_as_the_reference(whole: CpuKernels, dtype: torch.dtyp
     message = torch.arange(spec.nbytes(numel)).to(torch.uint8)
     offset = spec.scales_offset(numel)
     message[offset : offset + 4 * scales.numel()].view(torch.float32).copy_(scales)
-    expected, actual = torch.zeros(numel, dtype=dtype), torch.ones(numel, dtype=dtype)
-    reference.dequantize(message, spec, [golden.whole(expected)])
-    whole.dequantize(message, spec, [golden.whole(actual)])
-    golden.assert_same(actual, expected, "values")
-
-
-def few_checks(backend: CpuKernels) -> None:
-    """A little of everything."""
-    golden.check_quantize(backend, golden.FORMATS[5])
-    golden.check_dequantize(backend, golden.FORMATS[-10])
-    golden.check_reduce(backend, golden.FORMATS[-9], sources=(1, 2))
-    golden.check_requantize(backend, golden.SPECS[-2], sources=(3,))
-    golden.check_selection(backend, torch.bfloat16)
-    golden.check_masks(backend)
-    golden.check_sketch(backend)
+    golden.same_values(whole, message, spec, [golden.whole(torch.zeros(numel, dtype=dtype))])
 
 
 def test_clang_builds_the_same_kernels() -> None:
@@ -144,16 +114,16 @@ def test_clang_builds_the_same_kernels() -> None:
         pytest.skip("clang++ is not installed")
     library = cpu_library.load(cpu_library.build("clang++"))
     for level in range(library.zt_cpu_best_level() + 1):
-        few_checks(CpuKernels(library, level))
+        golden.check_a_little(CpuKernels(library, level))
 
 
 def test_other_processors_have_the_scalar_kernels() -> None:
     """Where there are no x86 instructions, the plain kernels are the best and the others are refused."""
     library = cpu_library.load(cpu_library.build(flags=["-DZT_X86=0"]))
     assert library.zt_cpu_best_level() == LEVELS["scalar"]
-    few_checks(CpuKernels(library))
+    golden.check_a_little(CpuKernels(library))
     with pytest.raises(ValueError, match="lacks the instructions"):
-        few_checks(CpuKernels(library, LEVELS["avx2"]))
+        golden.check_a_little(CpuKernels(library, LEVELS["avx2"]))
 
 
 def test_every_status_has_a_sentence(library: ctypes.CDLL) -> None:

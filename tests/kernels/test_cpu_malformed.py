@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import CpuKernels, Range
 from tests.kernels.gpu_library import CMessage, CPiece, CReduce, CSpec, c_messages, c_spec
-from zero_topo.quant import reference
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Reduce, Total
 
@@ -251,34 +250,22 @@ def test_messages_of_any_bytes(
     """Every level makes of any bytes, for pieces of any shapes, what the reference makes of them."""
     numel = total_numel(pieces)
     messages = [random_bytes(spec.nbytes(numel), seed + source) for source in range(sources)]
-    expected = golden.blank(pieces)
-    how = Reduce(0.75, accumulate)
-    reference.dequantize_reduce(messages, spec, expected, how)
     for level in range(library.zt_cpu_best_level() + 1):
-        actual = golden.blank(pieces)
-        CpuKernels(library, level, cuts=1 + seed % 3).dequantize_reduce(messages, spec, actual, how)
-        for got, wanted in zip(actual, expected, strict=True):
-            golden.assert_same(got.flat, wanted.flat, f"{spec} {level}")
+        backend = CpuKernels(library, level, cuts=1 + seed % 3)
+        golden.same_sums(backend, messages, spec, golden.blank(pieces), Reduce(0.75, accumulate), level)
 
 
 @given(spec=SPECS, pieces=shapes().filter(total_numel), seed=st.integers(0, 2**31), bits=st.sampled_from([8, 4]))
 def test_pieces_of_any_bytes(library: ctypes.CDLL, spec: BlockSpec, pieces: list[Piece], seed: int, bits: int) -> None:
     """Every level quantizes any bits, in pieces of any shapes, as the reference does, and sums what comes of it."""
-    numel = total_numel(pieces)
     for piece in pieces:
         raw = piece.flat.view(torch.uint8)
         raw.copy_(random_bytes(raw.numel(), seed))
-    expected, actual = buffer(spec.nbytes(numel)), buffer(spec.nbytes(numel))
-    reference.quantize(pieces, spec, expected)
-    to, total = BlockSpec(bits, spec.block_size, spec.symmetric), Total(numel, 0.3)
-    again, summed = buffer(to.nbytes(numel)), buffer(to.nbytes(numel))
-    reference.requantize([expected, expected], spec, to, again, total)
+    to, total = BlockSpec(bits, spec.block_size, spec.symmetric), Total(total_numel(pieces), 0.3)
     for level in range(library.zt_cpu_best_level() + 1):
         backend = CpuKernels(library, level, cuts=1 + seed % 3)
-        backend.quantize(pieces, spec, actual)
-        golden.assert_same(actual, expected, f"{spec} {level}")
-        backend.requantize([expected, expected], spec, to, summed, total)
-        golden.assert_same(summed, again, f"{spec} to {to} {level}")
+        message = golden.same_message(backend, pieces, spec, what=level)
+        golden.same_again(backend, [message, message], spec, to, total, level)
 
 
 @given(n=st.integers(1, 5000), rows=st.integers(3, 40), seed=st.integers(0, 2**63), density=st.floats(0, 1))

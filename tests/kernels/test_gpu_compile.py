@@ -24,7 +24,6 @@ from op_builder import source_dir
 from op_builder.jit import cache_dir
 from tests.kernels import golden
 from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
-from zero_topo.quant.pieces import FLOATS
 
 NVIDIA = ("80", "90")
 AMD = "gfx90a"
@@ -238,15 +237,10 @@ def test_the_bits_on_a_gpu() -> None:
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     backend = GpuLibrary(ctypes.CDLL(str(nvidia_library(arch) / LIBRARY)), None)
     for fmt in golden.FORMATS:
-        golden.check_quantize(backend, fmt, "cuda")
-        golden.check_dequantize(backend, fmt, "cuda")
-        golden.check_reduce(backend, fmt, "cuda")
+        golden.check_operations(backend, fmt, "cuda")
     for spec in golden.SPECS:
         golden.check_requantize(backend, spec, "cuda")
-    golden.check_masks(backend, "cuda")
-    golden.check_sketch(backend, "cuda")
-    for dtype in FLOATS:
-        golden.check_selection(backend, dtype, "cuda")
+    golden.check_sparse(backend, "cuda")
 
 
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,8 @@ from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
-from zero_topo.quant.pieces import FLOATS, Piece, total_numel
+from zero_topo.quant.native import Native
+from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 PLAIN = Settings(wave=32)
@@ -32,6 +33,9 @@ CASES = [
     *(pytest.param(OTHER, fmt, id=f"wave64-{fmt}") for fmt in golden.FEW_FORMATS),
 ]
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
+
+MANY = [(1, None), (2, None), (3, 1), (4, 1), (129, None), (130, 0), (130, 77), (130, 129), (9408, 5000)]
+"""Messages side by side, and which of them is left out."""
 
 NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python's mmap does not name."""
@@ -46,21 +50,9 @@ def library() -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize(("chosen", "fmt"), CASES)
-def test_quantize(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
-    """Messages of every format are the reference's, padding included."""
-    golden.check_quantize(GpuLibrary(library, chosen), fmt)
-
-
-@pytest.mark.parametrize(("chosen", "fmt"), CASES)
-def test_dequantize(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
-    """Values are the reference's, and nothing is written where no piece is."""
-    golden.check_dequantize(GpuLibrary(library, chosen), fmt)
-
-
-@pytest.mark.parametrize(("chosen", "fmt"), CASES)
-def test_reduce(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
-    """Sums are made by the reference's roundings, in its order."""
-    golden.check_reduce(GpuLibrary(library, chosen), fmt)
+def test_operations(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
+    """Messages, values and sums of every format are the reference's; nothing is written where no piece is."""
+    golden.check_operations(GpuLibrary(library, chosen), fmt)
 
 
 @pytest.mark.parametrize("chosen", BOTH)
@@ -73,11 +65,7 @@ def test_requantize(library: ctypes.CDLL, chosen: Settings, spec: BlockSpec) -> 
 @pytest.mark.parametrize("chosen", BOTH)
 def test_sparse(library: ctypes.CDLL, chosen: Settings) -> None:
     """Masks, picks and sketches are the reference's."""
-    backend = GpuLibrary(library, chosen)
-    golden.check_masks(backend)
-    golden.check_sketch(backend)
-    for dtype in FLOATS:
-        golden.check_selection(backend, dtype)
+    golden.check_sparse(GpuLibrary(library, chosen))
 
 
 @pytest.mark.parametrize("offset", [1, 7, 8])
@@ -116,18 +104,10 @@ SPECS = st.sampled_from([BlockSpec(8, 64), BlockSpec(4, 256), BlockSpec(4, 512, 
 @given(pieces=pieces_anywhere(), spec=SPECS, chosen=st.sampled_from([PLAIN, OTHER]))
 def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: BlockSpec, chosen: Settings) -> None:
     """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
-    backend, numel = GpuLibrary(library, chosen), total_numel(pieces)
-    expected, actual = (torch.full((spec.nbytes(numel),), fill, dtype=torch.uint8) for fill in (1, 2))
-    reference.quantize(pieces, spec, expected)
-    backend.quantize(pieces, spec, actual)
-    golden.assert_same(actual, expected, "quantize")
-    wanted = [Piece(p.flat.nan_to_num(0.5), p.rows, p.columns, p.stride) for p in pieces]
-    got = [Piece(p.flat.nan_to_num(0.5), p.rows, p.columns, p.stride) for p in pieces]
-    how = Reduce(0.3, accumulate=True)
-    reference.dequantize_reduce([expected] * 3, spec, wanted, how)
-    backend.dequantize_reduce([expected] * 3, spec, got, how)
-    for mine, theirs in zip(got, wanted, strict=True):
-        golden.assert_same(mine.flat, theirs.flat, "reduce")
+    backend = GpuLibrary(library, chosen)
+    message = golden.same_message(backend, pieces, spec)
+    held = [Piece(p.flat.nan_to_num(0.5), p.rows, p.columns, p.stride) for p in pieces]
+    golden.same_sums(backend, [message] * 3, spec, held, Reduce(0.3, accumulate=True))
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 64), BlockSpec(8, 64, False)], ids=str)
@@ -135,11 +115,8 @@ def test_smallest_and_largest_blocks(library: ctypes.CDLL, spec: BlockSpec) -> N
     """Blocks whose size is at the bound of being zero, just below it, and the largest there is."""
     sizes = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
     x = (sizes[:, None] * torch.linspace(0, 1, 64).square()).view(-1)
-    expected, actual = (torch.full((spec.nbytes(x.numel()),), fill, dtype=torch.uint8) for fill in (1, 2))
-    reference.quantize([golden.whole(x)], spec, expected)
-    GpuLibrary(library).quantize([golden.whole(x)], spec, actual)
-    golden.assert_same(actual, expected, "quantize")
-    scales = actual[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
+    message = golden.same_message(GpuLibrary(library), [golden.whole(x)], spec)
+    scales = message[spec.scales_offset(x.numel()) :][:20].view(torch.float32)
     assert (scales > 0).tolist() == [True, False, True, True, False]
 
 
@@ -151,10 +128,7 @@ def test_rounding_of_ties(library: ctypes.CDLL, dtype: torch.dtype, digits: int)
     message[:numel] = torch.arange(numel) % 256
     scales = torch.tensor([1 + 2.0**-digits, 1 + 3 * 2.0**-digits, 2.0**-24, 600.5])
     message[spec.scales_offset(numel) :][:16] = scales.view(torch.uint8)
-    wanted, got = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
-    reference.dequantize(message, spec, [golden.whole(wanted)])
-    GpuLibrary(library).dequantize(message, spec, [golden.whole(got)])
-    golden.assert_same(got, wanted, "dequantize")
+    golden.same_values(GpuLibrary(library), message, spec, [golden.whole(torch.empty(numel, dtype=dtype))])
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048, False)], ids=str)
@@ -165,10 +139,7 @@ def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpe
     messages = golden.messages_of(spec, numel, 3)[1:]
     for message in messages:
         message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
-    expected, actual = (torch.full((spec.nbytes(numel),), fill, dtype=torch.uint8) for fill in (1, 2))
-    reference.requantize(messages, spec, spec, expected, Total(numel))
-    GpuLibrary(library, OTHER).requantize(messages, spec, spec, actual, Total(numel))
-    golden.assert_same(actual, expected, "requantize")
+    golden.same_again(GpuLibrary(library, OTHER), messages, spec, spec, Total(numel))
 
 
 def test_few_thread_blocks(library: ctypes.CDLL) -> None:
@@ -180,14 +151,32 @@ def test_few_thread_blocks(library: ctypes.CDLL) -> None:
 
 def test_as_many_as_one_call_takes(library: ctypes.CDLL) -> None:
     """64 pieces go into one launch; those without elements do not count."""
-    backend, spec = GpuLibrary(library), BlockSpec(4, 128)
     parts = [golden.whole(golden.calm(5 + i, torch.float32)) for i in range(64)]
     parts += [Piece(torch.empty(0), 0, 3, 3)] * 9
-    numel = total_numel(parts)
-    expected, actual = (torch.full((spec.nbytes(numel),), fill, dtype=torch.uint8) for fill in (1, 2))
-    reference.quantize(parts, spec, expected)
-    backend.quantize(parts, spec, actual)
-    golden.assert_same(actual, expected, "64 pieces")
+    golden.same_message(GpuLibrary(library), parts, BlockSpec(4, 128))
+
+
+@pytest.mark.parametrize(("sources", "hole"), MANY)
+def test_many_messages(library: ctypes.CDLL, sources: int, hole: int | None) -> None:
+    """9,408 nodes may send, this rank's own message left out among theirs: evenly spaced ones go by their spacing."""
+    golden.check_many(GpuLibrary(library), sources, hole)
+
+
+@pytest.mark.parametrize(("left_out", "even"), [((), 1), ((0, 2), 1), ((3, 5), 0), ((4, 5), 0), (range(1, 7), 1)])
+def test_what_is_even(library: ctypes.CDLL, left_out: Sequence[int], even: int) -> None:
+    """One hole at the most, of one message."""
+    rows = [row for i, row in enumerate(torch.zeros(8, 16, dtype=torch.uint8).unbind()) if i not in left_out]
+    assert library.zt_gpu_even(gpu.c_messages(rows), len(rows)) == even
+
+
+def test_the_binding_for_torch() -> None:
+    """The torch module that an engine on a GPU calls, over the emulated kernels; uneven messages are copied."""
+    native = Native(gpu.bound(source_dir()), lambda: 0)
+    golden.check_many(native, 130, 77)
+    spec = BlockSpec(8, 64)
+    rows = [golden.messages_of(spec, 64, 5)[i] for i in (3, 0, 1, 4, 2)]
+    golden.same_sums(native, rows, spec, [golden.whole(torch.ones(64))], Reduce())
+    golden.check_a_little(native)
 
 
 @pytest.fixture

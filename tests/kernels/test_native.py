@@ -38,9 +38,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("fmt", SOME, ids=str)
 def test_every_operation_gives_the_references_bits(native: Native, fmt: golden.Format) -> None:
     """Arguments arrive in the kernels as they were given."""
-    golden.check_quantize(native, fmt)
-    golden.check_dequantize(native, fmt)
-    golden.check_reduce(native, fmt, sources=(3,))
+    golden.check_operations(native, fmt, sources=(3,))
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False)], ids=str)
@@ -60,14 +58,16 @@ def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: to
 @pytest.mark.usefixtures("threads")
 def test_the_sparse_operations_give_the_references_values(native: Native) -> None:
     """Masks, picks and sketches."""
-    golden.check_masks(native)
-    for dtype in FLOATS:
-        golden.check_selection(native, dtype)
-    golden.check_sketch(native)
+    golden.check_sparse(native)
     x = golden.values(300_001, torch.float32, 2)
     indices, picked = torch.empty(300_001, dtype=torch.int64), torch.empty(300_001)
     found = int(native.compact_above(x, 0.5, indices, picked))
     assert torch.equal(indices[:found], (x.abs() >= 0.5).nonzero()[:, 0])
+
+
+def test_lists_of_messages_have_any_length(native: Native) -> None:
+    """Those of 9,408 nodes but this rank's own."""
+    golden.check_many(native, 9408, 5000)
 
 
 def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:

@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.kernels import golden
 from tests.launching import ROOT
 from zero_topo.quant import reference
-from zero_topo.quant.pieces import FLOATS, Piece, total_numel
+from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 pytest.importorskip("triton")
@@ -69,27 +68,16 @@ class TestBackend:
     @pytest.mark.parametrize("fmt", FORMATS, ids=str)
     def test_operations_give_the_references_bits(self, backend: Any, fmt: golden.Format) -> None:
         """Every layout and size, special values, factors, accumulation."""
-        golden.check_quantize(backend, fmt, DEVICE)
-        golden.check_dequantize(backend, fmt, DEVICE)
-        golden.check_reduce(backend, fmt, DEVICE, SOURCES)
+        golden.check_operations(backend, fmt, DEVICE, SOURCES)
 
     @pytest.mark.parametrize("spec", SPECS, ids=str)
     def test_sums_are_quantized_again(self, backend: Any, spec: BlockSpec) -> None:
         """To the same and to other bits."""
         golden.check_requantize(backend, spec, DEVICE, SOURCES)
 
-    def test_masks(self, backend: Any) -> None:
-        """Packed and back."""
-        golden.check_masks(backend, DEVICE)
-
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    def test_selection(self, backend: Any, dtype: torch.dtype) -> None:
-        """Counts and picks above a threshold."""
-        golden.check_selection(backend, dtype, DEVICE)
-
-    def test_sketches(self, backend: Any) -> None:
-        """Inserted and peeled, with some left over."""
-        golden.check_sketch(backend, DEVICE)
+    def test_sparse(self, backend: Any) -> None:
+        """Masks packed and back; counts and picks above a threshold; sketches and their inverse, some left over."""
+        golden.check_sparse(backend, DEVICE)
 
     @pytest.mark.parametrize("bits", [8, 4])
     @pytest.mark.parametrize("symmetric", [True, False])
@@ -103,7 +91,7 @@ class TestBackend:
         x = bound * halves / top
         x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
         x[:, 0], x[:, 1] = bound[:, 0], 0.0
-        same_message(backend, [golden.whole(x.view(-1))], spec)
+        golden.same_message(backend, [golden.whole(x.view(-1))], spec, DEVICE)
 
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_the_smallest_blocks_that_are_not_zero(self, backend: Any, symmetric: bool) -> None:
@@ -111,7 +99,7 @@ class TestBackend:
         edges = [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-101, 2.0**-99]
         x = torch.stack([torch.linspace(0, edge, 64) for edge in edges])
         x[:, -1] = torch.tensor(edges)
-        same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64, symmetric))
+        golden.same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64, symmetric), DEVICE)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_sums_are_rounded_half_to_even(self, backend: Any, dtype: torch.dtype) -> None:
@@ -124,37 +112,30 @@ class TestBackend:
             reference.quantize([golden.whole(values)], spec, message)
         smallest = torch.finfo(dtype).smallest_normal / 2
         for reduce in (Reduce(), Reduce(accumulate=True)):
-            expected = torch.full((2000,), smallest, dtype=dtype)
-            actual = expected.to(DEVICE, copy=True)
-            reference.dequantize_reduce(list(sources), spec, [golden.whole(expected)], reduce)
-            backend.dequantize_reduce(list(sources.to(DEVICE)), spec, [golden.whole(actual)], reduce)
-            golden.assert_same(actual.cpu(), expected, f"{reduce}")
+            held = golden.whole(torch.full((2000,), smallest, dtype=dtype))
+            golden.same_sums(backend, list(sources.to(DEVICE)), spec, [held], reduce)
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
         """What follows in memory is somebody else's, also within a tile that memory has wholly."""
         spec = BlockSpec(8)
         pieces = [Piece(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
-        same_message(backend, pieces, spec)
-        same_values(backend, pieces, spec)
+        message = golden.same_message(backend, pieces, spec, DEVICE)
+        golden.same_values(backend, message.to(DEVICE), spec, pieces)
 
     @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [2, 0, 3, 1]], ids=str)
     def test_messages_lie_anywhere(self, backend: Any, order: Sequence[int]) -> None:
         """Evenly spaced in one buffer, forwards and backwards, as in a hop's slots, or not."""
         spec, numel = BlockSpec(4), 1000
-        buffer = torch.stack(golden.messages_of(spec, numel, 4))
-        expected, there = torch.empty(numel), torch.empty(numel, device=DEVICE)
-        reference.dequantize_reduce([buffer[i] for i in order], spec, [golden.whole(expected)], Reduce(0.3))
-        moved = buffer.to(DEVICE)
-        backend.dequantize_reduce([moved[i] for i in order], spec, [golden.whole(there)], Reduce(0.3))
-        golden.assert_same(there.cpu(), expected, str(order))
+        buffer = torch.stack(golden.messages_of(spec, numel, 4)).to(DEVICE)
+        golden.same_sums(backend, [buffer[i] for i in order], spec, [golden.whole(torch.ones(numel))], Reduce(0.3))
 
     def test_offsets_have_64_bits(self, backend: Any) -> None:
         """Rows 2^32 elements apart, all but the first beyond the end: with fewer bits they would be the first again."""
         for columns in (64, 48, 400):
             pieces = [Piece(golden.calm(columns, torch.float32), 3, columns, 2**32)]
-            same_message(backend, pieces, BlockSpec(8, 64))
-            same_values(backend, pieces, BlockSpec(8, 64))
+            message = golden.same_message(backend, pieces, BlockSpec(8, 64), DEVICE)
+            golden.same_values(backend, message.to(DEVICE), BlockSpec(8, 64), pieces)
 
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
         """The last tile ends with the message, whatever its planes' padding."""
@@ -171,27 +152,6 @@ class TestBackend:
         spec, numel = BlockSpec(8), 300
         (message,) = golden.messages_of(spec, numel, 1)
         odd = torch.empty(message.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].copy_(message)
-        expected, actual = torch.empty(numel), torch.empty(numel, device=DEVICE)
-        reference.dequantize(message, spec, [golden.whole(expected)])
-        backend.dequantize(odd, spec, [golden.whole(actual)])
-        golden.assert_same(actual.cpu(), expected, "misaligned")
+        golden.same_values(backend, odd, spec, [golden.whole(torch.empty(numel))])
         with pytest.raises(ValueError, match="multiple of 16 bytes"):
             backend.requantize([odd], spec, spec, odd, Total(numel))
-
-
-def same_message(backend: Any, pieces: Sequence[Piece], spec: BlockSpec) -> None:
-    """The backend quantizes the pieces as the reference does."""
-    expected: Tensor = torch.empty(spec.nbytes(total_numel(pieces)), dtype=torch.uint8)
-    actual = torch.empty_like(expected, device=DEVICE)
-    reference.quantize(pieces, spec, expected)
-    backend.quantize(golden.on(DEVICE, pieces), spec, actual)
-    golden.assert_same(actual.cpu(), expected, str(spec))
-
-
-def same_values(backend: Any, pieces: Sequence[Piece], spec: BlockSpec) -> None:
-    """The backend makes of a message, in one piece, what the reference does."""
-    (message,) = golden.messages_of(spec, total_numel(pieces), 1)
-    expected, actual = golden.blank(pieces), golden.on(DEVICE, golden.blank(pieces))
-    reference.dequantize(message, spec, expected)
-    backend.dequantize(message.to(DEVICE), spec, actual)
-    golden.assert_same(actual[0].flat.cpu(), expected[0].flat, f"{spec} {pieces[0].rows} x {pieces[0].columns}")
