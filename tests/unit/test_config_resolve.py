@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from zero_topo.config import DenseSync, ResolvedConfig, ZeroTopoConfig, resolve_config
+from tests.plans import TREE, resolve
+from zero_topo.config import DenseSync, ResolvedConfig
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
-TREE = Topology("tree", nodes=2, gpus_per_node=2, ranks_per_gpu=2)
 FLAT = Topology("flat", nodes=2, gpus_per_node=4, ranks_per_gpu=1)
 INT8, INT4 = BlockSpec(8), BlockSpec(4)
-
-
-def resolve(topology: Topology = TREE, **block: Any) -> ResolvedConfig:
-    return resolve_config(ZeroTopoConfig.parse(block), topology)
 
 
 def degrees(config: ResolvedConfig) -> tuple[int | None, ...]:
