@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from zero_topo.topology import Topology, emulated, load_preset, preset_names
+from zero_topo.topology import emulated, load_preset, preset_names
 from zero_topo.topology.presets import emulated_from_json, load_machine, machine_of_cluster
 from zero_topo.units import GB
 
@@ -54,10 +55,7 @@ def test_a_single_node_takes_any_number_of_ranks() -> None:
     assert "memory_per_rank" not in topology.sources
 
 
-def frontier(world_size: int) -> Topology:
-    return load_preset("frontier", world_size)
-
-
+frontier = partial(load_preset, "frontier")
 PER_NODE = "of preset 'frontier', which has 8 ranks per node.*emulated"  # the way out
 SHAPE = {"nodes": 2, "gpus_per_node": 2}
 
