@@ -140,6 +140,12 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {value.dtype} {tuple(value.shape)} in {value.untyped_storage().nbytes()} bytes"
 
 
+def poison(flat: torch.Tensor, numel: int) -> None:
+    """Fill what lies beyond a parameter's end in this rank's world shard ``[ceil(numel / N)]`` with NaN."""
+    held = max(0, min(flat.numel(), numel - dist.get_rank() * flat.numel()))
+    flat[held:] = torch.nan
+
+
 def common_directory(local: Path) -> Path:
     """Rank 0's directory, told to all ranks. Collective."""
     told = [str(local)]
