@@ -100,7 +100,7 @@ def launch(command: Sequence[str], settings: LaunchSettings) -> Launch:
     with open(settings.log_dir / "launcher.log", "wb") as output:
         process = subprocess.Popen(
             _launcher_command(command, settings, port),
-            env=_environment(settings),
+            env=rank_environment(**settings.env),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -133,7 +133,7 @@ def _launcher_command(command: Sequence[str], settings: LaunchSettings, port: in
     return [*launcher, *(["--module"] if settings.module else []), *command]
 
 
-def _environment(settings: LaunchSettings) -> dict[str, str]:
+def rank_environment(**more: str) -> dict[str, str]:
     """This process's environment for CPU ranks: gloo on the loopback interface, one thread each, stacks on abort."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
@@ -141,7 +141,7 @@ def _environment(settings: LaunchSettings) -> dict[str, str]:
     env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
-    return env | dict(settings.env)
+    return env | more
 
 
 def _no_core_files() -> None:

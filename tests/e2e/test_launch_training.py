@@ -14,11 +14,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT, free_port, rank_environment
 from tests.slurm import Cluster, missing, submitted
 
 SCRIPT = str(ROOT / "zero_topo/examples/train_gpt.py")
@@ -62,10 +61,7 @@ def losses(folder: Path, run: str) -> list[float]:
 
 def launched(words: list[str], log: Path) -> None:
     """Run `zero-topo launch` with CPU ranks on this host; it and its ranks end with this call and leave nothing."""
-    env: dict[str, Any] = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    env |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
+    env = {name: value for name, value in rank_environment().items() if not name.startswith("SLURM")}
     port = free_port()
     command = [sys.executable, "-m", "zero_topo.cli", "launch", *words[:1], "--master-port", str(port)]
     with open(log, "wb") as output:

@@ -33,7 +33,7 @@ def measured(spec: Spec, places: Sequence[int]) -> Topology:
     with EmulatedNetwork(spec) as built:
         address = Address("eth0", spec.address(places[0]), PORT)
         spots = [place(rank, size, spec.ranks_per_node, address, built.space(at)) for rank, at in enumerate(places)]
-        with Ranks("tests.e2e.programs.measured:run", {}, spots) as ranks:
+        with Ranks("tests.e2e.programs.bench_ranks:measured", {}, spots) as ranks:
             (message,) = list(ranks.messages())
     first, *others = message["topologies"]
     assert all(other == first for other in others), "ranks found different machines"

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, free_port, rank_environment
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
@@ -30,15 +28,10 @@ def missing() -> str | None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_mpi_carries_the_same_bits(ranks: int) -> None:
     """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp", "-n", str(ranks)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"DS_ACCELERATOR": "cpu", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, str(PROGRAM), port], env=env, capture_output=True, text=True, timeout=240
-    )
+    command += [sys.executable, str(PROGRAM), str(free_port())]
+    env = rank_environment(OMPI_MCA_rmaps_base_oversubscribe="1")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "SAME" in done.stdout
 

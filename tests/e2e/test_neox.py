@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, free_port
+from tests.launching import ROOT, free_port, rank_environment
 
 CHECKOUT = os.environ.get("NEOX_PATH", "")
 PYTHON = os.environ.get("NEOX_PYTHON", sys.executable)
@@ -36,12 +36,8 @@ pytestmark = pytest.mark.skipif(not CHECKOUT, reason="NEOX_PATH is not set to a 
 
 def environment(folder: Path) -> dict[str, str]:
     """Of CPU ranks; NeoX compiles its C++ helpers with the `python3` it finds, which must have pybind11."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env["PATH"] = os.pathsep.join([str(Path(PYTHON).parent), env["PATH"]])
-    env["PYTHONPATH"] = str(ROOT)
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return env | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
+    env = rank_environment(TRITON_CACHE_DIR=str(folder / "triton"))
+    return env | {"PATH": os.pathsep.join([str(Path(PYTHON).parent), env["PATH"]])}
 
 
 def run(folder: Path, *words: str, log: str) -> str:

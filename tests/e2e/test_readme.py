@@ -86,7 +86,7 @@ def test_zero_topo_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("line", OF_DEEPSPEED)
 def test_the_launchers_lines_give_options_that_the_example_has(line: str) -> None:
-    """What they train is trained by ``test_hugging_face.py``, with the same functions."""
+    """What they train is trained by ``test_trainers.py``, with the same functions."""
     program, *words = shlex.split(line)[shlex.split(line).index("8") + 1 :]
     options = [word for word in words if word.startswith("--")]
     done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Programs for the ranks of `zero_topo.bench.ranks`: one that tries the ring, one whose middle rank fails."""
+"""Programs for the ranks of `zero_topo.bench.ranks`: one tries the ring, one measures, of one the middle rank fails."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
 from zero_topo.bench.control import Control
+from zero_topo.engine.measure import measure
+from zero_topo.examples.process import leave
 
 
 def ring(settings: dict[str, Any], control: Control) -> None:
@@ -28,6 +30,16 @@ def ring(settings: dict[str, Any], control: Control) -> None:
     dist.all_gather_object(ranks, kept and torch.equal(output, wanted) and torch.equal(part, wanted))
     answer = control.ask({"event": "question"})
     control.send({"exact": ranks, "answer": answer, "environment": os.environ["LOCAL_SIZE"]})
+
+
+def measured(settings: dict[str, Any], control: Control) -> None:
+    """The machine, measured once; rank 0 tells what all ranks found."""
+    dist.init_process_group("gloo")
+    topology = measure(torch.device("cpu"))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, topology.to_json())
+    control.send({"event": "measured", "topologies": found})
+    leave()
 
 
 def failing(settings: dict[str, Any], control: Control) -> None:

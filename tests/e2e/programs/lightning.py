@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``test_lightning.py`` runs: a Lightning module plain, with zero_topo, and resumed; see there.
+"""What each rank of ``test_trainers.py`` runs: a Lightning module plain, with zero_topo, and resumed; see there.
 
 Started as ``lightning.py FOLDER``, which takes the checkpoints and ``lightning.json``.
 

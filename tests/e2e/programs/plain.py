@@ -5,12 +5,29 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
 import torch
 
-from tests.e2e.programs.meeting import meet
+PATIENCE_S = 120.0
+
+
+def meet(directory: Path) -> None:
+    """Wait until every rank is here: files stand for ranks.
+
+    Raises:
+        TimeoutError: if they do not all come.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / os.environ["RANK"]).touch()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(directory.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {sorted(path.name for path in directory.iterdir())} came to {directory}")
+        time.sleep(0.02)
+
 
 if __name__ == "__main__":
     meet(Path(sys.argv[2]))

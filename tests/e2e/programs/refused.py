@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
-from tests.e2e.programs.meeting import meet
+from tests.e2e.programs.plain import meet
 
 Call = Callable[[], Any]
 Json = dict[str, Any]
