@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import zero_topo
-from tests.launcher.training import Job, advance, block, close, largest_difference, running, start, train
+from tests.launcher.training import Job, advance, block, largest_difference, running, train
 from zero_topo.engine import hook
 
 STEPS, MICRO_BATCHES = 3, 2
@@ -41,14 +41,14 @@ def table(folder: Path, name: str) -> tuple[list[int], list[float]]:
 def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_path: Path) -> None:
     """Rank 0's meter by domain, on the axis of the learning rate that DeepSpeed logs."""
     metered: list[Counter[str]] = []
-    engine = start(watched(shared_path))
-    for step in range(STEPS):
-        advance(watched(shared_path), engine, step, step + 1)
-        sent: Counter[str] = Counter()
-        for (_, domain), nbytes in engine.optimizer.topo.meter.last_step().items():
-            sent[domain] += nbytes
-        metered.append(sent)
-    close(engine)
+    job = watched(shared_path)
+    with running(job) as engine:
+        for step in range(STEPS):
+            advance(job, engine, step, step + 1)
+            sent: Counter[str] = Counter()
+            for (_, domain), nbytes in engine.optimizer.topo.meter.last_step().items():
+                sent[domain] += nbytes
+            metered.append(sent)
     dist.barrier()
     if rank == 0:
         axis, _ = table(shared_path, "Train_Samples_lr")
@@ -69,10 +69,7 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
     """At ``steps_per_print``: once in three steps when that is two."""
     lines: list[str] = []
     monkeypatch.setattr(hook, "log_dist", lambda line, ranks: lines.append(line))
-    job = watched(shared_path, csv_monitor={"enabled": False}, wall_clock_breakdown=True)
-    engine = start(job)
-    advance(job, engine, 0, STEPS)
-    close(engine)
+    train(watched(shared_path, csv_monitor={"enabled": False}, wall_clock_breakdown=True))
     timed = [line for line in lines if " ms" in line]
     assert len(timed) == (1 if rank == 0 else 0)
     for line in timed:
@@ -122,9 +119,8 @@ def test_the_comms_logger_hears_of_every_exchange(sync: dict[str, Any], comms_lo
 
 def test_an_engine_that_nobody_watches_is_left_alone(rank: int) -> None:
     """Without a monitor or a breakdown its step is DeepSpeed's own."""
-    engine = start(Job(zero_topo=block("topo")))
-    assert "step" not in vars(engine)
-    close(engine)
+    with running(Job(zero_topo=block("topo"))) as engine:
+        assert "step" not in vars(engine)
 
 
 @pytest.mark.parametrize("zero_init", [False, True])
