@@ -86,7 +86,8 @@ def to_each_uneven(hop: Hop, parts: Sequence[Tensor], sizes: Sequence[int]) -> H
     lengths, expected = ([count[member] for member in members] for count in ([p.numel() for p in parts], sizes))
     buffer = send.new_empty(sum(sizes))
     work = dist.all_to_all_single(buffer, send, expected, lengths, group=hop.group, async_op=True)
-    return Handle(work, (send,), lambda: [buffer.split(expected)[slot] for slot in hop.slots])
+    received = buffer.split(expected)
+    return Handle(work, (send,), lambda: [received[slot] for slot in hop.slots])
 
 
 def _point_to_point(hop: Hop) -> bool:

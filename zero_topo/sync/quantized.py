@@ -94,7 +94,8 @@ class Quantized(Crossing[_Sent]):
         whole = self._inner is None and self._down.size == 1
         rows, places = (shard, spans) if whole else (self.table(shard, spans), places_of(spans))
         nbytes = self.wire.nbytes(total_numel(self._pieces(rows[0], places)))
-        messages = torch.zeros(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
+        messages = torch.empty(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
+        messages[self.peers.index].zero_()  # the others are written whole
         run = _Sent(spans, rows, places, messages, scale, self.residual is not None and spans not in self._paid)
         for member, k in self._others():
             self.wire.encode(self._wanted(run, member, k), messages[member])
