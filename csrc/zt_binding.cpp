@@ -23,12 +23,15 @@ using Numbers = std::vector<int64_t>;
 // Values per task: small enough to balance the threads, large enough to hide the cost of starting a task.
 constexpr int64_t kGrain = 1 << 15;
 
+template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size); }
+
 void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
 
-// (bits, block size, symmetric)
+// (bits, block size, symmetric, dtype)
 zt_wire_spec spec_of(const Numbers &spec) {
-    TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, symmetric)");
-    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2])};
+    TORCH_CHECK(spec.size() == 4, "a specification is (bits, block size, symmetric, dtype)");
+    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2]),
+            static_cast<int32_t>(spec[3])};
 }
 
 int32_t dtype_of(const at::Tensor &x) {
@@ -36,14 +39,15 @@ int32_t dtype_of(const at::Tensor &x) {
     return type == at::kFloat ? ZT_FP32 : type == at::kHalf ? ZT_FP16 : type == at::kBFloat16 ? ZT_BF16 : -1;
 }
 
-// shapes: rows, columns and row stride of each.
+// shapes: rows, columns, present columns, row stride and member stride of each.
 std::vector<zt_piece> pieces_of(const Tensors &flats, const Numbers &shapes) {
-    TORCH_CHECK(shapes.size() == 3 * flats.size(), "three numbers say the shape of a piece");
+    TORCH_CHECK(shapes.size() == 5 * flats.size(), "five numbers say the shape of a piece");
     std::vector<zt_piece> pieces;
     pieces.reserve(flats.size());
     for (size_t i = 0; i < flats.size(); ++i) {
-        const int64_t *shape = &shapes[3 * i];
-        pieces.push_back({flats[i].data_ptr(), shape[0], shape[1], shape[2], flats[i].numel(), dtype_of(flats[i])});
+        const int64_t *shape = &shapes[5 * i];
+        pieces.push_back({flats[i].data_ptr(), shape[0], shape[1], shape[2], shape[3], shape[4], flats[i].numel(),
+                          dtype_of(flats[i])});
     }
     return pieces;
 }
@@ -53,34 +57,36 @@ int64_t numel_of(const std::vector<zt_piece> &pieces) {
                            [](int64_t sum, const zt_piece &p) { return sum + p.rows * p.columns; });
 }
 
-zt_message message_of(const at::Tensor &message) { return {message.data_ptr<uint8_t>(), message.numel()}; }
-
-std::vector<zt_message> messages_of(const Tensors &tensors) {
-    std::vector<zt_message> messages(tensors.size());
-    std::transform(tensors.begin(), tensors.end(), messages.begin(), message_of);
-    return messages;
+// table: [sources, outer, inner, bytes]; without: a source and a member that are left out, -1 for none.
+zt_messages messages_of(const at::Tensor &table, const Numbers &without) {
+    TORCH_CHECK(table.dim() == 4 && without.size() == 2, "messages are a table of four dimensions, two of them left out");
+    const auto sizes = table.sizes(), strides = table.strides();
+    return {table.data_ptr<uint8_t>(), sizes[3], count_of(sizes[0]), count_of(sizes[1] * sizes[2]), count_of(sizes[2]),
+            count_of(without[0]), count_of(without[1]), strides[0], strides[1], strides[2]};
 }
-
-int32_t count_of(size_t size) { return static_cast<int32_t>(size); }
 
 #ifdef ZT_FOR_GPU
-
-// Messages that lie anywhere are copied to lie side by side.
-Tensors side_by_side(const Tensors &tensors) {
-    const auto messages = messages_of(tensors);
-    return zt_gpu_even(messages.data(), count_of(messages.size())) ? tensors : at::stack(tensors).unbind();
-}
 
 using Stream = uintptr_t;
 void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
 
+// Pieces that do not travel with the launch are copied to where they lie before it.
+at::Tensor table_of(const Tensors &flats, const std::vector<zt_piece> &pieces) {
+    const auto options = flats[0].options().dtype(at::kByte);
+    const auto on_gpu = flats[0].is_cuda();
+    const int32_t count = count_of(pieces.size());
+    auto host = at::empty({zt_gpu_table_bytes(count)}, options.device(at::kCPU).pinned_memory(on_gpu));
+    if (host.numel()) check(zt_gpu_table(pieces.data(), count, host.data_ptr()));
+    return host.to(options.device(), true);
+}
+
+#define ZT_PIECES pieces.data(), count_of(pieces.size()), table_of(flats, pieces).data_ptr()
 #define ZT_ON(function, blocks, spec, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
 
 #else
 
 using Stream = int;  // not used; one signature serves both modules
-
-const Tensors &side_by_side(const Tensors &tensors) { return tensors; }
+#define ZT_PIECES pieces.data(), count_of(pieces.size())
 
 // Calls f(range) over [0, total) in tasks; any split gives the same bits.
 template <class F> void split(int64_t total, int64_t grain, const F &f) {
@@ -94,40 +100,34 @@ template <class F> void split(int64_t total, int64_t grain, const F &f) {
 
 #endif
 
-void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format, const at::Tensor &out, Stream stream) {
-    const auto spec = spec_of(format);
-    const auto pieces = pieces_of(flats, shapes);
-    ZT_ON(quantize, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, pieces.data(), count_of(pieces.size()),
-          message_of(out));
+// Wire blocks of all members.
+int64_t blocks_of(const zt_wire_spec &spec, int64_t numel, const zt_messages &messages) {
+    return zt_wire_blocks(spec, numel) * messages.members;
 }
 
-void dequantize(const at::Tensor &message, const Numbers &format, const Tensors &flats, const Numbers &shapes,
-                Stream stream) {
+void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format, const at::Tensor &out,
+              const Numbers &without, Stream stream) {
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
-    ZT_ON(dequantize, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, message_of(message), pieces.data(),
-          count_of(pieces.size()));
+    const auto messages = messages_of(out, without);
+    ZT_ON(quantize, blocks_of(spec, numel_of(pieces), messages), spec, spec, ZT_PIECES, messages);
 }
 
-void dequantize_reduce(const Tensors &tensors, const Numbers &format, const Tensors &flats, const Numbers &shapes,
-                       double factor, bool accumulate, Stream stream) {
+void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Numbers &format, const Tensors &flats,
+                       const Numbers &shapes, double factor, bool accumulate, Stream stream) {
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
-    const auto &near = side_by_side(tensors);
-    const auto messages = messages_of(near);
+    const auto messages = messages_of(table, without);
     const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
-    ZT_ON(dequantize_reduce, zt_wire_blocks(spec, numel_of(pieces)), spec, spec, messages.data(),
-          count_of(messages.size()), pieces.data(), count_of(pieces.size()), reduce);
+    ZT_ON(dequantize_reduce, blocks_of(spec, numel_of(pieces), messages), spec, spec, messages, ZT_PIECES, reduce);
 }
 
-void requantize(const Tensors &tensors, const Numbers &source, const Numbers &format, const at::Tensor &out,
+void requantize(const at::Tensor &table, const Numbers &source, const Numbers &format, const at::Tensor &out,
                 int64_t numel, double factor, Stream stream) {
     const auto from = spec_of(source), to = spec_of(format);
-    const auto &near = side_by_side(tensors);
-    const auto messages = messages_of(near);
+    const auto messages = messages_of(table, {-1, -1}), made = messages_of(out, {-1, -1});
     const zt_reduce reduce = {static_cast<float>(factor), 0};
-    ZT_ON(requantize, zt_wire_blocks(to, numel), to, from, messages.data(), count_of(messages.size()), to,
-          message_of(out), numel, reduce);
+    ZT_ON(requantize, blocks_of(to, numel, made), to, from, messages, to, made, numel, reduce);
 }
 
 #ifdef ZT_FOR_GPU
@@ -274,7 +274,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("torch_version") = TORCH_VERSION;
 #define ZT_EXPORT(function) m.def(#function, &function, released())
     ZT_EXPORT(quantize);
-    ZT_EXPORT(dequantize);
     ZT_EXPORT(dequantize_reduce);
     ZT_EXPORT(requantize);
     ZT_EXPORT(mask_pack);

@@ -3,14 +3,20 @@
  * The C interface of the kernels. Needs neither torch nor Python; every backend behind it gives the bits of
  * zero_topo/quant/reference.py (Note [Arithmetic contract]) and zero_topo/quant/sparse_reference.py.
  *
+ * Members. One call serves all ranks of a group, each with a message of its own: the operations below are those of one
+ * member, repeated.
+ *
  * Pieces. What a message holds is a list of pieces, concatenated. A piece is a matrix whose columns are adjacent and
  * whose rows are `row_stride` elements apart, taken in row-major order: a nested shard of one parameter, read from or
- * written to where it lies, so that no pass over memory interleaves it. Elements at or beyond `data + limit` do not
- * exist: they read as zero and are never written (the padding of the last shards).
+ * written to where it lies, so that no pass over memory interleaves it. A member's piece lies `member_stride` elements
+ * after that of the member before. Of each row only the first `present` columns exist, and nothing at or beyond
+ * `data + limit`: what does not exist reads as zero and is never written (rows filled up to whole blocks, and the padding
+ * of the last shards).
  *
  * Threads. The CPU functions work on a range of wire blocks (or elements, or lanes), so that the caller may split the
- * work among threads of its own; any split gives the same bits. The call whose range begins at 0 also writes what belongs
- * to no block: the padding of the planes, as zeros.
+ * work among threads of its own; any split gives the same bits. Blocks are counted through all members: those of member m
+ * begin at m * zt_wire_blocks. The call whose range has a member's first block also writes what belongs to no block of its
+ * message: the padding of the planes, as zeros. Casts have no blocks: their ranges are in values.
  */
 #ifndef ZT_KERNELS_H
 #define ZT_KERNELS_H
@@ -20,8 +26,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-enum zt_dtype { ZT_FP32 = 0, ZT_FP16 = 1, ZT_BF16 = 2 };
 
 /* CPU instruction sets; ZT_BEST is the best that this processor has. */
 enum zt_level { ZT_BEST = -1, ZT_SCALAR = 0, ZT_AVX2 = 1, ZT_AVX512 = 2 };
@@ -34,25 +38,31 @@ enum zt_status {
     ZT_BAD_SIZE = 3,    /* a message whose bytes are not zt_wire_nbytes of its values, or negative sizes */
     ZT_BAD_RANGE = 4,   /* a range that leaves the work */
     ZT_BAD_LEVEL = 5,   /* instructions that this processor or this build lacks */
-    ZT_TOO_MANY = 6,    /* more pieces than one call takes (GPU only: ZT_GPU_PIECES) */
-    ZT_BAD_ALIGNMENT = 7, /* a message that does not begin at a multiple of 16 bytes (GPU only) */
-    ZT_LAUNCH_FAILED = 8, /* the GPU refused the launch */
-    ZT_UNEVEN = 9         /* messages that are not evenly spaced (GPU only) */
+    ZT_NO_TABLE = 6,    /* over ZT_GPU_PIECES pieces without a table (GPU only) */
+    ZT_BAD_ALIGNMENT = 7, /* a quantized message that does not begin at a multiple of 16 bytes (GPU only) */
+    ZT_LAUNCH_FAILED = 8  /* the GPU refused the launch */
 };
 
 typedef struct zt_piece {
     void *data;         /* the first element */
     int64_t rows;
-    int64_t columns;
-    int64_t row_stride; /* elements from one row to the next */
-    int64_t limit;      /* elements from data on that exist */
-    int32_t dtype;      /* one of zt_dtype */
+    int64_t columns;       /* values of a row */
+    int64_t present;       /* of which exist */
+    int64_t row_stride;    /* elements from one row to the next, at least `present` */
+    int64_t member_stride; /* elements from one member's first element to the next one's */
+    int64_t limit;         /* elements from data on that exist */
+    int32_t dtype;         /* one of zt_dtype */
 } zt_piece;
 
-typedef struct zt_message {
+/* A table of messages of one size. That of source s to member m begins at
+ * data + s * source_step + m / inner * outer_step + m % inner * inner_step. */
+typedef struct zt_messages {
     uint8_t *data;
-    int64_t nbytes;
-} zt_message;
+    int64_t nbytes; /* of each */
+    int32_t sources, members, inner;
+    int32_t without_source, without_member; /* left out: not summed; neither read nor written. -1: none */
+    int64_t source_step, outer_step, inner_step;
+} zt_messages;
 
 typedef struct zt_range {
     int64_t begin;
@@ -73,22 +83,20 @@ const char *zt_error_text(int status);
 /* The best level of this processor. */
 int zt_cpu_best_level(void);
 
-/* pieces -> message. */
-int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message, zt_range blocks,
+/* pieces -> messages (of one source). */
+int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_messages messages, zt_range blocks,
                     int32_t level);
 
-/* message -> pieces. */
-int zt_cpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count, zt_range blocks,
-                      int32_t level);
+/* messages -> their sum over the sources -> pieces: FP32 accumulator, in order, one rounding per product and per sum (no
+ * FMA). */
+int zt_cpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
+                             zt_reduce reduce, zt_range blocks, int32_t level);
 
-/* messages -> their sum -> pieces: FP32 accumulator, in list order, one rounding per product and per sum (no FMA). */
-int zt_cpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources, const zt_piece *pieces,
-                             int32_t count, zt_reduce reduce, zt_range blocks, int32_t level);
-
-/* messages -> their sum (times factor) -> one message of `numel` values. Both specs have one block size and symmetry;
- * bits may differ. The zero padding of the last block stays zero. reduce.accumulate must be 0. */
-int zt_cpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
-                      zt_message message, int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level);
+/* messages -> their sum over the sources (times factor) -> messages of `numel` values. Both specs have one block size and
+ * symmetry, bits may differ; or both are the same cast. The zero padding of the last block stays zero. reduce.accumulate
+ * must be 0. */
+int zt_cpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out, int64_t numel,
+                      zt_reduce reduce, zt_range blocks, int32_t level);
 
 /* -- CPU, sparse modes: every range is in elements (multiples of 8 but for the last end) or lanes ---------------- */
 
@@ -147,20 +155,22 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
 }
 
 /* -- GPU: the same operations on device memory; arrays of pieces and messages are in host memory ------------------ */
-/* `stream` is a cudaStream_t or hipStream_t. Messages begin at multiples of 16 bytes; pieces anywhere, up to
- * ZT_GPU_PIECES that have elements. Several messages are evenly spaced, any number of them, as those of all members of a
- * group are; there may be one hole, where this rank's own is left out. */
+/* `stream` is a cudaStream_t or hipStream_t. Quantized messages begin at multiples of 16 bytes; casts and pieces
+ * anywhere. Up to ZT_GPU_PIECES pieces travel with the launch; of more, `table` is device memory that holds what
+ * zt_gpu_table wrote, zt_gpu_table_bytes of it. */
 #define ZT_GPU_PIECES 64
 
-/* 1 if these messages are evenly spaced, 0 if not. */
-int zt_gpu_even(const zt_message *messages, int32_t sources);
+/* Bytes of a table of so many pieces; 0 if none is needed. */
+int64_t zt_gpu_table_bytes(int32_t count);
+/* Writes it, in host memory. */
+int zt_gpu_table(const zt_piece *pieces, int32_t count, void *host);
 
-int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message, void *stream);
-int zt_gpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count, void *stream);
-int zt_gpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources, const zt_piece *pieces,
-                             int32_t count, zt_reduce reduce, void *stream);
-int zt_gpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
-                      zt_message message, int64_t numel, zt_reduce reduce, void *stream);
+int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, const void *table, zt_messages messages,
+                    void *stream);
+int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
+                             const void *table, zt_reduce reduce, void *stream);
+int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out, int64_t numel,
+                      zt_reduce reduce, void *stream);
 int zt_gpu_mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits, void *stream);
 int zt_gpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, void *stream);
 

@@ -8,6 +8,8 @@
  *     [scales: fp32, one per block; padded to 128 bytes]
  *     [zero points: fp32, one per block; padded to 128 bytes]      (asymmetric only)
  *
+ * Values that are cast instead are floats side by side, and nothing else.
+ *
  * INT4 packs two values a byte: the low nibble is the even element, two's complement.
  * zero_topo/quant/spec.py is the same arithmetic in Python; tests/kernels/test_wire_header.py holds the two equal.
  * All sizes are 64-bit, in elements or bytes, and never negative.
@@ -26,19 +28,29 @@
 #define ZT_WIRE_ALIGNMENT ((int64_t)128)
 #define ZT_WIRE_SCALE_BYTES ((int64_t)4)
 
-/* How a tensor is quantized: bits is 8 or 4, block_size one of 64, 128, 256, 512, 1024, 2048. */
+enum zt_dtype { ZT_FP32 = 0, ZT_FP16 = 1, ZT_BF16 = 2 };
+
+/* How values travel. Quantized: bits is 8 or 4, block_size one of 64, 128, 256, 512, 1024, 2048. Or cast to floats of
+ * `dtype`, without scales or padding: block_size is 1, bits 32 or 16, symmetric 0. */
 typedef struct zt_wire_spec {
     int32_t bits;
     int32_t block_size;
     int32_t symmetric; /* 0 or 1 */
+    int32_t dtype;     /* one of zt_dtype; 0 if quantized */
 } zt_wire_spec;
+
+/* 1 if values are cast, 0 if they are quantized. */
+ZT_WIRE_FN int zt_wire_is_cast(zt_wire_spec spec) { return spec.block_size == 1; }
 
 /* 1 if the specification is one that the format knows, else 0. */
 ZT_WIRE_FN int zt_wire_valid(zt_wire_spec spec) {
     const int32_t b = spec.block_size;
+    if (zt_wire_is_cast(spec))
+        return !spec.symmetric && spec.dtype >= ZT_FP32 && spec.dtype <= ZT_BF16 &&
+               spec.bits == (spec.dtype == ZT_FP32 ? 32 : 16);
     const int power_of_two = b > 0 && (b & (b - 1)) == 0;
     return (spec.bits == 8 || spec.bits == 4) && power_of_two && b >= 64 && b <= 2048 &&
-           (spec.symmetric == 0 || spec.symmetric == 1);
+           (spec.symmetric == 0 || spec.symmetric == 1) && spec.dtype == 0;
 }
 
 /* nbytes rounded up to the alignment of every plane. */
@@ -66,6 +78,7 @@ ZT_WIRE_FN int64_t zt_wire_zero_points_offset(zt_wire_spec spec, int64_t numel) 
 
 /* Bytes of one message of numel values; 0 for none. */
 ZT_WIRE_FN int64_t zt_wire_nbytes(zt_wire_spec spec, int64_t numel) {
+    if (zt_wire_is_cast(spec)) return numel * (spec.bits / 8);
     const int64_t end = zt_wire_zero_points_offset(spec, numel);
     return spec.symmetric ? end : end + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
 }

@@ -9,12 +9,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from zero_topo.quant.messages import Messages
 from zero_topo.quant.ops import BackendUnavailable
-from zero_topo.quant.pieces import Piece, piece_of, read_all, write_all
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
-
-# ZT_GPU_PIECES in csrc/zt_kernels.h: what one launch takes by value.
-GPU_PIECES = 64
+from zero_topo.quant.pieces import DTYPES, FLOATS, Piece
+from zero_topo.quant.spec import Cast, Format, Reduce, Total
 
 
 def load(device: torch.device) -> Native:
@@ -53,40 +51,20 @@ class Native:
 
     def __init__(self, module: ModuleType, stream: Callable[[], int]) -> None:
         self._module, self._stream = module, stream
-        self._most = GPU_PIECES if stream is _stream else None
 
-    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
-        """The concatenated pieces -> one message."""
-        if self._too_many(pieces):
-            pieces = [_whole(read_all(pieces))]
-        self._module.quantize(*_described(pieces), _format(spec), out, self._stream())
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+        """The concatenated pieces of each member -> its message."""
+        self._module.quantize(*_described(pieces), _format(spec), out.table, _without(out), self._stream())
 
-    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
-        """One message -> the pieces."""
-        target = [_whole(read_all(pieces))] if self._too_many(pieces) else pieces
-        self._module.dequantize(message, _format(spec), *_described(target), self._stream())
-        if target is not pieces:
-            write_all(target[0].flat, pieces)
+    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+        """The sum of each member's messages -> its pieces."""
+        came, options = (messages.table, _without(messages)), (reduce.factor, reduce.accumulate)
+        self._module.dequantize_reduce(*came, _format(spec), *_described(pieces), *options, self._stream())
 
-    def dequantize_reduce(
-        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
-    ) -> None:
-        """The messages' sum -> the pieces."""
-        target = [_whole(read_all(pieces))] if self._too_many(pieces) else pieces
-        shape, options = _described(target), (reduce.factor, reduce.accumulate)
-        self._module.dequantize_reduce(messages, _format(spec), *shape, *options, self._stream())
-        if target is not pieces:
-            write_all(target[0].flat, pieces)
-
-    def requantize(
-        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
-    ) -> None:
-        """The messages' sum -> one message."""
+    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+        """The sum of each member's messages -> one message."""
         formats = _format(source), _format(spec)
-        self._module.requantize(messages, *formats, out, total.numel, total.factor, self._stream())
-
-    def _too_many(self, pieces: Sequence[Piece]) -> bool:
-        return self._most is not None and len(pieces) > self._most
+        self._module.requantize(messages.table, *formats, out.table, total.numel, total.factor, self._stream())
 
     # -- sparse modes ----------------------------------------------------------------------------------------------
 
@@ -118,15 +96,16 @@ class Native:
         return left
 
 
-def _whole(values: Tensor) -> Piece:
-    piece = piece_of(values)
-    assert piece is not None
-    return piece
+def _format(spec: Format) -> tuple[int, int, int, int]:
+    if isinstance(spec, Cast):
+        return spec.bits, 1, 0, FLOATS.index(DTYPES[spec.dtype])
+    return spec.bits, spec.block_size, int(spec.symmetric), 0
 
 
-def _format(spec: BlockSpec) -> tuple[int, int, int]:
-    return spec.bits, spec.block_size, int(spec.symmetric)
+def _without(messages: Messages) -> tuple[int, ...]:
+    return tuple(-1 if left is None else left for left in (messages.without_source, messages.without_member))
 
 
 def _described(pieces: Sequence[Piece]) -> tuple[list[Tensor], list[int]]:
-    return [p.flat for p in pieces], [number for p in pieces for number in (p.rows, p.columns, p.stride)]
+    shapes = [(p.rows, p.columns, p.width, p.stride, p.member_stride) for p in pieces]
+    return [p.flat for p in pieces], [number for shape in shapes for number in shape]

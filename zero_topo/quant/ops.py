@@ -9,8 +9,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zero_topo.quant.messages import Messages, check_messages, from_sources, to_members
 from zero_topo.quant.pieces import Piece, Pieces, piece_of, pieces_to_read, total_numel
-from zero_topo.quant.spec import ALIGNMENT, BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Format, Reduce, Total
 
 PLAIN = Reduce()
 Target = TypeVar("Target", bound=Pieces)
@@ -21,27 +22,25 @@ class BackendUnavailable(Exception):
 
 
 class Backend(Protocol):
-    """What a backend implements; arguments are checked, nothing is empty, tensors are on one device it serves."""
+    """What a backend implements; arguments are checked, nothing is empty, tensors are on one device it serves.
 
-    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
-        """The concatenated pieces -> one message."""
+    Pieces and messages have the same members; a :class:`Cast` is a format like any other.
+    """
 
-    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
-        """One message -> the pieces."""
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+        """The concatenated pieces of each member -> its message."""
 
-    def dequantize_reduce(
-        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
-    ) -> None:
-        """The messages' sum -> the pieces."""
+    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+        """The sum of each member's messages -> its pieces."""
 
-    def requantize(
-        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
-    ) -> None:
-        """The messages' sum -> one message."""
+    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+        """The sum of each member's messages -> one message."""
 
 
 class Quantizer:
     """Block quantization by one backend, with the argument checks that every backend relies on.
+
+    All operations take any number of members at once, in one launch: what goes to, or came from, each rank of a group.
 
     Attributes:
         name: the backend, as ``ZERO_TOPO_QUANT`` names it.
@@ -51,14 +50,16 @@ class Quantizer:
         self.name = name
         self._backend = backend
 
-    def quantize(self, x: Pieces, spec: BlockSpec, out: Tensor | None = None) -> Tensor:
-        """Quantize a tensor, or pieces one after the other, into one wire message.
+    def quantize(self, x: Pieces, spec: Format, out: Tensor | None = None, without: int | None = None) -> Tensor:
+        """Quantize a tensor, or pieces one after the other, into one message for each member.
 
         Args:
-            x: FP32, FP16 or BF16; a tensor's elements are taken in row-major order, without a copy if it is
-                contiguous or a matrix with adjacent columns.
-            spec: bits, block size, symmetry.
-            out: uint8 of ``spec.nbytes(numel)`` bytes, contiguous; allocated if None.
+            x: FP32, FP16 or BF16. A tensor's elements are taken in row-major order, without a copy if it is contiguous
+                or a matrix with adjacent columns; one of three dimensions is ``[members, rows, columns]``.
+            spec: bits, block size, symmetry; or a float's type.
+            out: uint8 ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]``, the bytes of each message
+                adjacent, ``nbytes = spec.nbytes(numel)``; allocated if None.
+            without: a member whose message is not written.
 
         Returns:
             ``out``.
@@ -67,61 +68,66 @@ class Quantizer:
             ValueError: for another dtype of ``x`` or an ``out`` of the wrong size.
         """
         pieces = pieces_to_read(x)
-        numel = total_numel(pieces)
+        members, numel = _extent(pieces)
         if out is None:
-            out = torch.empty(spec.nbytes(numel), dtype=torch.uint8, device=pieces[0].flat.device)
-        _check_message(out, spec, numel)
-        if numel:
-            self._backend.quantize(pieces, spec, out)
+            shape = [spec.nbytes(numel)] if members == 1 else [members, spec.nbytes(numel)]
+            out = torch.empty(shape, dtype=torch.uint8, device=pieces[0].flat.device)
+        messages = to_members(out, without)
+        check_messages(messages, spec, numel, members)
+        if numel and members:
+            self._backend.quantize(pieces, spec, messages)
         return out
 
-    def dequantize(self, message: Tensor, spec: BlockSpec, out: Target) -> Target:
-        """Dequantize one message into a tensor of any strides, or pieces (FP32, FP16 or BF16); returns ``out``.
+    def dequantize(
+        self, messages: Tensor, spec: Format, out: Target, reduce: Reduce = PLAIN, without: int | None = None
+    ) -> Target:
+        """Dequantize one message of each member into a tensor of any strides, or pieces; returns ``out``.
+
+        Args:
+            messages: as ``out`` of :meth:`quantize`.
+            spec: theirs.
+            out: FP32, FP16 or BF16.
+            reduce: factor and accumulation.
+            without: a member whose message is not read.
 
         Raises:
-            ValueError: if the message does not hold as many values of this spec as there is room for.
+            ValueError: if a message does not hold as many values of this spec as there is room for.
         """
-        with _Target(out) as pieces:
-            numel = total_numel(pieces)
-            _check_message(message, spec, numel)
-            if numel:
-                self._backend.dequantize(message, spec, pieces)
-        return out
+        return self._reduce(to_members(messages, without), spec, out, reduce)
 
     def dequantize_reduce(
-        self, messages: Sequence[Tensor], spec: BlockSpec, out: Target, reduce: Reduce = PLAIN
+        self, messages: Tensor, spec: Format, out: Target, reduce: Reduce = PLAIN, without: int | None = None
     ) -> Target:
         """Sum the dequantized messages, in the order given, into a tensor or pieces; returns ``out``.
 
         Args:
-            messages: one per source.
+            messages: ``[sources, nbytes]``, or ``[sources, members, nbytes]``.
             spec: theirs.
             out: FP32, FP16 or BF16; the sum itself is FP32, rounded once when it is written.
             reduce: factor and accumulation.
+            without: a source whose messages are left out.
 
         Raises:
             ValueError: for no message, or one of the wrong size.
         """
-        if not messages:
-            raise ValueError("nothing to reduce: give at least one message")
+        return self._reduce(from_sources(messages, without), spec, out, reduce)
+
+    def _reduce(self, messages: Messages, spec: Format, out: Target, reduce: Reduce) -> Target:
         with _Target(out) as pieces:
-            numel = total_numel(pieces)
-            for message in messages:
-                _check_message(message, spec, numel)
-            if numel:
+            members, numel = _extent(pieces)
+            check_messages(messages, spec, numel, members)
+            if numel and members:
                 self._backend.dequantize_reduce(messages, spec, pieces, reduce)
         return out
 
-    def requantize(
-        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
-    ) -> Tensor:
+    def requantize(self, messages: Tensor, source: Format, spec: Format, out: Tensor, total: Total) -> Tensor:
         """Sum the dequantized messages and quantize the sum, without a detour through memory.
 
         Args:
-            messages: one per source, each of ``total.numel`` values of ``source``.
+            messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``total.numel`` values.
             source: the spec they have.
             spec: the spec ``out`` shall have; block size and symmetry are those of ``source``.
-            out: uint8 of ``spec.nbytes(total.numel)`` bytes.
+            out: uint8 ``[spec.nbytes(total.numel)]``, or ``[members, ...]``.
             total: number of values, and a factor for the sum.
 
         Returns:
@@ -130,16 +136,33 @@ class Quantizer:
         Raises:
             ValueError: for no message, one of the wrong size, or specs whose blocks differ.
         """
-        if not messages:
-            raise ValueError("nothing to reduce: give at least one message")
-        if (source.block_size, source.symmetric) != (spec.block_size, spec.symmetric):
+        if not _alike(source, spec):
             raise ValueError(f"cannot requantize {source} to {spec}: block size and symmetry must stay")
-        for message in messages:
-            _check_message(message, source, total.numel)
-        _check_message(out, spec, total.numel)
-        if total.numel:
-            self._backend.requantize(messages, source, spec, out, total)
+        came, made = from_sources(messages), to_members(out)
+        check_messages(came, source, total.numel, made.members)
+        check_messages(made, spec, total.numel, made.members)
+        if total.numel and made.members:
+            self._backend.requantize(came, source, spec, made, total)
         return out
+
+
+def _alike(source: Format, spec: Format) -> bool:
+    """Whether values of one format can go on in the other."""
+    if isinstance(source, BlockSpec) and isinstance(spec, BlockSpec):
+        return (source.block_size, source.symmetric) == (spec.block_size, spec.symmetric)
+    return source == spec
+
+
+def _extent(pieces: Sequence[Piece]) -> tuple[int, int]:
+    """Members, and values of the message of each.
+
+    Raises:
+        ValueError: if the pieces do not have the same members.
+    """
+    members = {piece.members for piece in pieces}
+    if len(members) != 1:
+        raise ValueError(f"pieces of {sorted(members)} members: all must have as many")
+    return members.pop(), total_numel(pieces)
 
 
 class _Target:
@@ -164,12 +187,3 @@ class _Target:
     def __exit__(self, *error: object) -> None:
         for part, copy in self._detours:
             part.copy_(copy)
-
-
-def _check_message(message: Tensor, spec: BlockSpec, numel: int) -> None:
-    size = spec.nbytes(numel)
-    if message.dtype != torch.uint8 or message.numel() != size or not message.is_contiguous():
-        raise ValueError(
-            f"a {spec} message of {numel} values is {size} contiguous bytes of uint8 (a multiple of {ALIGNMENT}), "
-            f"not {message.numel()} of {message.dtype}"
-        )

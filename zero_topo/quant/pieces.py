@@ -8,24 +8,35 @@ writes it where it belongs, so no pass over memory interleaves it (``zt_piece`` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""A config's names of the types in which values are kept and travel."""
+
+FLOATS = tuple(DTYPES.values())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``rows x columns`` elements in row-major order, rows ``stride`` elements apart.
+    """A part of one message, or of the messages of all members of a group alike.
+
+    The message of member ``m`` gets ``rows x columns`` values in row-major order; that at ``(r, c)`` is the element
+    ``flat[m * member_stride + r * stride + c]``.
 
     Attributes:
-        flat: 1-D, floating, unit stride. Begins with the piece's first element; what lies beyond its end reads as
-            zero and is never written: the padding of a parameter's last shards.
+        flat: 1-D, floating, unit stride. Begins with the first element; what lies beyond its end reads as zero and is
+            never written: the padding of a parameter's last shards.
         rows: number of rows.
-        columns: elements per row, adjacent.
-        stride: elements from one row to the next, at least ``columns``.
+        columns: values per row.
+        stride: elements from one row to the next, at least ``present``.
+        members: messages that have such a part.
+        member_stride: elements from one member's part to the next one's.
+        present: columns that exist; the others read as zero and are never written, and fill a row up to whole blocks.
+            None is all.
 
     Raises:
         ValueError: for another dtype or shape of ``flat``, or rows that overlap.
@@ -35,6 +46,9 @@ class Piece:
     rows: int
     columns: int
     stride: int
+    members: int = 1
+    member_stride: int = 0
+    present: int | None = None
 
     def __post_init__(self) -> None:
         flat = self.flat
@@ -42,52 +56,56 @@ class Piece:
             raise ValueError(f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}")
         if flat.dim() != 1 or (flat.numel() > 1 and flat.stride(0) != 1):
             raise ValueError(f"a piece lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}")
-        if self.rows < 0 or self.columns < 0 or (self.rows > 1 and self.stride < self.columns):
-            raise ValueError(f"{self.rows} rows of {self.columns} elements, {self.stride} apart, are not a piece")
+        if not 0 <= self.width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
+            raise ValueError(f"{self.members} x {self.rows} rows of {self.width} of {self.columns} elements: no piece")
+        if self.rows > 1 and self.stride < self.width:
+            raise ValueError(f"{self.rows} rows of {self.width} elements, {self.stride} apart, are not a piece")
+
+    @property
+    def width(self) -> int:
+        """Columns that exist."""
+        return self.columns if self.present is None else self.present
 
     @property
     def numel(self) -> int:
-        """Values the piece contributes to the message, those beyond the end of ``flat`` included."""
+        """Values that each message gets, those that do not exist included."""
         return self.rows * self.columns
 
-    def _whole_rows(self) -> int:
-        """Leading rows that lie wholly within ``flat``."""
-        if not self.columns:
-            return self.rows
-        missing = self.flat.numel() - self.columns
-        return 0 if missing < 0 else min(self.rows, missing // max(self.stride, 1) + 1 if self.rows > 1 else 1)
+    def member(self, index: int) -> Piece:
+        """What the message of one member gets."""
+        begin = min(index * self.member_stride, self.flat.numel())
+        return replace(self, flat=self.flat[begin:], members=1, member_stride=0)
 
-    def _partial(self) -> list[tuple[int, Tensor]]:
-        """The other rows that have elements at all: (row, what exists of it)."""
-        rest = range(self._whole_rows(), self.rows)
-        begins = ((row, row * self.stride) for row in rest)
-        return [(row, self.flat[begin : begin + self.columns]) for row, begin in begins if begin < self.flat.numel()]
+    def _table(self, flat: Tensor) -> Tensor:
+        """``[members, rows, width]``: the elements, in a tensor that holds all of them."""
+        strides = (self.member_stride, self.stride, 1)
+        return flat.as_strided((self.members, self.rows, self.width), strides)
 
-    def _matrix(self, rows: int) -> Tensor:
-        return self.flat.as_strided((rows, self.columns), (self.stride, 1))
+    def _missing(self) -> int:
+        """Elements between the end of ``flat`` and that of the last row."""
+        if not (self.members and self.rows and self.width):
+            return 0
+        extent = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
+        return max(0, extent - self.flat.numel())
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, ``[numel]``, a copy."""
-        out = torch.empty(self.numel, dtype=dtype, device=self.flat.device)
-        self.read_into(out)
-        return out
-
-    def read_into(self, out: Tensor) -> None:
-        """The values, into ``out``: ``[numel]``, contiguous, any floating dtype."""
-        whole = self._whole_rows()
-        table = out.view(self.rows, self.columns)
-        table[:whole].copy_(self._matrix(whole))
-        table[whole:].zero_()
-        for row, present in self._partial():
-            table[row, : present.numel()].copy_(present)
+        """The values, ``[members, numel]``, a copy."""
+        out = torch.zeros(self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device)
+        missing = self._missing()
+        flat = pad(self.flat, (0, missing)) if missing else self.flat
+        out[..., : self.width].copy_(self._table(flat))
+        return out.view(self.members, self.numel)
 
     def write(self, values: Tensor) -> None:
-        """Take over values ``[numel]``, rounded to the dtype of ``flat``."""
-        whole = self._whole_rows()
-        table = values.view(self.rows, self.columns)
-        self._matrix(whole).copy_(table[:whole])
-        for row, present in self._partial():
-            present.copy_(table[row, : present.numel()])
+        """Take over values ``[members, numel]``, rounded to the dtype of ``flat``."""
+        values = values.reshape(self.members, self.rows, self.columns)[..., : self.width]
+        missing = self._missing()
+        if not missing:
+            self._table(self.flat).copy_(values)
+            return
+        whole = pad(self.flat, (0, missing))
+        self._table(whole).copy_(values)
+        self.flat.copy_(whole[: self.flat.numel()])
 
 
 Pieces = Tensor | Piece | Sequence[Tensor | Piece]
@@ -96,18 +114,24 @@ Pieces = Tensor | Piece | Sequence[Tensor | Piece]
 def piece_of(tensor: Tensor) -> Piece | None:
     """A tensor as one piece, without a copy; None if its strides cannot be said in rows and columns.
 
+    Args:
+        tensor: of one message, or ``[members, rows, columns]``.
+
     Raises:
         ValueError: for a dtype that cannot be quantized.
     """
     if tensor.dtype not in FLOATS:
         raise ValueError(f"cannot quantize a tensor of dtype {tensor.dtype}; give one of {FLOATS}")
-    if tensor.is_contiguous():
+    if tensor.dim() < 3 and tensor.is_contiguous():
         return Piece(tensor.view(-1), 1, tensor.numel(), tensor.numel())
-    if tensor.dim() != 2 or (tensor.stride(1) != 1 and tensor.shape[1] > 1) or tensor.stride(0) < tensor.shape[1]:
+    if tensor.dim() not in (2, 3) or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
         return None
-    rows, columns = tensor.shape
-    stride = tensor.stride(0)
-    return Piece(tensor.as_strided(((rows - 1) * stride + columns,), (1,)), rows, columns, stride)
+    table = tensor if tensor.dim() == 3 else tensor[None]
+    (members, rows, columns), (member_stride, stride, _) = table.shape, table.stride()
+    if rows > 1 and stride < columns:
+        return None
+    extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
+    return Piece(table.as_strided((extent,), (1,)), rows, columns, stride, members, member_stride)
 
 
 def pieces_to_read(x: Pieces) -> list[Piece]:
@@ -125,12 +149,12 @@ def total_numel(pieces: Sequence[Piece]) -> int:
     return sum(piece.numel for piece in pieces)
 
 
-def read_all(pieces: Sequence[Piece]) -> Tensor:
-    """The concatenated values, FP32 ``[numel]``, a copy."""
-    return torch.cat([piece.read() for piece in pieces])
+def read_all(pieces: Sequence[Piece], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The concatenated values, ``[members, numel]``, a copy."""
+    return torch.cat([piece.read(dtype) for piece in pieces], dim=1)
 
 
 def write_all(values: Tensor, pieces: Sequence[Piece]) -> None:
-    """Take over concatenated values ``[numel]``, each rounded to the dtype of its piece."""
-    for piece, part in zip(pieces, values.split([piece.numel for piece in pieces]), strict=True):
+    """Take over concatenated values ``[members, numel]``, each rounded to the dtype of its piece."""
+    for piece, part in zip(pieces, values.split([piece.numel for piece in pieces], dim=1), strict=True):
         piece.write(part)

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_topo.quant.pieces import Piece, read_all, total_numel, write_all
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.pieces import DTYPES, Piece, read_all, total_numel, write_all
 from zero_topo.quant.sparse_reference import (
     compact_above,
     count_above,
@@ -28,12 +29,11 @@ from zero_topo.quant.sparse_reference import (
     sketch_insert,
     sketch_peel,
 )
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
 
 __all__ = [
     "compact_above",
     "count_above",
-    "dequantize",
     "dequantize_reduce",
     "mask_pack",
     "mask_unpack",
@@ -46,37 +46,37 @@ __all__ = [
 SMALLEST = 2.0**-100
 
 
-def quantize(pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
-    """Quantize the concatenated pieces into the wire message ``out`` (uint8, ``spec.nbytes(numel)``)."""
-    _encode(read_all(pieces), spec, out)
+def quantize(pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+    """Quantize the concatenated pieces of each member into its wire message."""
+    for member in out.kept():
+        _encode(read_all([piece.member(member) for piece in pieces])[0], spec, *out.of(member))
 
 
-def dequantize(message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
-    """Dequantize one message into the pieces, which say how many values it holds."""
-    write_all(_values(message, total_numel(pieces), spec), pieces)
+def dequantize_reduce(messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+    """Sum of each member's dequantized messages, in order of the sources, into its pieces; see :class:`Reduce`."""
+    for member in messages.kept():
+        own = [piece.member(member) for piece in pieces]
+        total = _sum(messages.of(member), spec, Total(total_numel(own), reduce.factor))
+        write_all((read_all(own).add_(total) if reduce.accumulate else total[None]), own)
 
 
-def dequantize_reduce(messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce) -> None:
-    """Sum of dequantized messages, in list order, into the pieces; see :class:`Reduce`."""
-    total = _sum(messages, spec, Total(total_numel(pieces), reduce.factor))
-    if reduce.accumulate:
-        total = read_all(pieces).add_(total)
-    write_all(total, pieces)
+def requantize(messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+    """Sum of each member's dequantized messages, quantized again into one message."""
+    for member in out.kept():
+        _encode(_sum(messages.of(member), source, total), spec, *out.of(member))
 
 
-def requantize(messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total) -> None:
-    """Sum of dequantized messages, quantized again into the message ``out``."""
-    _encode(_sum(messages, source, total), spec, out)
-
-
-def _sum(messages: Sequence[Tensor], spec: BlockSpec, wanted: Total) -> Tensor:
+def _sum(messages: Sequence[Tensor], spec: Format, wanted: Total) -> Tensor:
     total = _values(messages[0], wanted.numel, spec)
     for message in messages[1:]:
         total.add_(_values(message, wanted.numel, spec))
     return total if wanted.factor == 1 else total.mul_(torch.tensor(wanted.factor, dtype=torch.float32).item())
 
 
-def _encode(x: Tensor, spec: BlockSpec, out: Tensor) -> None:
+def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
+    if isinstance(spec, Cast):
+        out.copy_(x.to(DTYPES[spec.dtype]).view(torch.uint8))
+        return
     numel = x.numel()
     blocks = _blocks(x, spec)
     if spec.symmetric:
@@ -138,7 +138,9 @@ def _unpack(values: Tensor, bits: int) -> Tensor:
     return out.view(-1)
 
 
-def _values(message: Tensor, numel: int, spec: BlockSpec) -> Tensor:
+def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
+    if isinstance(spec, Cast):
+        return message.clone().view(DTYPES[spec.dtype]).to(torch.float32)
     blocks = spec.blocks(numel)
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
     scale = _floats(message, spec.scales_offset(numel), blocks)

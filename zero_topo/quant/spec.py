@@ -14,6 +14,7 @@ collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` is the same ari
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 ALIGNMENT = 128
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -72,6 +73,34 @@ class BlockSpec:
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block_size}" + ("" if self.symmetric else "a")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Values that travel as floats: no blocks, no scales, no padding.
+
+    Attributes:
+        dtype: "fp32", "fp16" or "bf16".
+    """
+
+    dtype: str
+    block_size: ClassVar[int] = 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return 32 if self.dtype == "fp32" else 16
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of one message of ``numel`` values."""
+        return numel * self.bits // 8
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+Format = BlockSpec | Cast
+"""How values travel."""
 
 
 @dataclass(frozen=True)

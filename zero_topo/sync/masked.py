@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import SparseSync
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext
 from zero_topo.sync.sparse import Sparse, State
 

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from zero_topo.collectives.mpi import MpiPeers
 from zero_topo.collectives.peers import Peers
-from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import OkTopkSync
 from zero_topo.mesh import Hop
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import Picked, above, added, kth_largest, largest, non_zero, share
 from zero_topo.sync.sparse import Outcome, Sparse

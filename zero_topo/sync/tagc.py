@@ -39,8 +39,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import TagcSync
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import Picked, largest, share

@@ -14,8 +14,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.wire import DTYPES
 from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import TINY, Picked, above, added, largest, non_zero, share
 from zero_topo.sync.sparse import Outcome, Sparse
