@@ -6,23 +6,26 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
 from zero_topo.collectives.exchange import to_each
-from zero_topo.collectives.pack import span_pieces
+from zero_topo.collectives.pack import merged, span_pieces
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.quant import reference
+from zero_topo.quant.messages import Messages, to_members
 from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.pieces import Piece, piece_of, read_all
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.spec import BlockSpec, Format, Reduce
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -118,8 +121,8 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
         total = torch.zeros_like(given)
         for message in sent[rank]:
             values = torch.zeros(1, layout.columns)
-            pieces = span_pieces(values, layout.spans(SLOTS), 64)
-            reference.dequantize(message[other], spec, pieces)
+            pieces = span_pieces(values, merged(layout.spans(SLOTS), 64), 64)
+            reference.dequantize_reduce(to_members(message[other]), spec, pieces, Reduce())
             total += values[0]
         assert torch.allclose(total, given - debt, atol=1e-6)
 
@@ -180,12 +183,13 @@ def test_residuals_are_kept_without_the_loss_scale() -> None:
 class Coarse:
     """A backend of two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
 
-    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
         x = read_all(pieces)
-        blocks = torch.cat([x, x.new_zeros(-x.numel() % spec.block_size)]).view(-1, spec.block_size)
-        top = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        rounded = ((blocks / top).round() * top).view(-1)[: x.numel()]
-        whole = piece_of(rounded)
+        if isinstance(spec, BlockSpec):
+            blocks = pad(x, (0, -x.shape[1] % spec.block_size)).unflatten(1, (-1, spec.block_size))
+            top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
+            x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
+        whole = piece_of(x[:, None])
         assert whole is not None
         reference.quantize([whole], spec, out)
 
@@ -201,7 +205,7 @@ def test_two_bits_need_error_feedback() -> None:
 
         def rank_main(rank: int, w: World = w) -> float:
             engine = w.engine()
-            mode(engine).wire.quantizer = Quantizer("coarse", Coarse())
+            mode(engine).wire = replace(mode(engine).wire, quantizer=Quantizer("coarse", Coarse()))
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):

@@ -5,25 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.pack import members
 from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Route
 from zero_topo.quant.ops import PLAIN
-from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Reduce
 
 
-def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[list[Tensor]]:
+def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor]:
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
-    2. if there is an inner hop: pass on inside the node all that came, on ``wait``;
-    3. return the messages in tree order of the members.
+    2. if there is an inner hop: pass on inside the node all that came, on ``wait``.
 
     A route of one member moves nothing and returns the message itself.
 
@@ -31,58 +30,48 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[list[T
         route: the members.
         message: values or wire bytes, 1-D, contiguous, the same size on every member.
         counted: meter and phase.
+
+    Returns:
+        ``[outer, inner, numel]`` on ``wait``, a view: what member ``m`` sent is at ``[m // inner, m % inner]``.
     """
     outer = Peers(route.hops[-1], counted).gather_later(message)
     if len(route.hops) == 1:
-        return Handle(None, (), lambda: list(outer.wait()))
+        return Handle(None, (), lambda: outer.wait()[None])
     inner = Peers(route.hops[0], counted)
-
-    def finish() -> list[Tensor]:
-        # [inner member, outer member, values]: member c of the route is c % inner.size there, c // inner.size here
-        table = inner.gather(outer.wait())
-        return [table[c % inner.size, c // inner.size] for c in range(route.size)]
-
-    return Handle(None, (), finish)
+    return Handle(None, (), lambda: inner.gather(outer.wait()).transpose(0, 1))
 
 
-def all_gather_pieces(
-    route: Route, members: Sequence[Sequence[Piece]], wire: Wire, counted: Counted, reduce: Reduce = PLAIN
-) -> Handle[None]:
+def all_gather_pieces(route: Route, pieces: Sequence[Piece], wire: Wire, counted: Counted) -> Handle[None]:
     """All-gather what each member holds into the places where it belongs.
 
-    1. encode this rank's pieces, ``members[route.index]``, into one message; gather;
+    1. encode this rank's pieces into one message; gather;
     2. on ``wait``, decode every other member's message into its pieces.
 
     Args:
         route: the members.
-        members: for each, in tree order, its pieces; of one total size.
+        pieces: of all members, in tree order.
         wire: the format.
         counted: meter and phase.
-        reduce: how decoded values meet what the pieces of the others hold; this rank's own are not touched.
     """
-    own = members[route.index]
-    message = torch.empty(wire.nbytes(total_numel(own)), dtype=torch.uint8, device=own[0].flat.device)
-    wire.encode(own, message)
-    return spread(route, message, members, wire, counted, reduce)
+    message = wire.encoded([piece.member(route.index) for piece in pieces])
+    return spread(route, message, pieces, wire, counted)
 
 
 def spread(
-    route: Route,
-    message: Tensor,
-    members: Sequence[Sequence[Piece]],
-    wire: Wire,
-    counted: Counted,
-    reduce: Reduce = PLAIN,
+    route: Route, message: Tensor, pieces: Sequence[Piece], wire: Wire, counted: Counted, reduce: Reduce = PLAIN
 ) -> Handle[None]:
-    """:func:`all_gather_pieces` of a message that is encoded already."""
+    """:func:`all_gather_pieces` of a message that is encoded already.
+
+    Args:
+        route: as there.
+        message: this rank's.
+        pieces: as there.
+        wire: as there.
+        counted: as there.
+        reduce: how decoded values meet what the pieces of the others hold; this rank's own are not touched.
+    """
     handle = all_gather(route, message, counted)
-
-    def finish() -> None:
-        for member, (pieces, came) in enumerate(zip(members, handle.wait(), strict=True)):
-            if member != route.index:
-                wire.reduce([came], pieces, reduce)
-
-    return Handle(None, (), finish)
+    return Handle(None, (), lambda: wire.decode(handle.wait(), pieces, reduce, without=route.index))
 
 
 def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
@@ -98,9 +87,7 @@ def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: i
         return
     width = max(1, chunk_numel // rows.shape[0])
     for begin in range(0, rows.shape[1], width):
-        by_member = rows[:, begin : begin + width].unflatten(0, (-1, route.size))
-        message = by_member[:, route.index].contiguous()
-        pieces = all_gather(route, message.view(-1), counted).wait()
-        for member, piece in enumerate(pieces):
-            if member != route.index:
-                by_member[:, member].copy_(piece.view_as(message))
+        by_member = members(rows[:, begin : begin + width], route.size)
+        own = by_member[route.index].contiguous()
+        came = all_gather(route, own.view(-1), counted).wait()
+        by_member.unflatten(0, came.shape[:2]).copy_(came.unflatten(2, own.shape))

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -27,12 +29,13 @@ def members(rows: Tensor, size: int) -> Tensor:
     return rows.unflatten(0, (-1, size)).transpose(0, 1)
 
 
-def rows_of(flat: Tensor, plan: Plan) -> Tensor:
+def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
     """A parameter-shaped tensor as world shards in tree order.
 
     Args:
         flat: ``[numel]``, contiguous.
         plan: gives the world size and the order.
+        rank_at: the plan's, on the device of ``flat``, if it is there already.
 
     Returns:
         ``[N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
@@ -42,36 +45,39 @@ def rows_of(flat: Tensor, plan: Plan) -> Tensor:
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
     rows = flat.view(plan.world_size, width)
-    return rows if plan.order is None else rows[torch.tensor(plan.rank_at, device=flat.device)]
+    if plan.order is None:
+        return rows
+    return rows[torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at]
 
 
-def flat_of(rows: Tensor, numel: int, plan: Plan) -> Tensor:
-    """The inverse of :func:`rows_of`: ``[N, width]`` in tree order -> ``[numel]``, a view if the order allows."""
-    if plan.order is not None:
-        rows = rows[torch.tensor(plan.order, device=rows.device)]
-    return rows.reshape(-1)[:numel]
-
-
-def shard_piece(flat: Tensor, plan: Plan, position: int, degree: int) -> Piece:
-    """A parameter's shard of some degree as a piece of the whole: nothing is copied, the padding does not exist.
+def shard_piece(flat: Tensor, plan: Plan, degree: int) -> Piece:
+    """A parameter's shards of some degree as pieces of the whole: nothing is copied, the padding does not exist.
 
     Args:
-        flat: ``[numel]`` in tree order; what lies beyond its end is zero. See :func:`in_tree_order`.
+        flat: ``[numel]`` in tree order; what lies beyond its end is zero. See :meth:`Layout.in_tree_order`.
         plan: gives the world size.
-        position: a tree position modulo ``degree``.
-        degree: of the shard.
+        degree: of the shards.
 
     Returns:
-        ``N / degree`` rows of ``ceil(numel / N)``.
+        ``N / degree`` rows of ``ceil(numel / N)`` for each tree position modulo ``degree``.
     """
     width = plan.shard_numel(flat.numel())
-    begin = min(position * width, flat.numel())
-    return Piece(flat[begin:], plan.world_size // degree, width, degree * width)
+    return Piece(flat, plan.world_size // degree, width, degree * width, degree, width)
 
 
-def in_tree_order(flat: Tensor, plan: Plan) -> Tensor:
-    """A parameter-shaped tensor ``[numel]`` with its world shards in tree order; itself if ranks are placed in it."""
-    return flat if plan.order is None else rows_of(flat, plan).reshape(-1)
+def merged(spans: Iterable[Span], block: int = 1) -> tuple[Span, ...]:
+    """The same columns in fewer spans: neighbours are one where a block ends between them."""
+    found: list[Span] = []
+    for begin, end in spans:
+        if found and found[-1][1] == begin and (found[-1][1] - found[-1][0]) % block == 0:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)
+
+
+def places_of(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The columns of a table that holds these spans one after the other."""
+    return tuple(pairwise(accumulate((end - begin for begin, end in spans), initial=0)))
 
 
 def span_pieces(rows: Tensor, spans: Iterable[Span], block: int = 1) -> list[Piece]:
@@ -81,17 +87,13 @@ def span_pieces(rows: Tensor, spans: Iterable[Span], block: int = 1) -> list[Pie
     spans travel together.
 
     Args:
-        rows: ``[r, F]``, columns adjacent.
+        rows: ``[members, r, F]``, or ``[r, F]`` of one member; columns adjacent.
         spans: ranges of columns.
         block: elements of a block; 1 fills nothing up.
     """
     pieces = []
     for begin, end in spans:
-        width = -(-(end - begin) // block) * block
-        if block == 1:
-            piece = piece_of(rows[:, begin:end])
-            assert piece is not None
-            pieces.append(piece)
-        else:
-            pieces += [Piece(row[begin:end], 1, width, width) for row in rows]
+        piece = piece_of((rows if rows.dim() == 3 else rows[None])[..., begin:end])
+        assert piece is not None
+        pieces.append(replace(piece, columns=-(-piece.columns // block) * block, present=piece.columns))
     return pieces

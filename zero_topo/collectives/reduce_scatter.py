@@ -9,7 +9,7 @@ a ring does, and the same code serves INT4, INT8, 16-bit and FP32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch import Tensor
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.peers import Peers
-from zero_topo.collectives.wire import Wire, store
+from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
-from zero_topo.quant.pieces import Piece, read_all, total_numel
-from zero_topo.quant.spec import Reduce
+from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.spec import Cast, Reduce
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Sums:
     reduce: Reduce = PLAIN
 
 
-def reduce_scatter(route: Route, parts: Sequence[Sequence[Piece]], wire: Wire, sums: Sums) -> Handle[None]:
+def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums) -> Handle[None]:
     """Sum over the members of a route; each keeps its own part.
 
-    1. encode ``parts[k]`` into one message for member ``k``;
+    1. encode the parts of each member into one message for it;
     2. per hop, the innermost first: one all-to-all takes each message to the member that stands for its destination,
        where the messages for one destination are summed in tree order (FP32) and, if a hop follows, encoded again;
     3. the last sums go into ``sums.pieces``.
 
     Args:
         route: the members.
-        parts: for each member, in tree order, the values it shall sum; all of one size.
+        parts: the values that each member, in tree order, shall sum.
         wire: the format.
         sums: where they go.
 
@@ -57,23 +57,21 @@ def reduce_scatter(route: Route, parts: Sequence[Sequence[Piece]], wire: Wire, s
         Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
     """
     if route.size == 1:
-        store(read_all(parts[0]), sums.pieces, sums.reduce)
+        exact = replace(wire, spec=Cast("fp32"))
+        exact.decode(exact.encoded(parts), sums.pieces, sums.reduce)
         return Handle(None, (), lambda: None)
     first, numel = route.hops[0], total_numel(sums.pieces)
-    send = _empty(first, len(parts), wire.nbytes(numel), sums.pieces[0].flat.device)
-    for member, pieces in enumerate(parts):
-        wire.encode(pieces, send[member % first.size, member // first.size])
+    send = _empty(first, route.size, wire.nbytes(numel), sums.pieces[0].flat.device)
+    wire.encode(parts, send.transpose(0, 1))
     began = Peers(first, sums.counted).scatter_later(send)
 
     def finish() -> None:
         received = began.wait()
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], wire.nbytes(numel), received.device)
-            for destination in range(received.shape[1]):
-                place = send[destination % following.size, destination // following.size]
-                wire.recode(list(received[:, destination]), place, numel)
+            wire.recode(received, send.transpose(0, 1), numel)
             received = Peers(following, sums.counted).scatter_later(send).wait()
-        wire.reduce(list(received[:, 0]), sums.pieces, sums.reduce)
+        wire.reduce(received[:, 0], sums.pieces, sums.reduce)
 
     return Handle(None, (), finish)
 

@@ -31,13 +31,12 @@ from torch import Tensor
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import in_tree_order, rows_of, shard_piece
+from zero_topo.collectives.pack import rows_of, shard_piece, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
-from zero_topo.quant.pieces import Piece, piece_of
 from zero_topo.quant.spec import Reduce
 from zero_topo.sync.base import SyncMode
 
@@ -109,16 +108,12 @@ class Gradients:
 
     def _scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         plan = self.layout.plan
-        flats = [in_tree_order(grad.reshape(-1), plan) for grad in grads]
-        parts = [[shard_piece(flat, plan, k, plan.gradients) for flat in flats] for k in range(plan.gradients)]
+        flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
+        parts = [shard_piece(flat, plan, plan.gradients) for flat in flats]
         reduce = Reduce(1.0 / plan.world_size, accumulate=True)
-        sums = Sums([self._slot_piece(index) for index in slots], Counted(self._meter, "scatter"), reduce)
+        pieces = span_pieces(self.buffer, self.layout.spans(slots))
+        sums = Sums(pieces, Counted(self._meter, "scatter"), reduce)
         reduce_scatter(self._route, parts, self._options.wire, sums).wait()
-
-    def _slot_piece(self, index: int) -> Piece:
-        piece = piece_of(self.layout.slot(self.buffer, index))
-        assert piece is not None
-        return piece
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._options.loss_scale()

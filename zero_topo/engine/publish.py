@@ -20,25 +20,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather_pieces, spread
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import Span, members, span_pieces
+from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
-from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
 
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """Format of the messages (``wire.spec`` of differences, else ``wire.dtype``), and elements per collective."""
+    """Format of the messages (of differences if it quantizes), and elements per collective."""
 
     wire: Wire
     run_numel: int
@@ -88,28 +86,20 @@ class Publisher:
                 self._pending.append((part, self._lane.run(partial(self._publish, spans, masters, first))))
 
     def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
-        by_member = members(self._primary, self._route.size)
+        wire, by_member = self._options.wire, members(self._primary, self._route.size)
+        spans = merged(spans, wire.block)
+        pieces = span_pieces(by_member, spans, wire.block)
         if masters is None:
             if self._route.size == 1:
                 return Handle(None, (), lambda: None)
-            plain = [span_pieces(rows, spans) for rows in by_member]
-            return all_gather_pieces(self._route, plain, self._options.wire, self._counted)
-        assert self._options.wire.spec is not None
-        block = self._options.wire.spec.block_size
-        pieces = [span_pieces(rows, spans, block) for rows in by_member]
-        own = pieces[self._route.index]
-        message = self._difference(own, span_pieces(masters, [(b - first, e - first) for b, e in spans], block))
+            return all_gather_pieces(self._route, pieces, wire, self._counted)
+        begin, end = spans[0][0], spans[-1][1]  # slots are neighbours
+        # What turns what all ranks hold into (almost) what the masters say.
+        differences = masters[:, begin - first : end - first] - by_member[self._route.index][:, begin:end]
+        message = wire.encoded(span_pieces(differences, places_of(spans), wire.block))
         add = Reduce(accumulate=True)
-        self._options.wire.reduce([message], own, add)
-        return spread(self._route, message, pieces, self._options.wire, self._counted, add)
-
-    def _difference(self, held: Sequence[Piece], wanted: Sequence[Piece]) -> Tensor:
-        """The message that turns what all ranks hold into (almost) what the masters say."""
-        wire = self._options.wire
-        differences = [Piece(w.flat - h.flat, w.rows, w.columns, w.stride) for w, h in zip(wanted, held, strict=True)]
-        message = torch.empty(wire.nbytes(total_numel(held)), dtype=torch.uint8, device=self._primary.device)
-        wire.encode(differences, message)
-        return message
+        wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
+        return spread(self._route, message, pieces, wire, self._counted, add)
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
         """Finish what is under way for some slots, or for all; collective where publish takes two hops.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from zero_topo.collectives.wire import cast_to
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Rows, Source, Stored
 from zero_topo.mesh import Mesh
@@ -76,7 +77,7 @@ class _Cut(_Stamped):
 
     def __init__(self, source: Stored, layout: Layout, rows: Tensor) -> None:
         super().__init__(source, layout)
-        self.shared = (source.wire,)
+        self.shared = (source.held,)
         self._rows = rows
 
     def is_fresh(self, index: int) -> bool:
@@ -119,12 +120,13 @@ def build_secondary(mesh: Mesh, primary: Rows, spec: BlockSpec | None) -> Second
         return Secondary(primary)
     route, captured = mesh.route(1, plan.secondary), plan.secondary % plan.weights != 0
     if spec is not None:
-        stored = Stored(primary, route, spec)
+        stored = Stored(primary, route, replace(primary.wire, spec=spec))
         if captured:
             return _Captured(stored, layout, plan.secondary)
         return _Cut(stored, layout, layout.subset(primary.rows, plan.weights, plan.secondary))
+    plain = replace(primary.wire, spec=cast_to(primary.rows.dtype))
     if captured:
         own = primary.rows.new_zeros(layout.shape(plan.secondary))
-        return _Captured(replace(primary, route=route, rows=own, spec=None), layout, plan.secondary)
+        return _Captured(replace(primary, route=route, rows=own, wire=plain), layout, plan.secondary)
     rows = layout.subset(primary.rows, plan.weights, plan.secondary)
-    return Secondary(replace(primary, route=route, rows=rows, spec=None))
+    return Secondary(replace(primary, route=route, rows=rows, wire=plain))

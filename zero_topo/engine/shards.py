@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.pack import rows_of
 from zero_topo.plan import Plan
 
 
@@ -76,6 +77,33 @@ class Layout:
     def subset(self, shard: Tensor, lo: int, hi: int) -> Tensor:
         """The rank's degree-``hi`` shard as a strided view of its degree-``lo`` shard, ``[N / hi, columns]``."""
         return shard[self.row(lo) % (hi // lo) :: hi // lo]
+
+    # -- tree order ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _orders(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        """By device, once it is asked for: the rank at each tree position, and the tree position of each rank."""
+        return {}
+
+    def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._orders:
+            rank_at = torch.tensor(self.plan.rank_at, device=device)
+            self._orders[device] = rank_at, rank_at.argsort()
+        return self._orders[device]
+
+    def in_tree_order(self, flat: Tensor) -> Tensor:
+        """A parameter-shaped ``[numel]`` with its world shards in tree order; itself if ranks are placed in it."""
+        if self.plan.order is None:
+            return flat
+        return rows_of(flat, self.plan, self._order(flat.device)[0]).view(-1)
+
+    def flat_of(self, rows: Tensor, index: int) -> Tensor:
+        """A slot's rows ``[N, width]`` in tree order as the parameter, ``[numel]``, a view if the order allows."""
+        if self.plan.order is not None:
+            rows = rows[self._order(rows.device)[1]]
+        return rows.reshape(-1)[: self.numels[index]]
+
+    # -- padding ---------------------------------------------------------------------------------------------------
 
     def clear_padding(self, shard: Tensor, degree: int, first: int = 0) -> None:
         """Zero what lies beyond the ends of the parameters: it would set the scale of the block it is quantized in.

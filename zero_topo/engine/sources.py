@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.pack import span_pieces
+from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
-from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.spec import BlockSpec
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,13 @@ class Rows:
         layout: the slots.
         route: the members that hold all rows between them.
         rows: ``[N / route.hi, F]``.
-        quantizer: packs the values.
-        spec: their format; None sends them as they are.
+        wire: the format.
     """
 
     layout: Layout
     route: Route
     rows: Tensor
-    quantizer: Quantizer
-    spec: BlockSpec | None
+    wire: Wire
 
     @property
     def nbytes(self) -> int:
@@ -40,15 +38,12 @@ class Rows:
         return self.rows.nbytes
 
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """One message of some slots, 1-D, and where each slot's part begins (plus the end)."""
-        spec, parts = self.spec, [self.layout.slot(self.rows, index) for index in slots]
-        ends = _ends(part.numel() if spec is None else spec.nbytes(part.numel()) for part in parts)
-        message = self.rows.new_empty(ends[-1], dtype=None if spec is None else torch.uint8)
+        """One message of some slots, uint8 1-D, and where each slot's part begins (plus the end)."""
+        parts = [self.layout.slot(self.rows, index) for index in slots]
+        ends = _ends(self.wire.nbytes(part.numel()) for part in parts)
+        message = self.rows.new_empty(ends[-1], dtype=torch.uint8)
         for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
-            if spec is None:
-                message[begin:end].view(part.shape).copy_(part)
-            else:
-                self.quantizer.quantize(part, spec, message[begin:end])
+            self.wire.encode(span_pieces(part, [(0, part.shape[1])]), message[begin:end])
         return message, ends
 
     def store(self, index: int, rows: Tensor) -> None:
@@ -60,33 +55,33 @@ class Stored:
     """Rows of a shard that were quantized once, to be sent as often as they are wanted.
 
     Args:
-        like: rows of the same layout, for the slots, the quantizer and the device.
+        like: rows of the same layout, for the slots and the device.
         route: the members that hold all rows between them.
-        spec: the format.
+        wire: the format.
 
     Attributes:
-        wire: uint8, the messages of all slots side by side.
+        held: uint8, the messages of all slots side by side.
         nbytes: their bytes.
     """
 
-    def __init__(self, like: Rows, route: Route, spec: BlockSpec) -> None:
-        self.route, self.spec, self.quantizer = route, spec, like.quantizer
+    def __init__(self, like: Rows, route: Route, wire: Wire) -> None:
+        self.route, self.wire = route, wire
         rows = like.layout.plan.world_size // route.hi
-        self._ends = _ends(spec.nbytes(rows * width) for width in like.layout.widths)
-        self.wire = torch.zeros(self._ends[-1], dtype=torch.uint8, device=like.rows.device)
-        self.nbytes = self.wire.nbytes
+        self._ends = _ends(wire.nbytes(rows * width) for width in like.layout.widths)
+        self.held = torch.zeros(self._ends[-1], dtype=torch.uint8, device=like.rows.device)
+        self.nbytes = self.held.nbytes
 
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """As :meth:`Rows.message`, quantized already."""
         parts = [self._part(index) for index in slots]
-        return torch.cat(parts), _ends(part.numel() for part in parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts), _ends(part.numel() for part in parts)
 
     def store(self, index: int, rows: Tensor) -> None:
         """Quantize a slot's rows ``[N / route.hi, width]``."""
-        self.quantizer.quantize(rows, self.spec, self._part(index))
+        self.wire.encode(span_pieces(rows, [(0, rows.shape[1])]), self._part(index))
 
     def _part(self, index: int) -> Tensor:
-        return self.wire[self._ends[index] : self._ends[index + 1]]
+        return self.held[self._ends[index] : self._ends[index + 1]]
 
 
 Source = Rows | Stored

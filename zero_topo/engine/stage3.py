@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter
-from zero_topo.collectives.wire import DTYPES, wire_of
+from zero_topo.collectives.wire import wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import check_agreement, check_replicas
@@ -25,6 +25,7 @@ from zero_topo.engine.residual_transfer import STATE_KEY, carried
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 
@@ -130,7 +131,7 @@ class Stage3:
     def _build_weights(self) -> Weights:
         config, setup = self.config, self.setup
         publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
-        options = WeightOptions(self.quantizer, config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
+        options = WeightOptions(config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
         return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
 
     def _build_gradients(self) -> Gradients:

@@ -35,14 +35,13 @@ from zero_topo.collectives.all_gather import all_gather, all_gather_rows
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import flat_of, members, rows_of
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.pack import members, rows_of, span_pieces
+from zero_topo.collectives.wire import Wire, wire_of
 from zero_topo.engine.publish import Publisher, PublishOptions
 from zero_topo.engine.secondary import build_secondary
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Rows, Source
 from zero_topo.mesh import Mesh
-from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.spec import BlockSpec
 
 
@@ -50,7 +49,6 @@ from zero_topo.quant.spec import BlockSpec
 class WeightOptions:
     """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish."""
 
-    quantizer: Quantizer
     primary: BlockSpec | None
     secondary: BlockSpec | None
     publish: Wire
@@ -75,10 +73,12 @@ class Weights:
         publish = PublishOptions(options.publish, options.run_numel)
         self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
         self._updated: torch.Event | None = None
-        self._exact = Rows(layout, mesh.route(1, plan.weights), self.primary, options.quantizer, None)
-        primary = replace(self._exact, spec=options.primary)
+        quantizer = options.publish.quantizer
+        exact = wire_of(quantizer, None, self.primary.dtype)
+        self._exact = Rows(layout, mesh.route(1, plan.weights), self.primary, exact)
+        primary = replace(self._exact, wire=wire_of(quantizer, options.primary, self.primary.dtype))
         self.secondary = build_secondary(mesh, primary, options.secondary)
-        same = plan.secondary == plan.weights and self.secondary.source.spec == options.primary
+        same = plan.secondary == plan.weights and self.secondary.source.wire == primary.wire
         self._forward: Source = self.secondary.source if same else primary
 
     # -- gather ----------------------------------------------------------------------------------------------------
@@ -126,29 +126,25 @@ class Weights:
         capture = self.secondary.capturing(slots) if phase == "gather_forward" else None
 
         def finish() -> list[Tensor]:
-            pieces = handle.wait()
+            came = handle.wait()
             whole = []
             for index, (begin, end) in zip(slots, pairwise(ends), strict=True):
-                rows = self._assemble(source, index, [piece[begin:end] for piece in pieces])
+                rows = self._assemble(source, index, came[..., begin:end])
                 if capture is not None:
                     capture(index, rows)
-                whole.append(flat_of(rows, self.layout.numels[index], self.layout.plan))
+                whole.append(self.layout.flat_of(rows, index))
             return whole
 
         return Handle(None, (), finish)
 
     def _local(self, index: int) -> Tensor:
         rows = self.layout.slot(self.primary, index).clone()  # the model may write to what it gets, not to the shard
-        return flat_of(rows, self.layout.numels[index], self.layout.plan)
+        return self.layout.flat_of(rows, index)
 
-    def _assemble(self, source: Source, index: int, pieces: Sequence[Tensor]) -> Tensor:
+    def _assemble(self, source: Source, index: int, messages: Tensor) -> Tensor:
         """A slot's rows ``[N, width]`` from the members' parts; dequantize, interleave and round in one pass."""
         rows = self.primary.new_empty(self.layout.plan.world_size, self.layout.widths[index])
-        for target, piece in zip(members(rows, source.route.size), pieces, strict=True):
-            if source.spec is None:
-                target.copy_(piece.view(target.shape))
-            else:
-                source.quantizer.dequantize(piece, source.spec, target)
+        source.wire.decode(messages, span_pieces(members(rows, source.route.size), [(0, rows.shape[1])]))
         return rows
 
     # -- updates ---------------------------------------------------------------------------------------------------
@@ -161,7 +157,7 @@ class Weights:
     @property
     def publishes_differences(self) -> bool:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
-        return self._options.publish.spec is not None
+        return self._options.publish.lossy
 
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
         """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import Span
+from zero_topo.collectives.pack import Span, merged
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.ops import Quantizer
@@ -167,7 +167,7 @@ class SyncMode(OptimizerHooks, ABC):
         What has been delivered stays in the rank's own row; the other rows keep only what has not.
         """
         own = self.context.plan.row(self.context.mesh.rank, self.context.plan.gradients)
-        for begin, end in spans:
+        for begin, end in merged(spans):
             shard[:own, begin:end] = 0
             shard[own + 1 :, begin:end] = 0
 

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather_pieces
-from zero_topo.collectives.pack import Span, members, span_pieces
+from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
 from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.wire import Wire, wire_of
 from zero_topo.mesh import Hop, Route
+from zero_topo.quant.pieces import total_numel
 from zero_topo.sync.base import SyncContext, SyncMode
 
 Run = TypeVar("Run")
@@ -67,6 +67,7 @@ class Crossing(SyncMode, Generic[Run]):
             spans: columns of the run.
             left: ``[P, C]``.
         """
+        spans = merged(spans)
         for (begin, end), (first, past) in zip(spans, places_of(spans), strict=True):
             rows[:, begin:end] += left[:, first:past].to(rows.dtype)
 
@@ -99,27 +100,32 @@ class Crossing(SyncMode, Generic[Run]):
 
     def table(self, shard: Tensor, spans: Sequence[Span]) -> Tensor:
         """The rows of all peers, FP32 ``[P, C]``, a copy: of the shard itself, or of its sums inside the node."""
+        if self._inner is None:
+            return self.columns(shard, spans)
+        spans = merged(spans)
         places = places_of(spans)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
-        if self._inner is None:
-            for (begin, end), (first, past) in zip(spans, places, strict=True):
-                table[:, first:past].copy_(shard[:, begin:end])
-            return table
-        parts = [span_pieces(shard[member :: self._inner.size], spans) for member in range(self._inner.size)]
+        parts = span_pieces(members(shard, self._inner.size), spans)
         sums = Sums(span_pieces(table, places), self.context.counted)
         reduce_scatter(self._inner, parts, self._dense_wire, sums).wait()
         return table
 
+    def columns(self, rows: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Some columns of some rows, FP32 ``[rows, C]``, a copy."""
+        pieces = span_pieces(rows[:, None], merged(spans))
+        table = rows.new_empty(len(rows), total_numel(pieces), dtype=torch.float32)
+        exact(self.context).encode(pieces, table.view(torch.uint8))
+        return table
+
     def deliver(self, shard: Tensor, spans: Sequence[Span], table: Tensor, which: slice) -> None:
         """Put some rows of a table where they belong in a gradient shard."""
-        rows = self.rows(shard)
-        for (begin, end), (first, past) in zip(spans, places_of(spans), strict=True):
-            rows[which, begin:end] = table[which, first:past].to(shard.dtype)
+        pieces = span_pieces(self.rows(shard)[which, None], merged(spans))
+        exact(self.context).decode(table[which].view(torch.uint8), pieces)
 
 
-def places_of(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The columns of a table that holds these spans one after the other."""
-    return tuple(pairwise(accumulate((end - begin for begin, end in spans), initial=0)))
+def exact(context: SyncContext) -> Wire:
+    """The format of values that nothing is taken from: FP32."""
+    return wire_of(context.quantizer, None, torch.float32)
 
 
 def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], route: Route, wire: Wire) -> None:
@@ -130,4 +136,4 @@ def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], rout
     step = route.lo // plan.gradients  # the rows of that shard are every step-th of the gradient shard
     own = plan.row(context.mesh.rank, plan.gradients)
     held = members(shard[own % step :: step], route.size)
-    all_gather_pieces(route, [span_pieces(rows, spans) for rows in held], wire, context.counted).wait()
+    all_gather_pieces(route, span_pieces(held, merged(spans)), wire, context.counted).wait()

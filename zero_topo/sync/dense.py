@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, span_pieces
+from zero_topo.collectives.pack import Span, merged, span_pieces
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.wire import wire_of
 from zero_topo.config import DenseSync
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.crossing import spread_back
@@ -32,14 +32,15 @@ class Dense(SyncMode):
         self._up = context.mesh.route(plan.gradients, plan.world_size)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.mesh.route(target, plan.world_size)
-        self._wire = Wire(context.dtype)
+        self._wire = wire_of(context.quantizer, None, context.dtype)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """Begin the reduction; the way back to the ranks that need more follows when waited for."""
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
-        parts = [span_pieces(row[None], spans) for row in shard]
-        up = reduce_scatter(self._up, parts, self._wire, Sums(parts[self._up.index], self.context.counted))
+        parts = span_pieces(shard[:, None], merged(spans))
+        sums = Sums([part.member(self._up.index) for part in parts], self.context.counted)
+        up = reduce_scatter(self._up, parts, self._wire, sums)
 
         def finish() -> None:
             up.wait()

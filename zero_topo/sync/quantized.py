@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, span_pieces
-from zero_topo.collectives.wire import BlockWire, Wire
+from zero_topo.collectives.pack import Span, merged, places_of, span_pieces
+from zero_topo.collectives.wire import wire_of
 from zero_topo.config import QuantizedSync
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.crossing import Crossing, places_of, spread_back
+from zero_topo.sync.crossing import Crossing, exact, spread_back
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Quantized(Crossing[_Sent]):
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
-        super().__init__(context, Wire(context.dtype))
+        super().__init__(context, wire_of(context.quantizer, None, context.dtype))
         self._down = context.mesh.route(context.plan.optimizer, context.plan.world_size)
-        self.wire = BlockWire(context.quantizer, config.spec)
+        self.wire = wire_of(context.quantizer, config.spec, context.dtype)
         self.residual: Tensor | None = None
         if config.error_feedback and self.peers.size > 1:
             self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
@@ -79,9 +79,8 @@ class Quantized(Crossing[_Sent]):
         across, own = self.peers.scatter_later(run.messages), self.peers.index
 
         def finish() -> None:
-            received = across.wait()
-            others = [received[member] for member, _ in self._others()]
-            self.wire.reduce(others, self._pieces(run.rows[own], run.places), Reduce(accumulate=True))
+            total = [piece.member(own) for piece in self._pieces(run.rows, run.places)]
+            self.wire.reduce(across.wait(), total, Reduce(accumulate=True), without=own)
             if run.rows is not shard:
                 self.deliver(shard, run.spans, run.rows, slice(own, own + 1))
             spread_back(self.context, shard, run.spans, self._down, self._dense_wire)
@@ -93,59 +92,65 @@ class Quantized(Crossing[_Sent]):
         # What is sent back would overwrite rows that are needed until the step is decided: those are copied.
         whole = self._inner is None and self._down.size == 1
         rows, places = (shard, spans) if whole else (self.table(shard, spans), places_of(spans))
-        nbytes = self.wire.nbytes(total_numel(self._pieces(rows[0], places)))
-        messages = torch.empty(self.peers.size, nbytes, dtype=torch.uint8, device=rows.device)
+        owing = self.residual is not None and spans not in self._paid
+        numel = total_numel(self._pieces(rows, places))
+        messages = torch.empty(self.peers.size, self.wire.nbytes(numel), dtype=torch.uint8, device=rows.device)
         messages[self.peers.index].zero_()  # the others are written whole
-        run = _Sent(spans, rows, places, messages, scale, self.residual is not None and spans not in self._paid)
-        for member, k in self._others():
-            self.wire.encode(self._wanted(run, member, k), messages[member])
+        run = _Sent(spans, rows, places, messages, scale, owing)
+        sent, columns = (self._wanted(run), places_of(spans)) if owing else (rows, places)
+        self.wire.encode(self._pieces(sent, columns), messages, without=self.peers.index)
         return run
 
-    def _others(self) -> list[tuple[int, int]]:
-        """(member, row of the residual) of every other member."""
-        return [(member, k) for k, member in enumerate(m for m in range(self.peers.size) if m != self.peers.index)]
+    def _pieces(self, rows: Tensor, spans: Sequence[Span]) -> list[Piece]:
+        """Some columns of the rows ``[P, ...]``, one row for each member, each span filled up to whole blocks."""
+        return span_pieces(rows[:, None], merged(spans, self.wire.block), self.wire.block)
 
-    def _pieces(self, row: Tensor, spans: Sequence[Span]) -> list[Piece]:
-        return span_pieces(row[None], spans, self.wire.spec.block_size)
+    def _halves(self) -> tuple[tuple[slice, slice], ...]:
+        """The members but this rank, before it and after it, and their rows of the residual."""
+        own = self.peers.index
+        return (slice(own), slice(own)), (slice(own + 1, None), slice(own, None))
 
-    def _wanted(self, run: _Sent, member: int, k: int) -> list[Piece]:
-        """What a member should get if nothing were lost: the rows, plus the residual if that is due."""
-        pieces = self._pieces(run.rows[member], run.places)
-        if not run.owing:
-            return pieces
-        assert self.residual is not None
-        owed = self._pieces(self.residual[k], run.spans)
-        return [_filled(p, r.flat.mul(run.scale).add_(p.flat)) for p, r in zip(pieces, owed, strict=True)]
+    def _wanted(self, run: _Sent) -> Tensor:
+        """What members should get if nothing were lost, FP32 ``[P, C]``: the rows, plus the residual if it is due."""
+        wanted = self.columns(run.rows, run.places)
+        if run.owing:
+            assert self.residual is not None
+            owed = self.columns(self.residual, run.spans).mul_(run.scale)
+            for others, rows in self._halves():
+                wanted[others] += owed[rows]
+        return wanted
 
-    def _lost(self, run: _Sent, member: int, k: int) -> Tensor:
-        """What a member should have got and did not, FP32 ``[C]``, times the loss scale."""
-        pieces = [_filled(p, p.flat.to(torch.float32, copy=True)) for p in self._wanted(run, member, k)]
-        self.wire.reduce([run.messages[member]], pieces, Reduce(-1.0, accumulate=True))
-        return torch.cat([piece.flat for piece in pieces])
+    def _lost(self, run: _Sent) -> Tensor:
+        """What members should have got and did not, FP32 ``[P, C]``, times the loss scale; the own row is of no use."""
+        lost = self._wanted(run)
+        pieces = self._pieces(lost, places_of(run.spans))
+        self.wire.decode(run.messages, pieces, Reduce(-1.0, accumulate=True), without=self.peers.index)
+        return lost
 
     def undelivered(self, run: _Sent) -> Tensor | None:
         """What quantization took away, nothing for this rank itself; without error feedback it is dropped."""
         if self.residual is None:
             return None
-        left = torch.zeros(self.peers.size, places_of(run.spans)[-1][1], device=run.rows.device)
-        for member, k in self._others():
-            left[member] = self._lost(run, member, k)
-        return left
+        lost = self._lost(run)
+        lost[self.peers.index] = 0
+        return lost
 
     def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
         """To the rows of the others: the own one was delivered whole."""
-        for member, _ in self._others():
-            for (begin, end), (first, past) in zip(spans, places_of(spans), strict=True):
-                rows[member, begin:end] = left[member, first:past]
+        for others, _ in self._halves():
+            self._put(rows[others], spans, left[others])
 
     def keep(self, run: _Sent) -> None:
         """What quantization took away, without the loss scale."""
         if self.residual is None:
             return
-        for member, k in self._others():
-            lost = self._lost(run, member, k).div_(run.scale)
-            for (begin, end), (first, past) in zip(run.spans, places_of(run.spans), strict=True):
-                self.residual[k, begin:end] = lost[first:past]
+        lost = self._lost(run).div_(run.scale)
+        for others, rows in self._halves():
+            self._put(self.residual[rows], run.spans, lost[others])
+
+    def _put(self, rows: Tensor, spans: Sequence[Span], table: Tensor) -> None:
+        """A table ``[r, C]`` -> some columns of rows ``[r, F]``."""
+        exact(self.context).decode(table.view(torch.uint8), span_pieces(rows[:, None], merged(spans)))
 
     def state_bytes(self) -> int:
         """Bytes of the residual."""
@@ -166,11 +171,6 @@ class Quantized(Crossing[_Sent]):
             shapes = {name: tuple(value.shape) for name, value in state.items()}
             raise ValueError(f"quantized sync needs a residual of {tuple(self.residual.shape)}, not {shapes}")
         self.residual.copy_(state["residual"])
-
-
-def _filled(like: Piece, flat: Tensor) -> Piece:
-    """A piece of the same shape with other contents."""
-    return Piece(flat, like.rows, like.columns, like.stride)
 
 
 build_mode.register(QuantizedSync, Quantized)

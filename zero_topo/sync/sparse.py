@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, rows_of
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.pack import Span, places_of, rows_of
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
 from zero_topo.sync.base import Owed, Parameter, SyncContext
-from zero_topo.sync.crossing import Crossing, places_of, spread_back
+from zero_topo.sync.crossing import Crossing, exact, spread_back
 from zero_topo.sync.dense import Dense
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        super().__init__(context, Wire(torch.float32))
+        super().__init__(context, exact(context))
         plan = context.plan
         self.everywhere = plan.optimizer < plan.world_size
         self._taken = tuple(p for p in context.parameters if taken(p, config))
