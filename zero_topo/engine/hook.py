@@ -83,6 +83,7 @@ class TopoStage3(Stock):
     lp_param_buffer: Tensor
     inf_or_nan_tracker: Tensor
     fp32_partitioned_groups_flat: list[Any]
+    persistent_parameters: list[Any]
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
@@ -145,7 +146,8 @@ class TopoStage3(Stock):
             master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
-                master.grad = torch.zeros_like(master)
+                grad = torch.zeros_like(master)
+                master.grad = get_accelerator().pin_memory(grad) if self.offload_optimizer_pin_memory else grad
             self.fp32_partitioned_groups_flat[i] = master
 
     def masters_are_weights(self) -> bool:
@@ -216,18 +218,30 @@ class TopoStage3(Stock):
     def step(self, closure: Any = None) -> None:
         self._stepping = True
         self.topo.gradients.sync()
+        if not get_accelerator().is_synchronized_device():  # where DeepSpeed looks for overflow
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
         if self.offload_optimizer:
             self._copy_gradients_to_host()
         super().step(closure)
         self._stepping = False
         self.topo.end_step(skipped=self.overflow)
 
+    def _post_step(self, timer_names: Any) -> None:
+        """Resident parameters that are still being published are gathered where the forward pass needs them."""
+        resident = self.persistent_parameters
+        if self._stepping and self.topo.weights.publishing:
+            self.persistent_parameters = []
+        super()._post_step(timer_names)
+        self.persistent_parameters = resident
+
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
         rows, own = self.topo.gradients.optimizer_rows(), self.grad_partitions_flat_buffer
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
-            grad.view(rows.shape[0], -1).copy_(rows[:, begin:end])
+            grad.copy_(rows[:, begin:end].to(grad.dtype).reshape(-1), non_blocking=True)
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().current_stream().synchronize()
         for param in (p for group in self.fp16_groups for p in group):
             view = self.topo.weights.layout.slot(own[None], self._slots[param.ds_id])
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)

@@ -66,6 +66,11 @@ class Publisher:
         self._held = [0] * len(layout.numels)  # version that the primary shard holds
         self._pending: list[tuple[range, Handle[None]]] = []
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way to or from other ranks."""
+        return self._lane.overlaps and self._route.size > 1 and bool(self._pending)
+
     def start(self, slots: range, masters: Tensor | None = None) -> None:
         """Begin to publish consecutive slots whose optimizer rows were updated; collective.
 
@@ -83,7 +88,10 @@ class Publisher:
                 self._wanted[slot] += 1
             spans = self._layout.spans(part)
             with self._meter.timing("publish"):
-                self._pending.append((part, self._lane.run(partial(self._publish, spans, masters, first))))
+                begun = self._lane.run(
+                    partial(self._publish, spans, masters, first), [] if masters is None else [masters]
+                )
+                self._pending.append((part, begun))
 
     def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
         wire, by_member = self._options.wire, members(self._primary, self._route.size)

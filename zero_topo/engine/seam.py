@@ -37,6 +37,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
+    (Stock, "_post_step", ("self", "timer_names")),
     (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
@@ -55,6 +56,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
+    (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
 )
 

@@ -113,7 +113,7 @@ class Stage3:
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
-        self._lane = Lane(setup.like.device, config.overlap)
+        self._lane = Lane(setup.like.device, config.overlap, ahead=1)
         self.weights = self._build_weights()
         self.gradients = self._build_gradients()
         self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
@@ -208,6 +208,7 @@ class Stage3:
             RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
         self.gradients.end_step(skipped)
+        self._lane.flush()
         if self.config.debug_checks:
             self.weights.finish()  # else some runs are compared before they have arrived
             check_replicas(self.config.plan, self.weights.copies())

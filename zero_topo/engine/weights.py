@@ -17,15 +17,16 @@ Note [Which copy is read]
     from the primary again, never from a stale copy.
 
 Note [Publish before gather]
-    On a GPU DeepSpeed starts gathers on a stream of its own, which knows nothing of the stream that publishes. Every
-    change of the primary shards therefore records an event, and every gather makes its stream wait for it first. On a
-    CPU collectives block, and there is no event.
+    On a GPU gathers run on a stream of their own, publish on another, and edits and loads where they are made. Every
+    change of the shards therefore records an event, and whoever reads or changes them next makes its stream wait for it
+    first, so that the last event stands for all. On a CPU collectives block, and there is no event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -72,6 +73,7 @@ class Weights:
         self._mesh, self._meter, self._options = mesh, meter, options
         publish = PublishOptions(options.publish, options.run_numel)
         self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
+        self._gathering = Lane(self.primary.device, overlap=True)
         self._updated: torch.Event | None = None
         quantizer = options.publish.quantizer
         exact = wire_of(quantizer, None, self.primary.dtype)
@@ -93,9 +95,10 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
         """
+        return self._gathering.run(partial(self._begin, slots, phase))
+
+    def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
-        if self._updated is not None:
-            self._updated.wait()  # see Note [Publish before gather]
         if phase == "gather_exact":
             return self._gather(self._exact, slots, phase)
         if phase == "gather_forward":
@@ -159,6 +162,11 @@ class Weights:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
         return self._options.publish.lossy
 
+    @property
+    def publishing(self) -> bool:
+        """Whether weights that were updated are still under way."""
+        return self._publisher.busy
+
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
         """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
 
@@ -171,8 +179,13 @@ class Weights:
         self._publisher.start(slots, masters)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
-        """Finish what publish has under way for some slots, or for all, and bring the secondary up to date."""
+        """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
+
+        On a GPU the current stream waits for all that was changed (Note [Publish before gather]).
+        """
         changed = self._publisher.finish(slots)
+        if self._updated is not None:
+            self._updated.wait()
         if changed:
             self._renew(changed)
 
