@@ -15,11 +15,12 @@ from zero_topo.config import (
     ResolvedConfig,
     ZeroTopoConfig,
     check_deepspeed_config,
+    deepspeed_hints,
     load_deepspeed_config,
     resolve_config,
 )
 from zero_topo.neox.check import require
-from zero_topo.neox.config import load_configs
+from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.neox.options import Options
 from zero_topo.topology import resolve_topology
 
@@ -74,11 +75,12 @@ def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
 def test_configs_resolve_on_their_machine(path: Path) -> None:
     """Each block gives a plan of the scheme its file is named after, and DeepSpeed's part is not refused beside it.
 
-    All are for 16-bit training with clipping; the demo must not build DeepSpeed's own Adam.
+    All are for 16-bit training with clipping, and overlap what they can; the demo must not build DeepSpeed's own Adam.
     """
     config, given = resolved(path), load_deepspeed_config(path)
     assert config.scheme == SCHEME_OF.get(path.stem, path.stem)
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
+    assert deepspeed_hints(given) == []
     assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 1.0
     assert environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
 
@@ -112,6 +114,7 @@ def test_neox_would_train_the_twins(path: Path) -> None:
     """
     pytest.importorskip("yaml")
     assert load_configs([str(path)]) == neox_config(path)
+    assert deepspeed_hints(deepspeed_config(neox_config(path))) == []
     model = [] if path.stem in FRONTIER else [str(MODELS[0])]
     require(Options("check", [str(path), *model]))
 

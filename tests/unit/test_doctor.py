@@ -180,11 +180,15 @@ def test_buffers_that_nobody_maps_are_leftovers(tmp_path: Path) -> None:
     assert found.state == WARN and found.fix == "rm /dev/shm/deepspeed_allreduce_buffer_0_left"
 
 
+UNSYNCHRONIZED = {"timers": {"throughput": {"synchronized": False}}}
+
+
 @pytest.mark.parametrize(
     ("content", "state", "words"),
     [
-        ({"zero_topo": {"scheme": "topo"}}, OK, "would start"),
-        ({"zero_topo": {"topology": "measured"}}, OK, "would start"),
+        ({"zero_topo": {"scheme": "topo"}, **UNSYNCHRONIZED}, OK, "would start"),
+        ({"zero_topo": {"topology": "measured"}, **UNSYNCHRONIZED}, OK, "would start"),
+        ({"zero_topo": {"scheme": "topo"}}, WARN, 'set "timers": {"throughput": {"synchronized": false}}'),
         ({}, WARN, 'add one, such as "zero_topo"'),
         ({"zero_topo": {"schem": "topo"}}, FAIL, "schem"),
         ({"zero_topo": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage"),

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from zero_topo.config.deepspeed_json import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
+from zero_topo.config.deepspeed_json import (
+    check_deepspeed_config,
+    deepspeed_hints,
+    deepspeed_problems,
+    load_deepspeed_config,
+)
 from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.radius_config import RadiusSync
@@ -46,6 +51,7 @@ __all__ = [
     "TopkDsaSync",
     "ZeroTopoConfig",
     "check_deepspeed_config",
+    "deepspeed_hints",
     "deepspeed_problems",
     "json_schema",
     "load_deepspeed_config",

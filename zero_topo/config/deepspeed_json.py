@@ -148,6 +148,21 @@ def _device(*names: str) -> Callable[[Any], bool]:
     return lambda value: str(value).lower() in names
 
 
+def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that costs overlap on a GPU, and how to have it; empty without a block."""
+    return [line for line in (check(ds_config) for check in HINTS) if line] if ROOT in ds_config else []
+
+
+def _unsynchronized(ds_config: Mapping[str, Any]) -> str | None:
+    on, synchronized = (_lookup(ds_config, f"timers.throughput.{key}") for key in ("enabled", "synchronized"))
+    if on is False or synchronized is False:
+        return None
+    return (
+        "timers.throughput.synchronized = true, the default: DeepSpeed stops the device twice a micro-batch, so "
+        'nothing is published under the forward pass; set "timers": {"throughput": {"synchronized": false}}'
+    )
+
+
 def _misplaced(ds_config: Mapping[str, Any]) -> str | None:
     if _lookup(ds_config, f"{ZERO}.{ROOT}") is _ABSENT:
         return None
@@ -283,4 +298,14 @@ CHECKS: tuple[Check, ...] = (
         "it gives each parameter its own wire type, which zero_topo's buckets do not have",
         'set it to false and use "bf16" or "fp16"',
     ),
+)
+
+HINTS: tuple[Callable[[Mapping[str, Any]], str | None], ...] = (
+    Refusal(
+        f"{ZERO}.overlap_comm",
+        lambda value: not _on(value),
+        "the backward pass waits for every bucket of gradients to be encoded, sent and summed",
+        'leave it out, or set "overlap_comm": true',
+    ),
+    _unsynchronized,
 )

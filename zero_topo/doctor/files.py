@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_hints, deepspeed_problems, load_deepspeed_config, resolve_config
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.topology import resolve_topology
@@ -91,3 +91,6 @@ def config(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(WARN, subject, 'has no "zero_topo" block', 'add one, such as "zero_topo": {"scheme": "topo"}')
     elif not problems:
         yield Finding(OK, subject, "would start")
+        for hint in deepspeed_hints(loaded):
+            what, fix = hint.rsplit("; ", 1)
+            yield Finding(WARN, subject, what, fix)

@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import log_dist
 from torch import Tensor
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import ResolvedConfig, deepspeed_hints
 from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
@@ -59,7 +59,8 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size, engine=engine)
         if resolved is None:
             return configure(engine, optimizer)
-        for note in resolved.log_lines():
+        hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
+        for note in [*resolved.log_lines(), *hints]:
             log_dist(f"zero_topo: {note}", ranks=[0])
         ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
         try:
