@@ -53,7 +53,7 @@ class Lane:
     def __init__(self, device: torch.device, overlap: bool, ahead: int = 0) -> None:
         self.overlaps = overlap
         self._ahead = ahead
-        self._on_gpu = device.type != "cpu"
+        self._on_gpu = on_gpu(device)
         self._stream = torch.Stream(device) if overlap and self._on_gpu else None
         self._begun: deque[_Run[Any]] = deque()
 
@@ -65,7 +65,6 @@ class Lane:
             reads: what it reads that the caller may free before it has ended.
         """
         if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream())
             for tensor in reads:
                 tensor.record_stream(self._stream)
         run = _Run(self._beside(start))
@@ -95,8 +94,17 @@ class Lane:
                 run.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _beside(self, work: Callable[[], T]) -> T:
-        """Do or queue something on this lane's stream, or where the caller is."""
+        """Do something where the caller is, or queue it on this lane's stream, after what the caller has queued.
+
+        That also keeps it from memory of this stream that the caller has freed, but still uses.
+        """
         if self._stream is None:
             return work()
+        self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             return work()
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether work on a device is queued on streams; on a CPU it is done when the call returns."""
+    return device.type != "cpu"

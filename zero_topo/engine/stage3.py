@@ -207,8 +207,8 @@ class Stage3:
         Raises:
             RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
-        self.gradients.end_step(skipped)
         self._lane.flush()
+        self.gradients.end_step(skipped)
         if self.config.debug_checks:
             self.weights.finish()  # else some runs are compared before they have arrived
             check_replicas(self.config.plan, self.weights.copies())
