@@ -8,7 +8,7 @@ A backend is a module or object with the functions of `zero_topo.quant.reference
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant import reference, sparse_reference
-from zero_topo.quant.pieces import FLOATS, Piece, piece_of, total_numel
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Reduce, Total
+from zero_topo.quant.messages import Messages, from_sources, to_members
+from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, piece_of, total_numel
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
+Spec = BlockSpec | Cast
 SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
 
 
@@ -27,7 +29,7 @@ SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((
 class Format:
     """A wire format and the dtype of the values."""
 
-    spec: BlockSpec
+    spec: Spec
     dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -39,11 +41,17 @@ PERIOD = 100_003
 
 FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
 FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
+CAST_FORMATS = [Format(Cast(name), dtype) for name, dtype in product(DTYPES, FLOATS)]
 
 
-def sizes(spec: BlockSpec) -> list[int]:
+def block_of(spec: Spec) -> int:
+    """Values of a block; casts have none, and vectors in its place."""
+    return 64 if isinstance(spec, Cast) else spec.block_size
+
+
+def sizes(spec: Spec) -> list[int]:
     """Sizes around one block, and an odd one of several."""
-    block = spec.block_size
+    block = block_of(spec)
     return [1, block - 1, block, block + 1, 5 * block + 37]
 
 
@@ -115,78 +123,80 @@ def whole(x: Tensor) -> Piece:
 
 def on(device: torch.device | str, pieces: Sequence[Piece]) -> list[Piece]:
     """The pieces, copied to a device (misalignment is lost but on the CPU, where nothing is copied)."""
-    if torch.device(device).type == "cpu":
-        return list(pieces)
-    return [Piece(p.flat.to(device), p.rows, p.columns, p.stride) for p in pieces]
+    return [replace(p, flat=p.flat.to(device)) for p in pieces]
 
 
 def blank(pieces: Sequence[Piece]) -> list[Piece]:
     """Pieces of the same shapes with a recognisable filling."""
-    return [Piece(torch.full_like(p.flat, 3.25), p.rows, p.columns, p.stride) for p in pieces]
+    return [replace(p, flat=torch.full_like(p.flat, 3.25)) for p in pieces]
 
 
-def messages_of(spec: BlockSpec, numel: int, sources: int) -> list[Tensor]:
-    """Messages of several ranks, by the reference; the values of the first one are special."""
-    return [_message(spec, numel, source).clone() for source in range(sources)]
+def messages_of(spec: Spec, numel: int, sources: int) -> Tensor:
+    """Messages of several ranks, ``[sources, bytes]``, by the reference; the values of the first one are special."""
+    return torch.stack([_message(spec, numel, source) for source in range(sources)])
 
 
 @lru_cache(maxsize=1024)
-def _message(spec: BlockSpec, numel: int, source: int) -> Tensor:
+def _message(spec: Spec, numel: int, source: int) -> Tensor:
     x = values(numel, torch.float32) if source == 0 else calm(numel, torch.float32, source)
     made = torch.full((spec.nbytes(numel),), 0x5A, dtype=torch.uint8)
-    reference.quantize([whole(x)], spec, made)
+    reference.quantize([whole(x)], spec, to_members(made))
     return made
 
 
-def same_message(backend: Any, pieces: Sequence[Piece], spec: BlockSpec, device: str = "cpu", what: Any = "") -> Tensor:
-    """The backend's message of the pieces, which is the reference's, padding bytes included."""
-    expected = torch.full((spec.nbytes(total_numel(pieces)),), 0xA5, dtype=torch.uint8)
+def same_message(backend: Any, pieces: Sequence[Piece], spec: Spec, device: str = "cpu", what: Any = "") -> Tensor:
+    """The backend's message of the pieces, which is the reference's, padding bytes included; one of each member."""
+    expected = torch.full((pieces[0].members, spec.nbytes(total_numel(pieces))), 0xA5, dtype=torch.uint8)
     actual = torch.full_like(expected, 0x5A).to(device)
-    reference.quantize(pieces, spec, expected)
-    backend.quantize(on(device, pieces), spec, actual)
-    assert_same(actual.cpu(), expected, f"quantize {spec} {what}")
-    return expected
+    reference.quantize(pieces, spec, to_members(expected))
+    backend.quantize(on(device, pieces), spec, to_members(actual))
+    same_bytes(actual, expected, spec, f"quantize {what}")
+    return expected.squeeze(0)
 
 
-def same_values(backend: Any, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece], what: Any = "") -> None:
+def same_values(backend: Any, message: Tensor, spec: Spec, pieces: Sequence[Piece], what: Any = "") -> None:
     """The backend makes of a message, in pieces like these, what the reference does, and writes nothing between them.
 
     The backend works where the message lies; the reference wants it aligned.
     """
-    expected, actual = blank(pieces), on(message.device, blank(pieces))
-    reference.dequantize(message.cpu().clone(), spec, expected)
-    backend.dequantize(message, spec, actual)
-    _compare(actual, expected, f"dequantize {spec} {what}")
+    same_sums(backend, to_members(message), spec, blank(pieces), Reduce(), f"{what} dequantized")
 
 
 def same_sums(
-    backend: Any,
-    messages: Sequence[Tensor],
-    spec: BlockSpec,
-    pieces: Sequence[Piece],
-    reduce: Reduce,
-    what: Any = "",
+    backend: Any, messages: Messages | Tensor, spec: Spec, pieces: Sequence[Piece], reduce: Reduce, what: Any = ""
 ) -> None:
     """The backend makes of messages, and of what copies of the pieces held, the reference's sums.
 
-    The backend works where the messages lie.
+    The backend works where the messages lie; a tensor of them is ``[sources, bytes]`` or ``[sources, members, bytes]``.
     """
-    expected = [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces]
-    actual = on(messages[0].device, [Piece(p.flat.clone(), p.rows, p.columns, p.stride) for p in pieces])
-    reference.dequantize_reduce([message.cpu() for message in messages], spec, expected, reduce)
+    messages = messages if isinstance(messages, Messages) else from_sources(messages)
+    expected = [replace(p, flat=p.flat.clone()) for p in pieces]
+    actual = on(messages.table.device, [replace(p, flat=p.flat.clone()) for p in pieces])
+    reference.dequantize_reduce(_on_cpu(messages), spec, expected, reduce)
     backend.dequantize_reduce(messages, spec, actual, reduce)
-    _compare(actual, expected, f"reduce {spec} {reduce} {what}")
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same(got.flat.cpu(), wanted.flat, f"reduce {spec} {reduce} {what}")
 
 
-def same_again(
-    backend: Any, messages: Sequence[Tensor], spec: BlockSpec, to: BlockSpec, total: Total, what: Any = ""
-) -> None:
-    """The backend's message of the sum of messages is the reference's; it works where the messages lie."""
-    expected = torch.full((to.nbytes(total.numel),), 0xA5, dtype=torch.uint8)
-    actual = torch.full_like(expected, 0x5A).to(messages[0].device)
-    reference.requantize([message.cpu() for message in messages], spec, to, expected, total)
-    backend.requantize(messages, spec, to, actual, total)
-    assert_same(actual.cpu(), expected, f"requantize {spec} to {to} {what}")
+def same_again(backend: Any, messages: Messages | Tensor, spec: Spec, to: Spec, total: Total, what: Any = "") -> None:
+    """The backend's messages of the sums of messages are the reference's; it works where the messages lie."""
+    messages = messages if isinstance(messages, Messages) else from_sources(messages)
+    expected = torch.full((messages.members, to.nbytes(total.numel)), 0xA5, dtype=torch.uint8)
+    actual = torch.full_like(expected, 0x5A).to(messages.table.device)
+    reference.requantize(_on_cpu(messages), spec, to, to_members(expected), total)
+    backend.requantize(messages, spec, to, to_members(actual), total)
+    same_bytes(actual, expected, to, f"requantize {spec} {what}")
+
+
+def _on_cpu(messages: Messages) -> Messages:
+    return replace(messages, table=messages.table.cpu().clone())
+
+
+def same_bytes(actual: Tensor, expected: Tensor, spec: Spec, what: str) -> None:
+    """Messages, equal as :func:`assert_same` says; casts are compared as the floats that they are."""
+    kind = DTYPES[spec.dtype] if isinstance(spec, Cast) else torch.uint8
+    got, wanted = (message.cpu().flatten().view(kind) for message in (actual, expected))
+    assert_same(got, wanted, f"{what} to {spec}")
 
 
 def check_quantize(backend: Any, fmt: Format, device: str = "cpu", numels: Sequence[int] = ()) -> None:
@@ -200,8 +210,8 @@ def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Seq
     """The same values, and nothing written between or beyond the rows."""
     for numel in numels or sizes(fmt.spec):
         for name, pieces in layouts(numel, fmt.dtype):
-            (message,) = messages_of(fmt.spec, total_numel(pieces), 1)
-            same_values(backend, message.to(device), fmt.spec, pieces, f"{fmt} {numel} {name}")
+            messages = messages_of(fmt.spec, total_numel(pieces), 1).to(device)
+            same_values(backend, messages[0], fmt.spec, pieces, f"{fmt} {numel} {name}")
 
 
 REDUCES = (Reduce(), Reduce(1 / 3), Reduce(1 / 3, accumulate=True), Reduce(accumulate=True))
@@ -211,7 +221,7 @@ def check_reduce(backend: Any, fmt: Format, device: str = "cpu", sources: Sequen
     """The same sums, by the same roundings, for every number of sources, factor and accumulation."""
     for (numel, count), reduce in product(zip(sizes(fmt.spec)[-len(sources) :], sources, strict=True), REDUCES):
         for name, pieces in layouts(numel, fmt.dtype, calm):
-            messages = [m.to(device) for m in messages_of(fmt.spec, total_numel(pieces), count)]
+            messages = messages_of(fmt.spec, total_numel(pieces), count).to(device)
             same_sums(backend, messages, fmt.spec, pieces, reduce, f"{fmt} {numel} {count} {name}")
 
 
@@ -222,23 +232,16 @@ def check_operations(backend: Any, fmt: Format, device: str = "cpu", sources: Se
     check_reduce(backend, fmt, device, sources)
 
 
-def check_requantize(backend: Any, spec: BlockSpec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)) -> None:
+def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Sequence[int] = (1, 3, 8)) -> None:
     """The same message of the sum, to the same and to other bits."""
-    for bits, numel, count in product((8, 4), sizes(spec), sources):
-        to = BlockSpec(bits, spec.block_size, spec.symmetric)
-        messages = [m.to(device) for m in messages_of(spec, numel, count)]
+    for to, numel, count in product(others_of(spec), sizes(spec), sources):
+        messages = messages_of(spec, numel, count).to(device)
         same_again(backend, messages, spec, to, Total(numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}")
 
 
-def check_many(backend: Any, sources: int, hole: int | None = None, device: str = "cpu") -> None:
-    """Any number of messages, side by side, but that one may be left out: the same sums and messages."""
-    spec, numel = BlockSpec(4, 128), 300
-    few = messages_of(spec, numel, 5)
-    side_by_side = torch.stack([few[i * i % 5] for i in range(sources)]).to(device)
-    messages = [message for i, message in enumerate(side_by_side.unbind()) if i != hole]
-    what = f"{sources} messages without {hole}"
-    same_sums(backend, messages, spec, [whole(torch.full((numel,), 2.5))], Reduce(1 / 3, accumulate=True), what)
-    same_again(backend, messages, spec, spec, Total(numel, 1 / 3), what)
+def others_of(spec: Spec) -> list[Spec]:
+    """Formats in which sums of this one can go on."""
+    return [spec] if isinstance(spec, Cast) else [BlockSpec(bits, spec.block_size, spec.symmetric) for bits in (8, 4)]
 
 
 def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype] = FLOATS) -> None:
@@ -255,6 +258,7 @@ def check_a_little(backend: Any) -> None:
     check_dequantize(backend, FORMATS[-10])
     check_reduce(backend, FORMATS[-9], sources=(1, 2))
     check_requantize(backend, SPECS[-2], sources=(3,))
+    check_operations(backend, CAST_FORMATS[5], sources=(1, 2, 5))
     check_sparse(backend, dtypes=(torch.bfloat16,))
 
 
@@ -307,8 +311,3 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         assert torch.equal(peeled.cpu(), wanted), f"peel {n} {rows}"
         assert n > 1500 or int(left) == 0
         assert density < 0.5 or n == 1 or int(left) > 0
-
-
-def _compare(actual: Sequence[Piece], expected: Sequence[Piece], what: str) -> None:
-    for got, wanted in zip(actual, expected, strict=True):
-        assert_same(got.flat.cpu(), wanted.flat, what)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from zero_topo.quant import reference
 from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.pieces import DTYPES, Piece
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 QUANTIZER = Quantizer("reference", reference)
 SPECS = [BlockSpec(b, s, sym) for b in (8, 4) for s in (64, 256) for sym in (True, False)]
@@ -124,7 +125,8 @@ def test_strided_input_and_output_equal_the_packed_ones() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_reduction_sums_in_the_order_given(spec: BlockSpec) -> None:
     parts = [torch.randn(300, generator=torch.Generator().manual_seed(s)) * 10**s for s in range(4)]
-    total = QUANTIZER.dequantize_reduce([QUANTIZER.quantize(p, spec) for p in parts], spec, torch.empty(300))
+    messages = torch.stack([QUANTIZER.quantize(p, spec) for p in parts])
+    total = QUANTIZER.dequantize_reduce(messages, spec, torch.empty(300))
     expected = torch.zeros(300)
     for part in parts:
         expected = expected + roundtrip(part, spec)
@@ -144,10 +146,10 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
     with pytest.raises(ValueError, match="384 contiguous bytes"):
         QUANTIZER.dequantize(torch.zeros(383, dtype=torch.uint8), spec, torch.empty(3))
     with pytest.raises(ValueError, match="nothing to reduce"):
-        QUANTIZER.dequantize_reduce([], spec, torch.empty(3))
+        QUANTIZER.dequantize_reduce(torch.empty(0, 384, dtype=torch.uint8), spec, torch.empty(3))
     with pytest.raises(ValueError, match="block size and symmetry"):
-        message = torch.zeros(384, dtype=torch.uint8)
-        QUANTIZER.requantize([message], spec, BlockSpec(4, 64), torch.empty(0, dtype=torch.uint8), Total(3))
+        messages = torch.zeros(1, 384, dtype=torch.uint8)
+        QUANTIZER.requantize(messages, spec, BlockSpec(4, 64), torch.empty(0, dtype=torch.uint8), Total(3))
     with pytest.raises(ValueError, match="are not a piece"):
         Piece(torch.ones(10), 2, 5, 4)
     with pytest.raises(ValueError, match="16 bits"):
@@ -158,20 +160,58 @@ def test_wrong_arguments_are_refused_with_the_sizes() -> None:
         Piece(torch.ones(10, 2)[:, 0], 1, 10, 10)
 
 
-@given(st.integers(0, 5), st.integers(0, 7), st.integers(0, 4), st.integers(0, 60))
-def test_a_piece_reads_and_writes_what_exists(rows: int, columns: int, gap: int, limit: int) -> None:
-    """Element (r, c) is flat[r * stride + c], zero beyond the end; writing touches no other element."""
-    stride = columns + gap
-    flat = torch.arange(1.0, limit + 1)
-    piece = Piece(flat.clone(), rows, columns, stride)
-    places = [r * stride + c for r in range(rows) for c in range(columns)]
-    assert piece.read().tolist() == [float(p + 1) if p < limit else 0.0 for p in places]
-    piece.write(-torch.arange(1.0, piece.numel + 1))
-    expected = flat.clone()
+@st.composite
+def drawn_pieces(draw: st.DrawFn) -> tuple[Piece, list[int | None]]:
+    """A piece of the numbers 1, 2, 3, ... and the place of each of its values, None if it does not exist."""
+    members, rows, present = draw(st.integers(1, 3)), draw(st.integers(0, 5)), draw(st.integers(0, 7))
+    columns, gap, limit = present + draw(st.integers(0, 3)), draw(st.integers(0, 4)), draw(st.integers(0, 90))
+    stride, apart = present + gap, present + draw(st.integers(0, 3))
+    stride, member_stride = (members * apart, apart) if draw(st.booleans()) else (stride, rows * stride)
+    piece = Piece(torch.arange(1.0, limit + 1), rows, columns, stride, members, member_stride, present)
+    values = itertools.product(range(members), range(rows), range(columns))
+    places = [m * member_stride + r * stride + c if c < present else None for m, r, c in values]
+    return piece, [place if place is not None and place < limit else None for place in places]
+
+
+@given(drawn_pieces())
+def test_a_piece_reads_and_writes_what_exists(drawn: tuple[Piece, list[int | None]]) -> None:
+    """Element (m, r, c) is flat[m * member_stride + r * stride + c], zero beyond the end and beyond the columns that
+    are present; writing touches no other element, and a member alone is what it is among the others.
+    """
+    piece, places = drawn
+    assert piece.read().flatten().tolist() == [0.0 if place is None else place + 1.0 for place in places]
+    assert torch.equal(torch.cat([piece.member(m).read() for m in range(piece.members)]), piece.read())
+    expected = piece.flat.clone()
+    piece.write(-torch.arange(1.0, len(places) + 1))
     for value, place in enumerate(places):
-        if place < limit:
+        if place is not None:
             expected[place] = -(value + 1.0)
     assert piece.flat.tolist() == expected.tolist()
+
+
+def test_all_members_at_once_are_each_alone() -> None:
+    """Messages of a [members, rows, columns] tensor, in any table, are those of its matrices; one is left alone."""
+    spec, x = BlockSpec(8, 64), torch.randn(6, 4, 50, generator=torch.Generator().manual_seed(5))
+    table = torch.zeros(3, 2, spec.nbytes(200), dtype=torch.uint8).transpose(0, 1)
+    QUANTIZER.quantize(x, spec, table, without=4)
+    out = QUANTIZER.dequantize(table, spec, torch.ones(6, 4, 50), without=4)
+    for m, message in enumerate(table.reshape(6, -1)):
+        alone = QUANTIZER.quantize(x[m], spec)
+        assert not message.any() if m == 4 else torch.equal(message, alone)
+        assert torch.equal(out[m], torch.ones(4, 50) if m == 4 else roundtrip(x[m], spec))
+    with pytest.raises(ValueError, match="5 messages are not one for each of 6"):
+        QUANTIZER.quantize(x, spec, torch.empty(5, spec.nbytes(200), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("wire", DTYPES)
+def test_casts_sum_in_fp32_and_round_once(wire: str) -> None:
+    """Values that travel as floats are rounded when they leave, and their sum when it is written; sources in order."""
+    parts, dtype = torch.randn(3, 2, 100, generator=torch.Generator().manual_seed(8)), DTYPES[wire]
+    messages = torch.stack([QUANTIZER.quantize(part[:, None], Cast(wire)) for part in parts])
+    assert torch.equal(messages.view(dtype), parts.to(dtype))
+    out = QUANTIZER.dequantize_reduce(messages, Cast(wire), torch.ones(2, 1, 100).bfloat16(), Reduce(1 / 3, True), 1)
+    expected = 1 + (parts[0].to(dtype).float() + parts[2].to(dtype).float()) * torch.tensor(1 / 3)
+    assert torch.equal(out[:, 0], expected.bfloat16())
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.sampled_from(SPECS))
@@ -188,7 +228,7 @@ def test_a_reduction_scales_then_accumulates_then_rounds() -> None:
     """Three roundings in this order: factor, accumulation, dtype of the output."""
     spec, held = BlockSpec(8, 64), torch.randn(100, generator=torch.Generator().manual_seed(9)).bfloat16()
     parts = [torch.randn(100, generator=torch.Generator().manual_seed(s)) for s in range(3)]
-    messages = [QUANTIZER.quantize(p, spec) for p in parts]
+    messages = torch.stack([QUANTIZER.quantize(p, spec) for p in parts])
     total = QUANTIZER.dequantize_reduce(messages, spec, torch.empty(100))
     out = QUANTIZER.dequantize_reduce(messages, spec, held.clone(), Reduce(1 / 3, accumulate=True))
     assert torch.equal(out, (held.float() + total * torch.tensor(1 / 3)).bfloat16())

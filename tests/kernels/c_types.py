@@ -1,0 +1,75 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The structures of `csrc/zt_kernels.h` for ctypes, and tensors as they say them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+
+import torch
+
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.pieces import DTYPES as NAMES
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.spec import BlockSpec, Cast
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class CSpec(Structure):
+    """``zt_wire_spec``."""
+
+    _fields_ = [(name, c_int32) for name in ("bits", "block_size", "symmetric", "dtype")]
+
+
+class CPiece(Structure):
+    """``zt_piece``."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("rows", "columns", "present", "row_stride", "member_stride", "limit")),
+        ("dtype", c_int32),
+    ]
+
+
+class CMessages(Structure):
+    """``zt_messages``."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("nbytes", c_int64),
+        *((name, c_int32) for name in ("sources", "members", "inner", "without_source", "without_member")),
+        *((name, c_int64) for name in ("source_step", "outer_step", "inner_step")),
+    ]
+
+
+class CReduce(Structure):
+    """``zt_reduce``."""
+
+    _fields_ = [("factor", c_float), ("accumulate", c_int32)]
+
+
+def c_spec(spec: BlockSpec | Cast) -> CSpec:
+    """The specification in C."""
+    if isinstance(spec, Cast):
+        return CSpec(spec.bits, 1, 0, DTYPES[NAMES[spec.dtype]])
+    return CSpec(spec.bits, spec.block_size, int(spec.symmetric), 0)
+
+
+def c_piece(p: Piece) -> CPiece:
+    """A piece in C."""
+    shape = p.rows, p.columns, p.width, p.stride, p.member_stride, p.flat.numel()
+    return CPiece(p.flat.data_ptr(), *shape, DTYPES[p.flat.dtype])
+
+
+def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
+    """The pieces in C."""
+    return (CPiece * max(1, len(pieces)))(*map(c_piece, pieces))
+
+
+def c_messages(messages: Messages) -> CMessages:
+    """Messages in C."""
+    (sources, outer, inner, nbytes), strides = messages.table.shape, messages.table.stride()
+    without = (-1 if left is None else left for left in (messages.without_source, messages.without_member))
+    return CMessages(messages.table.data_ptr(), nbytes, sources, outer * inner, inner, *without, *strides[:3])
