@@ -122,10 +122,10 @@ void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Nu
     ZT_ON(dequantize_reduce, blocks_of(spec, numel_of(pieces), messages), spec, spec, messages, ZT_PIECES, reduce);
 }
 
-void requantize(const at::Tensor &table, const Numbers &source, const Numbers &format, const at::Tensor &out,
-                int64_t numel, double factor, Stream stream) {
+void requantize(const at::Tensor &table, const Numbers &without, const Numbers &source, const Numbers &format,
+                const at::Tensor &out, int64_t numel, double factor, Stream stream) {
     const auto from = spec_of(source), to = spec_of(format);
-    const auto messages = messages_of(table, {-1, -1}), made = messages_of(out, {-1, -1});
+    const auto messages = messages_of(table, {without.at(0), -1}), made = messages_of(out, {-1, without.at(1)});
     const zt_reduce reduce = {static_cast<float>(factor), 0};
     ZT_ON(requantize, blocks_of(to, numel, made), to, from, messages, to, made, numel, reduce);
 }

@@ -3,9 +3,8 @@
  * Block quantization on CPUs: checks the arguments, chooses the instruction set, and hands blocks to the inner loops as
  * Note [Runs and buffers] says.
  */
-#include "zt_cpu.h"
-
-#include "zt_cpu_pieces.h"
+#include "zt_cpu_casts.h"
+#include "zt_cpu_checks.h"
 
 #if ZT_X86
 #include <cpuid.h>
@@ -16,8 +15,6 @@ namespace zt {
 
 namespace {
 
-/* Larger numbers of elements are taken for nonsense; sums of sizes below cannot overflow. */
-constexpr int64_t kMost = int64_t{1} << 56;
 /* Results of at least this many bytes go past the caches: they would not stay there, and need not be read first. */
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
@@ -43,51 +40,14 @@ int best_level() {
 #endif
 }
 
-int check_piece(const zt_piece &piece, int64_t *numel) {
-    if (piece.dtype != ZT_FP32 && piece.dtype != ZT_FP16 && piece.dtype != ZT_BF16) return ZT_BAD_DTYPE;
-    int64_t extent = 0;
-    if (piece.rows < 0 || piece.columns < 0 || piece.limit < 0 || piece.limit > kMost) return ZT_BAD_SIZE;
-    if (__builtin_mul_overflow(piece.rows, piece.columns, numel) || *numel > kMost) return ZT_BAD_SIZE;
-    if (*numel == 0) return ZT_OK;
-    if (piece.rows > 1) {
-        if (piece.row_stride < piece.columns) return ZT_BAD_SIZE;
-        if (__builtin_mul_overflow(piece.rows, piece.row_stride, &extent) || extent > kMost) return ZT_BAD_SIZE;
-    }
-    return piece.limit > 0 && !piece.data ? ZT_BAD_SIZE : ZT_OK;
-}
-
-int check_message(zt_wire_spec spec, int64_t numel, zt_message message) {
-    const bool fits = message.nbytes == zt_wire_nbytes(spec, numel) && (message.data || message.nbytes == 0);
-    return fits ? ZT_OK : ZT_BAD_SIZE;
-}
-
-int check_messages(zt_wire_spec spec, int64_t numel, const zt_message *messages, int32_t count) {
-    if (count < 1 || !messages) return ZT_BAD_SIZE;
-    for (int32_t i = 0; i < count; ++i)
-        if (check_message(spec, numel, messages[i]) != ZT_OK) return ZT_BAD_SIZE;
-    return ZT_OK;
-}
-
-int check_range(zt_wire_spec spec, int64_t numel, zt_range blocks) {
-    const bool inside = 0 <= blocks.begin && blocks.begin <= blocks.end && blocks.end <= zt_wire_blocks(spec, numel);
-    return inside ? ZT_OK : ZT_BAD_RANGE;
-}
-
-/* Returns from the calling function what is not ZT_OK. */
-#define ZT_TRY(expression)                                \
-    do {                                                  \
-        const int status_of_try = (expression);           \
-        if (status_of_try != ZT_OK) return status_of_try; \
-    } while (0)
-
 /* Zeros where no block lies: they cross the wire, and equal tensors have equal messages. */
-void clear_padding(zt_wire_spec spec, int64_t numel, zt_message message) {
+void clear_padding(zt_wire_spec spec, int64_t numel, uint8_t *message) {
     const int64_t blocks = zt_wire_blocks(spec, numel);
     const int64_t scales = zt_wire_scales_offset(spec, numel), zero_points = zt_wire_zero_points_offset(spec, numel);
     const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + 4 * blocks, zero_points + 4 * blocks};
-    const int64_t ends[] = {scales, zero_points, message.nbytes};
+    const int64_t ends[] = {scales, zero_points, zt_wire_nbytes(spec, numel)};
     for (int i = 0; i < (spec.symmetric ? 2 : 3); ++i)
-        if (ends[i] > filled[i]) memset(message.data + filled[i], 0, static_cast<size_t>(ends[i] - filled[i]));
+        if (ends[i] > filled[i]) memset(message + filled[i], 0, static_cast<size_t>(ends[i] - filled[i]));
 }
 
 /* Where the planes of a message go on at a block. */
@@ -96,14 +56,32 @@ struct Layout {
     int64_t scales, zero_points;
     Layout(zt_wire_spec s, int64_t numel)
         : spec(s), scales(zt_wire_scales_offset(s, numel)), zero_points(zt_wire_zero_points_offset(s, numel)) {}
-    Planes at(zt_message message, int64_t block) const {
-        uint8_t *zeros = spec.symmetric ? nullptr : message.data + zero_points + 4 * block;
-        return {message.data + block * zt_wire_block_bytes(spec), message.data + scales + 4 * block, zeros};
-    }
-    Terms terms(const zt_message *messages, int32_t count, float factor) const {
-        return {spec, messages, count, scales, zero_points, factor};
+    Planes at(uint8_t *message, int64_t block) const {
+        uint8_t *zeros = spec.symmetric ? nullptr : message + zero_points + 4 * block;
+        return {message + block * zt_wire_block_bytes(spec), message + scales + 4 * block, zeros};
     }
 };
+
+/* The message of source 0 to a member. */
+uint8_t *message_of(const zt_messages &messages, int64_t member) {
+    return messages.data + member / messages.inner * messages.outer_step + member % messages.inner * messages.inner_step;
+}
+
+Terms terms_of(const Layout &layout, const zt_messages &messages, int64_t member, float factor) {
+    const int32_t count = messages.sources - (messages.without_source >= 0);
+    return {layout.spec, message_of(messages, member), messages.source_step, count, messages.without_source,
+            layout.scales, layout.zero_points, factor};
+}
+
+/* Calls f(member, blocks of it) for a range of the blocks of all members but the one left out. */
+template <class F> void for_members(int64_t blocks, const zt_messages &messages, zt_range range, const F &f) {
+    while (range.begin < range.end) {
+        const int64_t member = range.begin / blocks, first = member * blocks;
+        const int64_t end = first + blocks < range.end ? first + blocks : range.end;
+        if (member != messages.without_member) f(member, zt_range{range.begin - first, end - first});
+        range.begin = end;
+    }
+}
 
 /* Other threads see what went past the caches before whatever this one does next. */
 void fence() {
@@ -120,9 +98,6 @@ bool aligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 =
  *     for short rows, are made in the buffer too and then copied. Lines that are written in part are fetched
  *     beforehand: until they have come, no later store is done.
  */
-constexpr int64_t kBufferBytes = 16384;
-constexpr int64_t kLongRow = 8192;
-
 /* How many of the blocks to handle next, and whether directly. */
 struct Step {
     int64_t blocks;
@@ -142,9 +117,9 @@ Step next_step(const Cursor &cursor, int64_t size, int64_t left, bool stream) {
     return {is_long ? 1 : together, false};
 }
 
-void quantize(const Kernels &kernels, const Layout &layout, Cursor cursor, zt_message message, zt_range blocks) {
+void quantize(const Kernels &kernels, const Layout &layout, Cursor cursor, uint8_t *message, zt_range blocks,
+              bool stream) {
     const int64_t size = layout.spec.block_size;
-    const bool stream = message.nbytes >= kStreamBytes && aligned(message.data);
     alignas(64) uint8_t buffer[kBufferBytes];
     for (int64_t block = blocks.begin; block < blocks.end;) {
         const Step step = next_step(cursor, size, blocks.end - block, false);
@@ -158,7 +133,6 @@ void quantize(const Kernels &kernels, const Layout &layout, Cursor cursor, zt_me
         kernels.quantize(layout.spec, x, step.blocks, layout.at(message, block), stream);
         block += step.blocks;
     }
-    if (stream) fence();
 }
 
 void sum(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range blocks, Writing how) {
@@ -181,7 +155,22 @@ void sum(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range blo
         }
         block = now.end;
     }
-    if (how.stream) fence();
+}
+
+/* Sums -> a message of `numel` values. */
+void requantize(const Kernels &kernels, const Terms &terms, const Layout &layout, uint8_t *message, zt_range blocks,
+                int64_t numel) {
+    const int64_t size = layout.spec.block_size, together = kBuffered / size;
+    alignas(64) uint8_t buffer[kBufferBytes];
+    const Elements buffered = {buffer, ZT_FP32};
+    for (int64_t block = blocks.begin; block < blocks.end; block += together) {
+        const int64_t end = block + together < blocks.end ? block + together : blocks.end;
+        kernels.sum(terms, {block, end}, buffered, {false, false});
+        /* What the padding of the last block stands for is zero, not what its scale makes of zero. */
+        const int64_t present = numel - block * size, room = (end - block) * size;
+        if (present < room) memset(buffer + 4 * present, 0, static_cast<size_t>(4 * (room - present)));
+        kernels.quantize(layout.spec, buffered, end - block, layout.at(message, block), false);
+    }
 }
 
 }  // namespace
@@ -196,82 +185,77 @@ const Kernels *kernels(int32_t level) {
 #endif
 }
 
-int checked(const zt_piece *pieces, int32_t count, int64_t *numel) {
-    *numel = 0;
-    if (count < 0 || (count > 0 && !pieces)) return ZT_BAD_SIZE;
-    for (int32_t i = 0; i < count; ++i) {
-        int64_t of_piece = 0;
-        ZT_TRY(check_piece(pieces[i], &of_piece));
-        *numel += of_piece;
-        if (*numel > kMost) return ZT_BAD_SIZE;
-    }
-    return ZT_OK;
-}
-
 }  // namespace zt
 
 using namespace zt;
 
 extern "C" int zt_cpu_best_level(void) { return best_level(); }
 
-extern "C" int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_message message,
+extern "C" int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_messages messages,
                                zt_range blocks, int32_t level) {
     int64_t numel = 0;
     if (!zt_wire_valid(spec)) return ZT_BAD_SPEC;
-    ZT_TRY(checked(pieces, count, &numel));
-    ZT_TRY(check_message(spec, numel, message));
-    ZT_TRY(check_range(spec, numel, blocks));
+    ZT_TRY(check_pieces(pieces, count, messages.members, &numel));
+    ZT_TRY(check_written(spec, numel, messages));
+    ZT_TRY(check_range(spec, numel, messages.members, blocks));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    if (blocks.begin == 0) clear_padding(spec, numel, message);
-    quantize(*chosen, Layout(spec, numel), Cursor(pieces, count, blocks.begin * spec.block_size), message, blocks);
+    const Layout layout(spec, numel);
+    const bool large = messages.nbytes * messages.members >= kStreamBytes;
+    for_members(zt_wire_blocks(spec, numel), messages, blocks, [&](int64_t member, zt_range own) {
+        uint8_t *const message = message_of(messages, member);
+        const Cursor cursor(pieces, count, member, own.begin * spec.block_size);
+        if (zt_wire_is_cast(spec)) {
+            const Elements out = {message + own.begin * (spec.bits / 8), spec.dtype};
+            return encode_casts(*chosen, cursor, own.end - own.begin, out, large);
+        }
+        if (own.begin == 0) clear_padding(spec, numel, message);
+        quantize(*chosen, layout, cursor, message, own, large && aligned(message));
+    });
+    if (large) fence();
     return ZT_OK;
 }
 
-extern "C" int zt_cpu_dequantize(zt_wire_spec spec, zt_message message, const zt_piece *pieces, int32_t count,
-                                 zt_range blocks, int32_t level) {
-    return zt_cpu_dequantize_reduce(spec, &message, 1, pieces, count, {1.0f, 0}, blocks, level);
-}
-
-extern "C" int zt_cpu_dequantize_reduce(zt_wire_spec spec, const zt_message *messages, int32_t sources,
-                                        const zt_piece *pieces, int32_t count, zt_reduce reduce, zt_range blocks,
-                                        int32_t level) {
+extern "C" int zt_cpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
+                                        zt_reduce reduce, zt_range blocks, int32_t level) {
     int64_t numel = 0;
     if (!zt_wire_valid(spec) || (reduce.accumulate != 0 && reduce.accumulate != 1)) return ZT_BAD_SPEC;
-    ZT_TRY(checked(pieces, count, &numel));
-    ZT_TRY(check_messages(spec, numel, messages, sources));
-    ZT_TRY(check_range(spec, numel, blocks));
+    ZT_TRY(check_pieces(pieces, count, messages.members, &numel));
+    ZT_TRY(check_messages(spec, numel, messages));
+    ZT_TRY(check_range(spec, numel, messages.members, blocks));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    const Terms terms = Layout(spec, numel).terms(messages, sources, reduce.factor);
-    const Writing how = {reduce.accumulate != 0, 2 * numel >= kStreamBytes};
-    sum(*chosen, terms, Cursor(pieces, count, blocks.begin * spec.block_size), blocks, how);
+    const Layout layout(spec, numel);
+    const Writing how = {reduce.accumulate != 0, 2 * numel * messages.members >= kStreamBytes};
+    for_members(zt_wire_blocks(spec, numel), messages, blocks, [&](int64_t member, zt_range own) {
+        const Terms terms = terms_of(layout, messages, member, reduce.factor);
+        const Cursor cursor(pieces, count, member, own.begin * spec.block_size);
+        (zt_wire_is_cast(spec) ? sum_casts : sum)(*chosen, terms, cursor, own, how);
+    });
+    if (how.stream) fence();
     return ZT_OK;
 }
 
-extern "C" int zt_cpu_requantize(zt_wire_spec from, const zt_message *messages, int32_t sources, zt_wire_spec to,
-                                 zt_message message, int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level) {
+extern "C" int zt_cpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out,
+                                 int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level) {
     if (!zt_wire_valid(from) || !zt_wire_valid(to) || from.block_size != to.block_size) return ZT_BAD_SPEC;
-    if (from.symmetric != to.symmetric || reduce.accumulate != 0) return ZT_BAD_SPEC;
-    if (numel < 0 || numel > kMost) return ZT_BAD_SIZE;
-    ZT_TRY(check_messages(from, numel, messages, sources));
-    ZT_TRY(check_message(to, numel, message));
-    ZT_TRY(check_range(to, numel, blocks));
+    if (from.symmetric != to.symmetric || from.dtype != to.dtype || reduce.accumulate != 0) return ZT_BAD_SPEC;
+    if (numel < 0 || numel > kMost || messages.members != out.members) return ZT_BAD_SIZE;
+    ZT_TRY(check_messages(from, numel, messages));
+    ZT_TRY(check_written(to, numel, out));
+    ZT_TRY(check_range(to, numel, out.members, blocks));
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    if (blocks.begin == 0) clear_padding(to, numel, message);
-    const Terms terms = Layout(from, numel).terms(messages, sources, reduce.factor);
-    const Layout layout(to, numel);
-    const int64_t size = to.block_size, together = kBufferBytes / (4 * size);
-    alignas(64) uint8_t buffer[kBufferBytes];
-    const Elements buffered = {buffer, ZT_FP32};
-    for (int64_t block = blocks.begin; block < blocks.end; block += together) {
-        const int64_t end = block + together < blocks.end ? block + together : blocks.end;
-        chosen->sum(terms, {block, end}, buffered, {false, false});
-        /* What the padding of the last block stands for is zero, not what its scale makes of zero. */
-        const int64_t present = numel - block * size, room = (end - block) * size;
-        if (present < room) memset(buffer + 4 * present, 0, static_cast<size_t>(4 * (room - present)));
-        chosen->quantize(to, buffered, end - block, layout.at(message, block), false);
-    }
+    const Layout layout(to, numel), source(from, numel);
+    for_members(zt_wire_blocks(to, numel), out, blocks, [&](int64_t member, zt_range own) {
+        const Terms terms = terms_of(source, messages, member, reduce.factor);
+        uint8_t *const message = message_of(out, member);
+        if (zt_wire_is_cast(to)) {
+            const zt_piece whole = {message, 1, numel, numel, numel, 0, numel, to.dtype};
+            return sum_casts(*chosen, terms, Cursor(&whole, 1, 0, own.begin), own, {false, false});
+        }
+        if (own.begin == 0) clear_padding(to, numel, message);
+        requantize(*chosen, terms, layout, message, own, numel);
+    });
     return ZT_OK;
 }

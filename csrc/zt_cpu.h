@@ -43,15 +43,22 @@ struct Planes {
     uint8_t *zero_points;
 };
 
-/* Messages of one format, whose values are summed. */
+/* Messages of one format to one member, whose values are summed. */
 struct Terms {
     zt_wire_spec spec;
-    const zt_message *messages;
-    int32_t count;
-    int64_t scales; /* where the planes begin in every message */
+    uint8_t *messages; /* that of source 0; the next one lies `step` bytes further */
+    int64_t step;
+    int32_t count;     /* the one left out is not counted */
+    int32_t without;   /* a source, -1 for none */
+    int64_t scales;    /* where the planes begin in every message */
     int64_t zero_points;
     float factor;
 };
+
+/* The message that is summed as number `source`. */
+static inline uint8_t *source_of(const Terms &terms, int32_t source) {
+    return terms.messages + (source + (terms.without >= 0 && source >= terms.without)) * terms.step;
+}
 
 /* How results are written: added to what is there, and past the caches (addresses are then multiples of 64). */
 struct Writing {
@@ -80,6 +87,7 @@ struct Kernels {
     void (*sum)(const Terms &terms, zt_range blocks, Elements out, Writing how);
     void (*widen)(Elements x, int64_t n, uint8_t *out); /* to FP32 */
     void (*narrow)(const uint8_t *x, int64_t n, Elements out); /* from FP32 */
+    void (*add)(Elements x, int64_t n, uint8_t *total); /* to FP32 */
     /* A copy past the caches. */
     void (*stream)(const uint8_t *x, int64_t bytes, uint8_t *out);
     /* n < 2^31 elements; compact's indices count from `first`. */

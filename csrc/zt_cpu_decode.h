@@ -23,7 +23,7 @@ template <class Q> ZT_INLINE Q meaning(const Terms &terms, const uint8_t *data, 
 template <class Q, int BITS, int N, bool FIRST>
 ZT_INLINE void add_tile(const Terms &terms, int32_t source, int64_t block, int64_t offset, int64_t ahead, V::F *total) {
     constexpr int64_t step = V::kLanes * BITS / 8;
-    const uint8_t *data = terms.messages[source].data, *values = data + offset;
+    const uint8_t *data = source_of(terms, source), *values = data + offset;
     const Q q = meaning<Q>(terms, data, block);
     for (int64_t line = 0; line < N * step; line += kLine) __builtin_prefetch(values + ahead + line);
     __builtin_prefetch(data + terms.scales + 4 * block + 128);
@@ -70,7 +70,7 @@ template <int32_t D, class Q, int BITS, int N>
 void decode_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     constexpr int64_t step = V::kLanes * BITS / 8, stride = V::kLanes * kSize<D>;
     const int64_t bytes = terms.spec.block_size * BITS / 8;
-    const uint8_t *data = terms.messages[0].data, *values = data + blocks.begin * bytes;
+    const uint8_t *data = source_of(terms, 0), *values = data + blocks.begin * bytes;
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
         const Q q = meaning<Q>(terms, data, b);
         const bool nan = D == ZT_BF16 && !q.finite();
@@ -86,7 +86,7 @@ void decode_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing ho
 /* As decode_blocks; what each of the 16 nibbles stands for is rounded once a block. */
 template <int32_t D, class Q> void look_up_blocks(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
     const int64_t size = terms.spec.block_size;
-    const uint8_t *data = terms.messages[0].data, *values = data + blocks.begin * (size / 2);
+    const uint8_t *data = source_of(terms, 0), *values = data + blocks.begin * (size / 2);
     for (int64_t b = blocks.begin; b < blocks.end; ++b) {
         const auto table = meaning<Q>(terms, data, b).template halves<D>();
         for (int64_t i = 0; i < size; i += 64, values += 32, out += 128) {

@@ -9,8 +9,10 @@
 
 namespace zt {
 
-/* Values of valid pieces together, -1 if one is not valid (that is found by `checked`) or they are too many. */
-int checked(const zt_piece *pieces, int32_t count, int64_t *numel);
+/* What is handled by way of a buffer: as FP32 it fills half of the smallest first cache. */
+constexpr int64_t kBuffered = 4096, kBufferBytes = 4 * kBuffered;
+/* Bytes of a row from which on its lines are worth being written whole. */
+constexpr int64_t kLongRow = 8192;
 
 inline int64_t size_of(int32_t dtype) { return dtype == ZT_FP32 ? 4 : 2; }
 
@@ -20,10 +22,12 @@ struct Run {
     int64_t count;
 };
 
-/* A place in the concatenated pieces. Finding the first one looks at every piece, going on at the next run only. */
+/* A place in the concatenated pieces of a member. Finding the first one looks at every piece, going on at the next run
+ * only. */
 class Cursor {
 public:
-    Cursor(const zt_piece *pieces, int32_t count, int64_t element) : next_(pieces), end_(pieces + count) {
+    Cursor(const zt_piece *pieces, int32_t count, int64_t member, int64_t element)
+        : next_(pieces), end_(pieces + count), member_(member) {
         open();
         while (next_ != end_ && element >= rows_ * columns_) {
             element -= rows_ * columns_;
@@ -40,15 +44,16 @@ public:
     /* The elements from here on, all of one kind; at least one, unless this is the end. */
     Run run() const {
         if (at_end()) return {{nullptr, ZT_FP32}, 0};
-        const int64_t first = row_ * next_->row_stride + column_, in_row = columns_ - column_;
-        const int64_t present = next_->limit - first;
-        if (present <= 0) return {{nullptr, next_->dtype}, in_row};
+        if (column_ >= present_) return {{nullptr, next_->dtype}, columns_ - column_};
+        const int64_t first = member_ * next_->member_stride + row_ * next_->row_stride + column_;
+        const int64_t in_row = present_ - column_, exist = next_->limit - first;
+        if (exist <= 0) return {{nullptr, next_->dtype}, in_row};
         uint8_t *data = static_cast<uint8_t *>(next_->data) + first * size_of(next_->dtype);
-        return {{data, next_->dtype}, present < in_row ? present : in_row};
+        return {{data, next_->dtype}, exist < in_row ? exist : in_row};
     }
 
-    /* Elements in the row that this is in; rows without gaps are one. */
-    int64_t row_length() const { return columns_; }
+    /* Elements that exist in the row that this is in; rows without gaps are one. */
+    int64_t row_length() const { return present_; }
 
     /* Goes on by n elements, which is at most the length of the run. */
     void advance(int64_t n) {
@@ -67,9 +72,11 @@ private:
         for (; next_ != end_; ++next_) {
             rows_ = next_->rows;
             columns_ = next_->columns;
+            present_ = next_->present;
             if (rows_ == 0 || columns_ == 0) continue;
-            if (rows_ == 1 || next_->row_stride == columns_) {
+            if (rows_ == 1 || (next_->row_stride == columns_ && present_ == columns_)) {
                 columns_ *= rows_;
+                present_ *= rows_;
                 rows_ = 1;
             }
             return;
@@ -78,7 +85,8 @@ private:
 
     const zt_piece *next_;
     const zt_piece *end_;
-    int64_t rows_ = 0, columns_ = 0, row_ = 0, column_ = 0;
+    int64_t member_;
+    int64_t rows_ = 0, columns_ = 0, present_ = 0, row_ = 0, column_ = 0;
 };
 
 /* The dtype of the next n elements if all that exist have the same, else FP32. */
@@ -111,36 +119,49 @@ inline void prefetch_edges(Cursor cursor, int64_t n) {
     }
 }
 
-/* The next n elements, copied as they are or as FP32; zeros where none exist or the pieces end. */
+/* n <= kBuffered elements as floats of another type. */
+inline void convert(const Kernels &kernels, Elements x, int64_t n, Elements out, bool stream) {
+    alignas(64) uint8_t wide[kBufferBytes], half[kBufferBytes / 2];
+    if (x.dtype != out.dtype && x.dtype != ZT_FP32) {
+        uint8_t *const to = out.dtype == ZT_FP32 && !stream ? out.data : wide;
+        kernels.widen(x, n, to);
+        x = {to, ZT_FP32};
+    }
+    if (x.dtype != out.dtype) {
+        const Elements to = {stream ? half : out.data, out.dtype};
+        kernels.narrow(x.data, n, to);
+        x = to;
+    }
+    if (x.data == out.data) return;
+    if (stream)
+        kernels.stream(x.data, n * size_of(x.dtype), out.data);
+    else
+        memcpy(out.data, x.data, static_cast<size_t>(n * size_of(x.dtype)));
+}
+
+/* The next n <= kBuffered elements, copied as they are or as FP32; zeros where none exist or the pieces end. */
 inline void gather(const Kernels &kernels, Cursor &cursor, int64_t n, Elements out) {
     const int64_t size = size_of(out.dtype);
     while (n > 0) {
         const Run run = cursor.run();
         const int64_t now = run.count == 0 || run.count > n ? n : run.count;
-        if (!run.elements.data)
-            memset(out.data, 0, static_cast<size_t>(now * size));
-        else if (run.elements.dtype == out.dtype)
-            memcpy(out.data, run.elements.data, static_cast<size_t>(now * size));
+        if (run.elements.data)
+            convert(kernels, run.elements, now, out, false);
         else
-            kernels.widen(run.elements, now, out.data);
+            memset(out.data, 0, static_cast<size_t>(now * size));
         if (run.count) cursor.advance(now);
         out.data += now * size;
         n -= now;
     }
 }
 
-/* Into the next n elements, as they are or rounded from FP32; those that do not exist are left out. */
+/* Into the next n <= kBuffered elements, as they are or rounded; those that do not exist are left out. */
 inline void scatter(const Kernels &kernels, Cursor &cursor, int64_t n, Elements x, bool stream) {
     const int64_t size = size_of(x.dtype);
     while (n > 0 && !cursor.at_end()) {
         const Run run = cursor.run();
         const int64_t now = run.count > n ? n : run.count;
-        if (run.elements.data && run.elements.dtype != x.dtype)
-            kernels.narrow(x.data, now, run.elements);
-        else if (run.elements.data && stream)
-            kernels.stream(x.data, now * size, run.elements.data);
-        else if (run.elements.data)
-            memcpy(run.elements.data, x.data, static_cast<size_t>(now * size));
+        if (run.elements.data) convert(kernels, x, now, run.elements, stream);
         cursor.advance(now);
         x.data += now * size;
         n -= now;

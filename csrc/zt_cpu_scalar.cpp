@@ -140,6 +140,10 @@ void narrow(const uint8_t *x, int64_t n, Elements out) {
     for (int64_t i = 0; i < n; ++i) put(out, i, read<float>(x + 4 * i));
 }
 
+void add(Elements x, int64_t n, uint8_t *total) {
+    for (int64_t i = 0; i < n; ++i) write(total + 4 * i, read<float>(total + 4 * i) + element(x, i));
+}
+
 void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool) {
     float buffer[2048];
     for (int64_t b = 0; b < blocks; ++b) {
@@ -176,7 +180,7 @@ void sum(const Terms &terms, zt_range blocks, Elements out, Writing how) {
     const int64_t size = terms.spec.block_size;
     float total[2048];
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        for (int32_t s = 0; s < terms.count; ++s) add_block(terms, terms.messages[s].data, block, s == 0, total);
+        for (int32_t s = 0; s < terms.count; ++s) add_block(terms, zt::source_of(terms, s), block, s == 0, total);
         for (int64_t i = 0; terms.factor != 1.0f && i < size; ++i) total[i] *= terms.factor;
         for (int64_t i = 0; how.accumulate && i < size; ++i) total[i] = element(out, i) + total[i];
         for (int64_t i = 0; i < size; ++i) put(out, i, total[i]);
@@ -209,5 +213,5 @@ int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks 
 
 }  // namespace
 
-const zt::Kernels zt::kScalar = {quantize,    sum,           widen,     narrow,      stream,        count_above,
-                                 compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel};
+const zt::Kernels zt::kScalar = {quantize,    sum,           widen,     narrow,      add,           stream,
+                                 count_above, compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel};

@@ -12,6 +12,7 @@ namespace {
 
 using zt::Elements;
 using zt::Planes;
+using zt::source_of;
 using zt::Terms;
 using zt::Writing;
 
@@ -47,6 +48,17 @@ template <int32_t D> void narrow_to(const uint8_t *x, int64_t n, uint8_t *out) {
 }
 
 void narrow(const uint8_t *x, int64_t n, Elements out) { ZT_FOR_DTYPE(out.dtype, narrow_to)(x, n, out.data); }
+
+template <int32_t D> void add_from(const uint8_t *x, int64_t n, uint8_t *total) {
+    int64_t i = 0;
+    for (; i + V::kLanes <= n; i += V::kLanes, x += V::kLanes * kSize<D>, total += V::kLanes * 4)
+        V::store<ZT_FP32>(total, V::add(V::load<ZT_FP32>(total), V::load<D>(x)));
+    if (i == n) return;
+    const V::F sum = V::add(V::load_some<ZT_FP32>(total, n - i), V::load_some<D>(x, n - i));
+    V::store_some<ZT_FP32>(total, sum, n - i);
+}
+
+void add(Elements x, int64_t n, uint8_t *total) { ZT_FOR_DTYPE(x.dtype, add_from)(x.data, n, total); }
 
 void stream(const uint8_t *x, int64_t bytes, uint8_t *out) {
     int64_t i = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % kLine);
@@ -103,8 +115,8 @@ void mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask) {
     unpack_rest(bits + i / 8, n - i, mask + i);
 }
 
-constexpr zt::Kernels kTable = {quantize,      sum,       widen,       narrow,        stream,     count_above,
-                                compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel};
+constexpr zt::Kernels kTable = {quantize,    sum,           widen,     narrow,      add,           stream,
+                                count_above, compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel};
 
 }  // namespace
 

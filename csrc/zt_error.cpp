@@ -18,14 +18,12 @@ extern "C" const char *zt_error_text(int status) {
             return "the range leaves the work, or does not begin and end where it may";
         case ZT_BAD_LEVEL:
             return "this processor or this build lacks the instructions asked for";
-        case ZT_TOO_MANY:
-            return "more pieces than one launch takes";
+        case ZT_NO_TABLE:
+            return "more pieces than travel with a launch, and no table of them";
         case ZT_BAD_ALIGNMENT:
             return "a message does not begin at a multiple of 16 bytes";
         case ZT_LAUNCH_FAILED:
             return "the GPU refused the launch";
-        case ZT_UNEVEN:
-            return "the messages are not evenly spaced";
         default:
             return "an unknown error";
     }

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels.gpu_library import DTYPES, CMessage, CReduce, CSpec, c_message, c_messages, c_pieces, c_spec
+from tests.kernels.c_types import DTYPES, CMessages, CReduce, CSpec, c_messages, c_pieces, c_spec
+from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 FLAGS_VARIABLE = "ZT_TEST_CXXFLAGS"
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror")
@@ -42,10 +43,9 @@ class Range(ctypes.Structure):
 
 _PTR, _I32, _I64, _U64, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float
 SIGNATURES: dict[str, list[Any]] = {
-    "zt_cpu_quantize": [CSpec, _PTR, _I32, CMessage, Range, _I32],
-    "zt_cpu_dequantize": [CSpec, CMessage, _PTR, _I32, Range, _I32],
-    "zt_cpu_dequantize_reduce": [CSpec, _PTR, _I32, _PTR, _I32, CReduce, Range, _I32],
-    "zt_cpu_requantize": [CSpec, _PTR, _I32, CSpec, CMessage, _I64, CReduce, Range, _I32],
+    "zt_cpu_quantize": [CSpec, _PTR, _I32, CMessages, Range, _I32],
+    "zt_cpu_dequantize_reduce": [CSpec, CMessages, _PTR, _I32, CReduce, Range, _I32],
+    "zt_cpu_requantize": [CSpec, CMessages, CSpec, CMessages, _I64, CReduce, Range, _I32],
     "zt_cpu_mask_pack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_mask_unpack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_count_above": [_PTR, _I32, _F32, Range, _PTR, _I32],
@@ -136,31 +136,26 @@ class CpuKernels:
     cuts: int = 1
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
-    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
+    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec | Cast, out: Messages) -> None:
         """As the reference's."""
-        given, blocks = c_pieces(pieces), spec.blocks(total_numel(pieces))
-        self._split("quantize", blocks, c_spec(spec), given, len(given), c_message(out))
-
-    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
-        """As the reference's."""
-        given, blocks = c_pieces(pieces), spec.blocks(total_numel(pieces))
-        self._split("dequantize", blocks, c_spec(spec), c_message(message), given, len(given))
+        given, total = c_pieces(pieces), _blocks(spec, total_numel(pieces), out)
+        self._split("quantize", total, c_spec(spec), given, len(given), c_messages(out))
 
     def dequantize_reduce(
-        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
+        self, messages: Messages, spec: BlockSpec | Cast, pieces: Sequence[Piece], reduce: Reduce
     ) -> None:
         """As the reference's."""
-        given, terms, how = c_pieces(pieces), c_messages(messages), CReduce(reduce.factor, int(reduce.accumulate))
-        arguments = (c_spec(spec), terms, len(terms), given, len(given), how)
-        self._split("dequantize_reduce", spec.blocks(total_numel(pieces)), *arguments)
+        given, how = c_pieces(pieces), CReduce(reduce.factor, int(reduce.accumulate))
+        total = _blocks(spec, total_numel(pieces), messages)
+        self._split("dequantize_reduce", total, c_spec(spec), c_messages(messages), given, len(given), how)
 
     def requantize(
-        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
+        self, messages: Messages, source: BlockSpec | Cast, spec: BlockSpec | Cast, out: Messages, total: Total
     ) -> None:
         """As the reference's."""
-        terms, how = c_messages(messages), CReduce(total.factor, 0)
-        arguments = (c_spec(source), terms, len(terms), c_spec(spec), c_message(out), total.numel, how)
-        self._split("requantize", spec.blocks(total.numel), *arguments)
+        terms, how = (c_spec(source), c_messages(messages)), CReduce(total.factor, 0)
+        arguments = (*terms, c_spec(spec), c_messages(out), total.numel, how)
+        self._split("requantize", _blocks(spec, total.numel, out), *arguments)
 
     def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
         """As the reference's."""
@@ -218,3 +213,8 @@ class CpuKernels:
         status = getattr(self.library, f"zt_cpu_{name}")(*arguments)
         if status:
             raise ValueError(f"{name}: {self.library.zt_error_text(status).decode()}")
+
+
+def _blocks(spec: BlockSpec | Cast, numel: int, messages: Messages) -> int:
+    """Of all members; those of casts are values."""
+    return (numel if isinstance(spec, Cast) else spec.blocks(numel)) * messages.members

@@ -41,7 +41,8 @@ PERIOD = 100_003
 
 FORMATS = [Format(spec, dtype) for spec, dtype in product(SPECS, FLOATS)]
 FEW_FORMATS = [f for f in FORMATS if f.spec.block_size in (64, 256, 2048)]
-CAST_FORMATS = [Format(Cast(name), dtype) for name, dtype in product(DTYPES, FLOATS)]
+CASTS: list[Spec] = [Cast(name) for name in DTYPES]
+CAST_FORMATS = [Format(spec, dtype) for spec, dtype in product(CASTS, FLOATS)]
 
 
 def block_of(spec: Spec) -> int:

@@ -9,10 +9,11 @@ import shutil
 import pytest
 import torch
 
-from tests.kernels import cpu_library, golden
+from tests.kernels import cpu_library, golden, golden_members
 from tests.kernels.cpu_library import LEVELS, CpuKernels
-from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Reduce
+from zero_topo.quant.messages import to_members
+from zero_topo.quant.pieces import DTYPES, FLOATS, Piece
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
@@ -49,6 +50,39 @@ def test_requantize(whole: CpuKernels, spec: BlockSpec) -> None:
     golden.check_requantize(whole, spec)
 
 
+@pytest.mark.parametrize("fmt", golden.CAST_FORMATS, ids=str)
+def test_casts(whole: CpuKernels, split: CpuKernels, fmt: golden.Format) -> None:
+    """Values that travel as floats, from and to every dtype, alone and summed."""
+    golden.check_operations(whole, fmt, sources=(1, 2, 5))
+    golden.check_operations(split, fmt, sources=(1, 2))
+    golden.check_requantize(split, fmt.spec)
+
+
+MEMBERS = [*[f for f in golden.FEW_FORMATS if f.spec.block_size != 256], *golden.CAST_FORMATS]
+
+
+@pytest.mark.parametrize("fmt", MEMBERS, ids=str)
+def test_members(whole: CpuKernels, split: CpuKernels, fmt: golden.Format) -> None:
+    """All members in one call, or the blocks of all split among calls; tables of one and of two levels."""
+    golden_members.check_members(whole, fmt)
+    golden_members.check_members(split, fmt, members=(5, 1))
+
+
+def test_more_than_a_few(split: CpuKernels) -> None:
+    """Sources, pieces and members."""
+    golden_members.check_many(split, 129, 0)
+    golden_members.check_many_pieces(split, 65)
+    golden_members.check_many_members(split, 100)
+
+
+def test_nothing_is_limited_by_its_number(library: ctypes.CDLL) -> None:
+    """Messages of 9,408 nodes but this rank's own, 5,000 pieces, 1,000 members."""
+    backend = CpuKernels(library, cuts=4)
+    golden_members.check_many(backend, 9408, 5000)
+    golden_members.check_many_pieces(backend, 5000)
+    golden_members.check_many_members(backend, 1000)
+
+
 @pytest.mark.parametrize("cuts", [1, 4], ids=["whole", "split"])
 def test_sparse(library: ctypes.CDLL, level: int, cuts: int) -> None:
     """Masks to bits and back, picks above a threshold, count sketches and their inverse, with the work split or not."""
@@ -77,7 +111,26 @@ def test_millions(split: CpuKernels, dtype: torch.dtype, spec: BlockSpec, shape:
     source = golden.calm(limit, dtype)
     message = golden.same_message(split, [Piece(source, rows, columns, stride)], spec)
     held = Piece(torch.full_like(source, 3.25), rows, columns, stride)
-    golden.same_sums(split, [message, message], spec, [held], Reduce(0.5, accumulate=True))
+    golden.same_sums(split, torch.stack([message] * 2), spec, [held], Reduce(0.5, accumulate=True))
+
+
+@pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
+def test_millions_of_casts(split: CpuKernels, fmt: golden.Format) -> None:
+    """So many that results go past the caches, from and to addresses that are no multiple of a cache line's; rows that
+    are short, long, filled up and end early, of two members.
+    """
+    wide = golden.calm(2_500_001, fmt.dtype)[1:]
+    layouts = [
+        [Piece(wide, 1, 2_500_000, 2_500_000)],
+        [Piece(wide, 7, 170_007, 350_001, 2, 175_000, present=170_001)],
+        [Piece(wide, 25_001, 47, 100, 2, 51, present=45), golden.whole(torch.ones(2, 1, 3))],
+    ]
+    for pieces in layouts:
+        message = golden.same_message(split, pieces, fmt.spec).view(pieces[0].members, -1)
+        apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(2, *message.shape)
+        golden.same_values(split, apart[0].copy_(message), fmt.spec, pieces)
+        apart[1].copy_(message)
+        golden.same_sums(split, apart, fmt.spec, golden.blank(pieces), Reduce(0.5, accumulate=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -88,9 +141,9 @@ def test_overflow_is_one_nan(whole: CpuKernels, dtype: torch.dtype, bits: int) -
     x = torch.ones(70)
     x[3] = torch.inf
     message = torch.empty(spec.nbytes(70), dtype=torch.uint8)
-    whole.quantize([golden.whole(x)], spec, message)
+    whole.quantize([golden.whole(x)], spec, to_members(message))
     out = torch.zeros(70, dtype=dtype)
-    whole.dequantize(message, spec, [golden.whole(out)])
+    whole.dequantize_reduce(to_members(message), spec, [golden.whole(out)], Reduce())
     found = out[:64].view(torch.int32 if dtype == torch.float32 else torch.int16)
     assert set(found.tolist()) == {NAN_BITS[dtype]}
     assert out[64:].float().tolist() == [1.0] * 6
@@ -108,6 +161,19 @@ def test_every_half_rounds_as_the_reference(whole: CpuKernels, dtype: torch.dtyp
     golden.same_values(whole, message, spec, [golden.whole(torch.zeros(numel, dtype=dtype))])
 
 
+@pytest.mark.parametrize("wire", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_half_is_cast_as_the_reference_does(whole: CpuKernels, dtype: torch.dtype, wire: str) -> None:
+    """All FP16 and BF16 there are; FP32 on either side of every place where rounding to them changes."""
+    bits = torch.arange(2**16, dtype=torch.int32)
+    x = bits.to(torch.int16).view(dtype) if dtype != torch.float32 else None
+    if x is None:
+        places = torch.cat([(bits << 16) + 0x8000, bits.to(torch.int16).view(torch.float16).float().view(torch.int32)])
+        x = torch.cat([places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]).view(torch.float32)
+    pieces = [golden.whole(x)]
+    golden.same_values(whole, golden.same_message(whole, pieces, Cast(wire)), Cast(wire), pieces)
+
+
 def test_clang_builds_the_same_kernels() -> None:
     """Another compiler raises instruction sets in its own way; nothing else changes."""
     if shutil.which("clang++") is None:
@@ -115,6 +181,7 @@ def test_clang_builds_the_same_kernels() -> None:
     library = cpu_library.load(cpu_library.build("clang++"))
     for level in range(library.zt_cpu_best_level() + 1):
         golden.check_a_little(CpuKernels(library, level))
+        golden_members.check_members(CpuKernels(library, level), golden.FORMATS[7])
 
 
 def test_other_processors_have_the_scalar_kernels() -> None:

@@ -17,15 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels import cpu_library, golden
+from tests.kernels.c_types import CPiece, CReduce, CSpec, c_messages, c_pieces, c_spec
 from tests.kernels.cpu_library import CpuKernels, Range
-from tests.kernels.gpu_library import CMessage, CPiece, CReduce, CSpec, c_messages, c_spec
-from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Reduce, Total
+from zero_topo.quant.messages import Messages, from_sources, to_members
+from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, total_numel
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
 OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, BAD_RANGE, BAD_LEVEL = range(6)
 FILLING = 0xA5
-NUMEL, SOURCES = 300, 2
+NUMEL, SOURCES, MEMBERS = 300, 2, 2
 SPEC = BlockSpec(8, 64)
+BLOCKS = MEMBERS * SPEC.blocks(NUMEL)
 
 Arguments = dict[str, Any]
 Damage = tuple[str, int, st.SearchStrategy[Any]]
@@ -52,21 +54,22 @@ class Call:
 def valid_call(library: ctypes.CDLL, function: str) -> Call:
     """A valid call of one of the functions, on messages or of the sparse modes."""
     nbytes, n, rows = SPEC.nbytes(NUMEL), 2100, 6
-    messages, out = [buffer(nbytes) for _ in range(SOURCES)], buffer(nbytes)
-    floats, indices, found = buffer(4 * NUMEL), torch.zeros(7, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    came, out = buffer(SOURCES * MEMBERS * nbytes), buffer(MEMBERS * nbytes)
+    floats, indices = buffer(4 * MEMBERS * NUMEL), torch.zeros(7, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64)
     x, sketch, picked = torch.ones(n), torch.zeros(rows, 1024), torch.zeros(7)
     mask, bits = torch.ones(n, dtype=torch.uint8), torch.full((-(-n // 8),), 255, dtype=torch.uint8)
     work = buffer(library.zt_test_sketch_work(n, rows))
-    memory = [*messages, out, floats, x, mask, bits, sketch, work, found, indices, picked]
+    memory = [came, out, floats, x, mask, bits, sketch, work, found, indices, picked]
     pointer = {"x": x, "mask": mask, "bits": bits, "sketch": sketch, "work": work, "found": found}
     at = {name: tensor.data_ptr() for name, tensor in pointer.items()}
-    piece = (CPiece * 1)(CPiece(floats.data_ptr(), 3, NUMEL // 3, NUMEL // 3, NUMEL, 0))
+    piece = Piece(floats.view(torch.float32), 3, NUMEL // 3, NUMEL // 3, MEMBERS, NUMEL)
     spec: Arguments = {"spec": c_spec(SPEC)}
-    into: Arguments = {"message": CMessage(out.data_ptr(), nbytes)}
-    pieces: Arguments = {"pieces": piece, "count": 1}
-    terms: Arguments = {"messages": c_messages(messages), "sources": SOURCES}
+    into: Arguments = {"out": c_messages(to_members(out.view(MEMBERS, nbytes)))}
+    pieces: Arguments = {"pieces": c_pieces([piece]), "count": 1}
+    terms: Arguments = {"messages": c_messages(from_sources(came.view(SOURCES, MEMBERS, nbytes)))}
     reduce: Arguments = {"reduce": CReduce(1.0, 0)}
-    blocks: Arguments = {"range": Range(0, SPEC.blocks(NUMEL)), "level": -1}
+    blocks: Arguments = {"range": Range(0, BLOCKS), "level": -1}
     chosen: Arguments = {"x": at["x"], "dtype": 0, "threshold": 0.5, "elements": Range(8, 2000)}
     room: Arguments = {"capacity": 7, "indices": indices.data_ptr(), "values": picked.data_ptr()}
     counted: Arguments = {"found": at["found"], "level": -1}
@@ -75,7 +78,6 @@ def valid_call(library: ctypes.CDLL, function: str) -> Call:
     peeled: Arguments = {**sketched, "x": at["x"], **lanes, "work": at["work"], "found": at["found"]}
     given: dict[str, Arguments] = {
         "zt_cpu_quantize": {**spec, **pieces, **into, **blocks},
-        "zt_cpu_dequantize": {**spec, **into, **pieces, **blocks},
         "zt_cpu_dequantize_reduce": {**spec, **terms, **pieces, **reduce, **blocks},
         "zt_cpu_requantize": {**spec, **terms, "to": c_spec(SPEC), **into, "numel": NUMEL, **reduce, **blocks},
         "zt_cpu_mask_pack": {"mask": at["mask"], "n": n, "bits": at["bits"], **some},
@@ -102,6 +104,7 @@ def misfits(values: Callable[[int], int]) -> st.SearchStrategy[int]:
 ANY64 = {"low": -(2**63), "high": 2**63 - 1}
 NEGATIVE = st.integers(-(2**63), -1)
 NEGATIVE32 = st.integers(-(2**31), -1)
+FAR = st.integers(2**56 + 1, 2**63 - 1) | st.integers(-(2**63), -(2**56) - 1)
 
 
 def outside(limit: int) -> tuple[int, st.SearchStrategy[Any]]:
@@ -115,34 +118,47 @@ FIELDS: dict[str, list[Damage]] = {
         ("bits", BAD_SPEC, others(8, 4)),
         ("block_size", BAD_SPEC, others(*BLOCK_SIZES)),
         ("symmetric", BAD_SPEC, others(0, 1)),
+        ("dtype", BAD_SPEC, others(0)),
     ],
     "pieces": [
         ("dtype", BAD_DTYPE, others(0, 1, 2)),
         ("rows", BAD_SIZE, misfits(lambda rows: rows * (NUMEL // 3))),
         ("columns", BAD_SIZE, misfits(lambda columns: 3 * columns)),
-        ("row_stride", BAD_SIZE, st.integers(-(2**63), NUMEL // 3 - 1)),
+        ("present", BAD_SIZE, NEGATIVE | st.integers(NUMEL // 3 + 1, 2**63 - 1)),
+        ("row_stride", BAD_SIZE, st.integers(-(2**63), NUMEL // 3 - 1) | st.integers(2**56 // 3 + 1, 2**63 - 1)),
+        ("member_stride", BAD_SIZE, NEGATIVE | st.integers(2**56 // MEMBERS + 1, 2**63 - 1)),
         ("limit", BAD_SIZE, NEGATIVE),
         ("data", BAD_SIZE, st.none()),
     ],
-    "message": [
+    "messages": [
+        ("sources", BAD_SIZE, st.integers(-(2**31), 0)),
+        ("members", BAD_SIZE, NEGATIVE32),
+        ("inner", BAD_SIZE, st.integers(-(2**31), 0)),
+        ("without_source", BAD_SIZE, others(-1, *range(SOURCES))),
+        ("without_member", BAD_SIZE, others(-1, *range(MEMBERS))),
+        *((f"{which}_step", BAD_SIZE, FAR) for which in ("source", "outer", "inner")),
         ("nbytes", BAD_SIZE, others(SPEC.nbytes(NUMEL), **ANY64)),
         ("data", BAD_SIZE, st.none()),
     ],
     "range": [
-        ("begin", BAD_RANGE, others(*range(SPEC.blocks(NUMEL) + 1), **ANY64)),
-        ("end", BAD_RANGE, others(*range(SPEC.blocks(NUMEL) + 1), **ANY64)),
+        ("begin", BAD_RANGE, others(*range(BLOCKS + 1), **ANY64)),
+        ("end", BAD_RANGE, others(*range(BLOCKS + 1), **ANY64)),
     ],
 }
-FIELDS |= {"messages": FIELDS["message"], "to": FIELDS["spec"], "reduce": [("accumulate", BAD_SPEC, others(0, 1))]}
+FIELDS |= {"to": FIELDS["spec"], "reduce": [("accumulate", BAD_SPEC, others(0, 1))]}
+FIELDS["out"] = [
+    ("sources", BAD_SIZE, others(1)),
+    ("without_source", BAD_SIZE, others(-1)),
+    *(damage for damage in FIELDS["messages"] if damage[0] not in ("sources", "without_source")),
+]
 NULL = [(BAD_SIZE, st.none())]
-POINTERS = ("pieces", "messages", "x", "mask", "bits", "sketch", "found", "work", "indices", "values")
+POINTERS = ("pieces", "x", "mask", "bits", "sketch", "found", "work", "indices", "values")
 PLAIN: dict[str, list[tuple[int, st.SearchStrategy[Any]]]] = {
     **{name: NULL for name in POINTERS},
     "count": [(BAD_SIZE, NEGATIVE32), (BAD_SIZE, st.just(0))],
-    "sources": [(BAD_SIZE, NEGATIVE32), (BAD_SIZE, st.just(0))],
     "numel": [(BAD_SIZE, misfits(lambda numel: numel))],
     "level": [(BAD_LEVEL, others(-1, 0, 1, 2))],
-    "to": [(BAD_SPEC, st.just(CSpec(8, 128, 1))), (BAD_SPEC, st.just(CSpec(8, 64, 0)))],
+    "to": [(BAD_SPEC, st.sampled_from([CSpec(8, 128, 1, 0), CSpec(8, 64, 0, 0), CSpec(32, 1, 0, 0)]))],
     "dtype": [(BAD_DTYPE, others(0, 1, 2))],
     "capacity": [(BAD_SIZE, NEGATIVE)],
     "n": [(BAD_SIZE, NEGATIVE)],
@@ -195,11 +211,43 @@ def test_requantize_does_not_accumulate(library: ctypes.CDLL) -> None:
     assert call.status(library) == BAD_SPEC
 
 
+CAST_SPECS = [(32, 1, 0, 0), (16, 1, 0, 1), (16, 1, 0, 2)]
+NO_CASTS = [(8, 1, 0, 0), (16, 1, 0, 0), (32, 1, 0, 1), (32, 1, 1, 0), (16, 1, 0, 3), (16, 2, 0, 1)]
+
+
+@pytest.mark.parametrize("function", ["zt_cpu_quantize", "zt_cpu_dequantize_reduce", "zt_cpu_requantize"])
+def test_casts_are_formats_of_their_own(library: ctypes.CDLL, function: str) -> None:
+    """A float's type and its bits belong together; nothing else has blocks of one value, and casts do not mix."""
+    place = buffer(4 * NUMEL)
+    for spec in [*CAST_SPECS, *NO_CASTS]:
+        call = valid_call(library, function)
+        call.arguments["spec"] = call.arguments["to"] = CSpec(*spec)
+        if function != "zt_cpu_requantize":
+            del call.arguments["to"]
+        for name in {"messages", "out"} & set(call.arguments):
+            call.arguments[name] = c_messages(Messages(place[: NUMEL * spec[0] // 8].expand(1, 1, MEMBERS, -1)))
+        call.arguments["range"] = Range(0, MEMBERS * NUMEL)
+        known = spec in CAST_SPECS
+        assert call.status(library) == (OK if known else BAD_SPEC), spec
+        call.arguments["range"] = Range(0, MEMBERS * NUMEL + 1)
+        assert call.status(library) == (BAD_RANGE if known else BAD_SPEC), spec
+    call = valid_call(library, "zt_cpu_requantize")
+    call.arguments |= {"spec": CSpec(16, 1, 0, 1), "to": CSpec(16, 1, 0, 2)}
+    assert call.status(library) == BAD_SPEC
+
+
+def test_members_must_be_as_many(library: ctypes.CDLL) -> None:
+    """Sums of other members than are written are refused."""
+    call = valid_call(library, "zt_cpu_requantize")
+    call.arguments["messages"].members = 1
+    assert call.status(library) == BAD_SIZE
+
+
 LIMIT = 2**56
 HUGE = [
-    ((2**62, 4, 4, 0), "rows x columns overflow"),
-    ((2**40, 2**20, 2**20, 0), "more values than any machine holds"),
-    ((2, 8, 2**62, 8), "strides overflow"),
+    ((2**62, 4, 4, 4), "rows x columns overflow"),
+    ((2**40, 2**20, 2**20, 2**20), "more values than any machine holds"),
+    ((2, 8, 8, 2**62), "strides overflow"),
     ((1, LIMIT + 1, 0, 0), "one value too many"),
 ]
 
@@ -207,29 +255,35 @@ HUGE = [
 @pytest.mark.parametrize("shape", [case[0] for case in HUGE], ids=[case[1] for case in HUGE])
 def test_sizes_that_overflow_are_refused(library: ctypes.CDLL, shape: tuple[int, int, int, int]) -> None:
     """Products and sums of sizes are checked before anything is computed from them."""
-    call = valid_call(library, "zt_cpu_dequantize")
-    rows, columns, stride, limit = shape
+    call = valid_call(library, "zt_cpu_dequantize_reduce")
     values = call.arguments["pieces"][0].data
-    call.arguments["pieces"] = (CPiece * 1)(CPiece(values, rows, columns, stride, limit, 0))
+    call.arguments["pieces"] = (CPiece * 1)(CPiece(values, *shape, 0, 8, 0))
     assert call.status(library) == BAD_SIZE
-    twice = (CPiece * 2)(*[CPiece(values, 1, LIMIT, LIMIT, 0, 0)] * 2)
+    twice = (CPiece * 2)(*[CPiece(values, 1, LIMIT, LIMIT, LIMIT, 0, 0, 0)] * 2)
     call.arguments |= {"pieces": twice, "count": 2}
     assert call.status(library) == BAD_SIZE
+    half = (CPiece * 1)(CPiece(values, 1, LIMIT, 0, 0, 0, 0, 0))
+    call.arguments |= {"pieces": half, "count": 1}
+    call.arguments["messages"].nbytes = SPEC.nbytes(LIMIT)
+    assert call.status(library) == BAD_SIZE, "of all members together"
 
 
 @st.composite
 def shapes(draw: st.DrawFn) -> list[Piece]:
-    """A few pieces of any shapes and dtypes, which end anywhere."""
-    pieces = []
+    """A few pieces of any shapes and dtypes, of the same members, which end anywhere."""
+    pieces, members = [], draw(st.integers(1, 3))
     for _ in range(draw(st.integers(1, 4))):
-        rows, columns, gap = draw(st.integers(0, 5)), draw(st.integers(0, 150)), draw(st.integers(0, 9))
-        stride = columns + gap
-        flat = torch.zeros(draw(st.integers(0, max(0, rows * stride - gap))), dtype=draw(st.sampled_from(FLOATS)))
-        pieces.append(Piece(flat, rows, columns, stride))
+        rows, present, gap = draw(st.integers(0, 5)), draw(st.integers(0, 150)), draw(st.integers(0, 9))
+        columns, width = present + draw(st.integers(0, 70)), present + gap
+        stride, apart = (members * width, width) if draw(st.booleans()) else (width, rows * width)
+        extent = max(0, members * rows * width - gap)
+        flat = torch.zeros(draw(st.integers(0, extent)), dtype=draw(st.sampled_from(FLOATS)))
+        pieces.append(Piece(flat, rows, columns, stride, members, apart, present))
     return pieces
 
 
-SPECS = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES), st.booleans())
+BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES), st.booleans())
+SPECS: st.SearchStrategy[golden.Spec] = BLOCKED | st.builds(Cast, st.sampled_from(list(DTYPES)))
 
 
 def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
@@ -245,27 +299,31 @@ def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
     accumulate=st.booleans(),
 )
 def test_messages_of_any_bytes(
-    library: ctypes.CDLL, spec: BlockSpec, pieces: list[Piece], seed: int, sources: int, accumulate: bool
+    library: ctypes.CDLL, spec: golden.Spec, pieces: list[Piece], seed: int, sources: int, accumulate: bool
 ) -> None:
     """Every level makes of any bytes, for pieces of any shapes, what the reference makes of them."""
-    numel = total_numel(pieces)
-    messages = [random_bytes(spec.nbytes(numel), seed + source) for source in range(sources)]
+    members, nbytes = pieces[0].members, spec.nbytes(total_numel(pieces))
+    table = random_bytes(sources * members * nbytes, seed).view(sources, 1, members, nbytes)
+    left_out = seed % 5 if sources > seed % 5 + 1 else None
+    messages = Messages(table, left_out, seed % 7 if members > seed % 7 else None)
     for level in range(library.zt_cpu_best_level() + 1):
         backend = CpuKernels(library, level, cuts=1 + seed % 3)
         golden.same_sums(backend, messages, spec, golden.blank(pieces), Reduce(0.75, accumulate), level)
 
 
 @given(spec=SPECS, pieces=shapes().filter(total_numel), seed=st.integers(0, 2**31), bits=st.sampled_from([8, 4]))
-def test_pieces_of_any_bytes(library: ctypes.CDLL, spec: BlockSpec, pieces: list[Piece], seed: int, bits: int) -> None:
+def test_pieces_of_any_bytes(
+    library: ctypes.CDLL, spec: golden.Spec, pieces: list[Piece], seed: int, bits: int
+) -> None:
     """Every level quantizes any bits, in pieces of any shapes, as the reference does, and sums what comes of it."""
     for piece in pieces:
         raw = piece.flat.view(torch.uint8)
         raw.copy_(random_bytes(raw.numel(), seed))
-    to, total = BlockSpec(bits, spec.block_size, spec.symmetric), Total(total_numel(pieces), 0.3)
+    to = spec if isinstance(spec, Cast) else BlockSpec(bits, spec.block_size, spec.symmetric)
     for level in range(library.zt_cpu_best_level() + 1):
         backend = CpuKernels(library, level, cuts=1 + seed % 3)
         message = golden.same_message(backend, pieces, spec, what=level)
-        golden.same_again(backend, [message, message], spec, to, total, level)
+        golden.same_again(backend, torch.stack([message] * 2), spec, to, Total(total_numel(pieces), 0.3), level)
 
 
 @given(n=st.integers(1, 5000), rows=st.integers(3, 40), seed=st.integers(0, 2**63), density=st.floats(0, 1))

@@ -18,8 +18,9 @@ import torch
 from tests.kernels import cpu_library, golden
 from tests.kernels.cpu_library import CpuKernels
 from tests.launching import ROOT
+from zero_topo.quant.messages import Messages, to_members
 from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g1"]
 
@@ -106,6 +107,9 @@ def test_mistakes_are_seen(environment: dict[str, str], tmp_path: Path) -> None:
         assert said in part, part
 
 
+FENCED: list[golden.Spec] = [*(spec for spec in golden.SPECS if spec.block_size in (64, 512)), *golden.CASTS]
+
+
 class FencedMemory:
     """Tensors that end (or begin) where memory does: an access beyond is a segmentation fault, whatever makes it."""
 
@@ -140,14 +144,19 @@ def everything_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None
         found = int(backend.count_above(x, 0.5))
         backend.compact_above(x, 0.5, fenced.tensor(found, torch.int64), fenced.tensor(found, dtype))
         backend.compact_above(x, 0.0, fenced.tensor(found // 2, torch.int64), fenced.tensor(found // 2, dtype))
-        for spec in (spec for spec in golden.SPECS if spec.block_size in (64, 512)):
-            pieces = [Piece(x, 1, n, n), Piece(fenced.tensor(n, dtype), 3, n // 2 + 1, n // 2 + 4)]
-            message = fenced.tensor(spec.nbytes(total_numel(pieces)), torch.uint8)
-            backend.quantize(pieces, spec, message)
-            backend.dequantize(message, spec, pieces)
-            backend.dequantize_reduce([message, message], spec, pieces, Reduce(0.5, accumulate=True))
-            summed = fenced.tensor(message.numel(), torch.uint8)
-            backend.requantize([message, message], spec, spec, summed, Total(total_numel(pieces)))
+        for spec in FENCED:
+            rows = n // 2 + 1
+            last = 3 * (rows + 4) + rows - 7  # the second member's
+            two = Piece(fenced.tensor(max(last, 1), dtype), 2, rows + 3, rows + 4, 2, 2 * (rows + 4), present=rows)
+            pieces = [Piece(x[: n // 2 * 2], 1, n // 2, n // 2, 2, n // 2), two]
+            table = fenced.tensor(2 * spec.nbytes(total_numel(pieces)), torch.uint8).view(1, 1, 2, -1)
+            out = Messages(table)
+            backend.quantize(pieces, spec, out)
+            backend.dequantize_reduce(out, spec, pieces, Reduce())
+            twice = Messages(table.expand(3, 1, 2, -1), without_source=1)
+            backend.dequantize_reduce(twice, spec, pieces, Reduce(0.5, accumulate=True))
+            summed = Messages(fenced.tensor(table.numel(), torch.uint8).view(1, 2, 1, -1))
+            backend.requantize(twice, spec, spec, summed, Total(total_numel(pieces)))
     bits, mask = fenced.tensor(-(-n // 8), torch.uint8), fenced.copy(torch.arange(n) % 3 == 0)
     backend.mask_pack(mask, bits)
     backend.mask_unpack(bits, mask)
@@ -158,12 +167,13 @@ def everything_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None
 
 def streams_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None:
     """So many elements that results go past the caches, to an address that is no multiple of a cache line's."""
-    spec, values = BlockSpec(8, 256), fenced.tensor(n, torch.bfloat16)
-    message = fenced.tensor(spec.nbytes(n), torch.uint8)
-    for piece in (Piece(values, 1, n, n), Piece(values[1:], 1, n, n), Piece(values, n // 9000, 9000, 9001)):
-        part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
-        backend.quantize([piece], spec, part)
-        backend.dequantize(part, spec, [piece])
+    values = fenced.tensor(n, torch.bfloat16)
+    for spec in (BlockSpec(8, 256), Cast("bf16"), Cast("fp32")):
+        message = fenced.tensor(spec.nbytes(n), torch.uint8)
+        for piece in (Piece(values, 1, n, n), Piece(values[1:], 1, n, n), Piece(values, n // 9000, 9000, 9001)):
+            part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
+            backend.quantize([piece], spec, to_members(part))
+            backend.dequantize_reduce(to_members(part), spec, [piece], Reduce())
 
 
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "beginning"])

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kernels import golden
+from tests.kernels import golden, golden_members
+from zero_topo.quant.messages import from_sources, to_members
 from zero_topo.quant.native import Native, load
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
 from zero_topo.quant.pieces import FLOATS
-from zero_topo.quant.spec import BlockSpec, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Total
 
-SOME = [f for f in golden.FEW_FORMATS if f.spec.symmetric or f.dtype == torch.bfloat16]
+SOME = [f for f in golden.FEW_FORMATS if not str(f.spec).endswith("a") or f.dtype == torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +36,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("fmt", SOME, ids=str)
+@pytest.mark.parametrize("fmt", [*SOME, *golden.CAST_FORMATS[::4]], ids=str)
 def test_every_operation_gives_the_references_bits(native: Native, fmt: golden.Format) -> None:
     """Arguments arrive in the kernels as they were given."""
     golden.check_operations(native, fmt, sources=(3,))
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False)], ids=str)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str)
+def test_all_members_are_served_in_one_call(native: Native, fmt: golden.Format) -> None:
+    """Tables, strides and what is left out arrive as they were given."""
+    golden_members.check_members(native, fmt)
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False), Cast("fp16")], ids=str)
 def test_sums_are_quantized_again(native: Native, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec)
@@ -53,6 +61,8 @@ def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: to
     """Large enough to be split: several million values, an odd number."""
     golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), numels=[3_000_001])
     golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), numels=[2_000_003])
+    golden.check_quantize(native, golden.Format(Cast("bf16"), dtype), numels=[2_500_003])
+    golden.check_dequantize(native, golden.Format(Cast("fp32"), dtype), numels=[2_500_003])
 
 
 @pytest.mark.usefixtures("threads")
@@ -65,15 +75,19 @@ def test_the_sparse_operations_give_the_references_values(native: Native) -> Non
     assert torch.equal(indices[:found], (x.abs() >= 0.5).nonzero()[:, 0])
 
 
-def test_lists_of_messages_have_any_length(native: Native) -> None:
-    """Those of 9,408 nodes but this rank's own."""
-    golden.check_many(native, 9408, 5000)
+@pytest.mark.usefixtures("threads")
+def test_nothing_is_limited_by_its_number(native: Native) -> None:
+    """Messages of 9,408 nodes but this rank's own, 5,000 pieces, 1,000 members."""
+    golden_members.check_many(native, 9408, 5000)
+    golden_members.check_many_pieces(native, 5000)
+    golden_members.check_many_members(native, 1000)
 
 
 def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:
     """A message of the wrong size is not read: the binding says which rule it breaks."""
     short = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-        native.requantize([short], BlockSpec(8), BlockSpec(8), torch.zeros(384, dtype=torch.uint8), Total(3))
+        out = to_members(torch.zeros(384, dtype=torch.uint8))
+        native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, Total(3))
     with pytest.raises(ValueError, match="384 contiguous bytes"):
         Quantizer("native", native).dequantize(short, BlockSpec(8), torch.empty(3))

@@ -63,8 +63,8 @@ class Native:
 
     def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
         """The sum of each member's messages -> one message."""
-        formats = _format(source), _format(spec)
-        self._module.requantize(messages.table, *formats, out.table, total.numel, total.factor, self._stream())
+        came, formats = (messages.table, (_without(messages)[0], _without(out)[1])), (_format(source), _format(spec))
+        self._module.requantize(*came, *formats, out.table, total.numel, total.factor, self._stream())
 
     # -- sparse modes ----------------------------------------------------------------------------------------------
 
