@@ -10,18 +10,6 @@
 #define ZT_NAN 0x7fc00000u
 #define ZT_SMALLEST 0x0d800000u /* 2^-100; blocks below it are zero */
 
-/* Messages evenly spaced, in units of 16 bytes; the `hole` first ones are followed by an empty place. */
-struct zt_gpu_messages {
-    const uint8_t *data;
-    uint32_t spacing;
-    int32_t count, hole;
-};
-
-/* By one multiplication of 32 bits by 32: registers are scarce here. */
-ZT_DEVICE const uint8_t *zt_message_at(const zt_gpu_messages &messages, int i) {
-    return messages.data + ((uint64_t)(uint32_t)(i + (i >= messages.hole)) * messages.spacing << 4);
-}
-
 /* A float's bits as an integer that sorts as the float does (-0 below 0, NaN outermost), and back. */
 ZT_DEVICE int32_t zt_sortable(uint32_t bits) {
     return (int32_t)(bits ^ ((uint32_t)((int32_t)bits >> 31) & 0x7fffffffu));
@@ -86,32 +74,33 @@ ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, ui
 
 /* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
 template <int UNITS, bool SYMMETRIC>
-ZT_DEVICE void zt_encode(const float *v, zt_place place, int64_t block, zt_planes planes, uint8_t *message) {
+ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_gpu_messages &messages) {
     const int bits = planes.spec.bits;
     const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, SYMMETRIC>(v, place.lanes, bits);
-    if (block >= planes.blocks) return;
+    if (place.block >= planes.blocks) return;
+    uint8_t *message = zt_message_at(messages, place.member);
     if (bits == 8)
         zt_store_block<UNITS, 8, SYMMETRIC>(v, place, extremes.coder, message);
     else
         zt_store_block<UNITS, 4, SYMMETRIC>(v, place, extremes.coder, message);
     if (place.lane != 0) return;
-    zt_store<uint32_t>(message + planes.scales + block * ZT_WIRE_SCALE_BYTES, extremes.scale);
+    uint8_t *scales = message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES;
+    zt_store<uint32_t>(scales, extremes.scale);
     if (!SYMMETRIC)
-        zt_store<uint32_t>(message + planes.zero_points + block * ZT_WIRE_SCALE_BYTES,
-                           zt_bits<uint32_t>(extremes.coder.zero));
+        zt_store<uint32_t>(scales + (planes.zero_points - planes.scales), zt_bits<uint32_t>(extremes.coder.zero));
 }
 
 /* Adds a lane's units of MANY messages from `first` on to v, in their order, after reading them all. */
 template <int MANY, int UNITS, int BITS, bool SYMMETRIC>
-ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, zt_planes planes, zt_place place,
-                               int64_t block, float *v) {
+ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const zt_planes &planes, zt_place place,
+                               const uint8_t *of_member, float *v) {
     zt_packed<BITS> packed[MANY][UNITS];
     float scale[MANY], zero[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; i++) {
-        const uint8_t *message = zt_message_at(messages, first + i);
+        const uint8_t *message = of_member + zt_source_offset(messages, first + i);
         const uint8_t *values = message + zt_packed_offset<BITS>(place);
-        const uint8_t *scales = message + planes.scales + block * ZT_WIRE_SCALE_BYTES;
+        const uint8_t *scales = message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES;
         scale[i] = zt_bits<float>(zt_load<uint32_t>(scales));
         zero[i] = SYMMETRIC ? 0.0f : zt_bits<float>(zt_load<uint32_t>(scales + (planes.zero_points - planes.scales)));
 #pragma unroll
@@ -132,25 +121,21 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, zt_pl
     }
 }
 
-/* v = the sum of a lane's units over the messages, in their order. */
+/* v = the sum of a lane's units over the messages to its member, in their order. */
 template <int UNITS, int BITS, bool SYMMETRIC>
-ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, zt_planes planes, zt_place place, int64_t block, float *v) {
+ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
     /* As many as registers hold; zero points take some of them. */
     const int ahead = UNITS == 8 ? 1 : (UNITS == 2 ? 4 : 2) / (SYMMETRIC ? 1 : 2);
+    const uint8_t *of_member = zt_message_at(messages, place.member);
 #pragma unroll
     for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
     int i = 0;
 #pragma unroll 1
     for (; i + ahead <= messages.count; i += ahead)
-        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, block, v);
+        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, of_member, v);
 #pragma unroll 1
-    for (; i < messages.count; i++) zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, block, v);
-}
-
-template <int N> ZT_DEVICE void zt_multiply(float *v, float factor) {
-    if (factor == 1.0f) return;
-#pragma unroll
-    for (int k = 0; k < N; k++) v[k] = zt_mul(v[k], factor);
+    for (; i < messages.count; i++)
+        zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, of_member, v);
 }
 
 /* Zeros for the padding of the last block: `present` values of this one exist. */

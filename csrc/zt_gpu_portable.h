@@ -35,7 +35,8 @@
 #pragma clang fp contract(off)
 #endif
 
-#define ZT_DEVICE static __device__ __forceinline__
+#define ZT_MEMBER __device__ __forceinline__
+#define ZT_DEVICE static ZT_MEMBER
 #define ZT_THREADS 256 /* of every thread block but where said otherwise */
 
 #if defined(__CUDACC__) && !defined(__HIPCC__)
@@ -111,6 +112,26 @@ ZT_DEVICE uint32_t zt_shuffle_up(uint32_t value, int by, int width) {
 ZT_DEVICE uint32_t zt_ballot(int predicate) { return __ballot_sync(ZT_ALL_LANES, predicate); }
 #endif
 
+/* The sum of the values of the threads before this one; *total is that of all. `shared` has a place for each 32. */
+ZT_DEVICE uint32_t zt_scan(uint32_t value, uint32_t *shared, uint32_t *total) {
+    const int lane = threadIdx.x & 31, group = threadIdx.x >> 5;
+    uint32_t sum = value;
+    for (int by = 1; by < 32; by *= 2) {
+        const uint32_t other = zt_shuffle_up(sum, by, 32);
+        if (lane >= by) sum += other;
+    }
+    if (lane == 31) shared[group] = sum;
+    __syncthreads();
+    uint32_t before = 0, all = 0;
+    for (int g = 0; g < ZT_THREADS / 32; g++) {
+        if (g < group) before += shared[g];
+        all += shared[g];
+    }
+    __syncthreads(); /* the next call may write */
+    *total = all;
+    return before + sum - value;
+}
+
 /* -- Arithmetic ---------------------------------------------------------------------------------------------------- */
 
 #if defined(__CUDA_ARCH__)
@@ -141,6 +162,15 @@ ZT_DEVICE uint32_t zt_masked(uint32_t word, uint32_t mask, uint32_t flip, uint32
     return out;
 #else
     return ((word ^ flip) & mask) | rest;
+#endif
+}
+
+/* The word that begins at bit `shift` < 32 of two. */
+ZT_DEVICE uint32_t zt_funnel(uint32_t low, uint32_t high, int shift) {
+#if defined(__CUDA_ARCH__)
+    return __funnelshift_r(low, high, (unsigned)shift);
+#else
+    return (uint32_t)(((uint64_t)high << 32 | low) >> shift);
 #endif
 }
 
@@ -219,6 +249,16 @@ template <typename T> ZT_DEVICE void zt_store(void *to, T value) {
     memcpy(zt_emulation_aligned(to, sizeof value), &value, sizeof value);
 }
 #endif
+
+/* Eight bytes that many lanes read, so that the caches should keep them. */
+template <typename T> ZT_DEVICE T zt_fetch(const T *from) {
+    static_assert(sizeof(T) == 8, "eight bytes");
+#if defined(__CUDACC__) && !defined(__HIPCC__)
+    return zt_bits<T>(__ldg((const uint2 *)from));
+#else
+    return zt_bits<T>(zt_load<uint2>(from));
+#endif
+}
 
 ZT_DEVICE int zt_aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 

@@ -3,7 +3,7 @@
  * Count sketches on GPUs; zero_topo/quant/sparse_reference.py, Note [Count sketch], says what they are. Sums are made
  * in the reference's order: no result depends on the order in which threads run.
  */
-#include "zt_gpu_units.h"
+#include "zt_gpu_memory.h"
 
 #define ZT_SKETCH_GROUP 24 /* rows whose sums fit into shared memory at least twice, on any GPU */
 #define ZT_SLICES (ZT_SKETCH_LANES / ZT_THREADS)

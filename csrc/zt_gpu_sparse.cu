@@ -3,7 +3,7 @@
  * The sparse modes on GPUs: bit masks and selection by a threshold, as in zero_topo/quant/sparse_reference.py. Picks
  * come in ascending order, whatever the order in which threads run.
  */
-#include "zt_gpu_units.h"
+#include "zt_gpu_memory.h"
 
 #define ZT_MASK_ELEMENTS 16 /* per thread */
 
@@ -69,11 +69,11 @@ ZT_DEVICE uint32_t zt_above(const zt_above_arguments &a, int64_t begin, float *v
     const char *from = a.x + begin * bytes;
     if (a.n - begin >= ZT_UNIT && zt_aligned16(from)) {
         if (a.dtype == ZT_FP32)
-            zt_load_unit<ZT_FP32>(from, v);
+            zt_load_unit<ZT_FP32, true>(from, v);
         else if (a.dtype == ZT_BF16)
-            zt_load_unit<ZT_BF16>(from, v);
+            zt_load_unit<ZT_BF16, true>(from, v);
         else
-            zt_load_unit<ZT_FP16>(from, v);
+            zt_load_unit<ZT_FP16, true>(from, v);
     } else {
 #pragma unroll
         for (int k = 0; k < ZT_UNIT; k++) v[k] = begin + k < a.n ? zt_load_element(from + k * bytes, a.dtype) : 0.0f;
