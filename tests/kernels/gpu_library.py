@@ -12,9 +12,9 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from op_builder import jit
+from tests.kernels.c_types import DTYPES, CMessages, CPiece, CReduce, CSpec, c_messages, c_pieces, c_spec
+from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import Format, Reduce, Total
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 # Switching stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
 COMPILE = ("g++", "-std=c++17", "-O1", "-ffp-contract=off", *WARNINGS, "-fPIC", "-U_FORTIFY_SOURCE")
@@ -38,31 +39,6 @@ BULKY = ("*.ii", "*.cui", "*.bc", "*.cudafe*", "*.fatbin*")
 
 CHUNK = 4096
 MOST_BLOCKS = 1 << 20
-
-
-class CSpec(Structure):
-    """``zt_wire_spec``."""
-
-    _fields_ = [("bits", c_int32), ("block_size", c_int32), ("symmetric", c_int32)]
-
-
-class CPiece(Structure):
-    """``zt_piece``."""
-
-    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("row_stride", c_int64)]
-    _fields_ += [("limit", c_int64), ("dtype", c_int32)]
-
-
-class CMessage(Structure):
-    """``zt_message``."""
-
-    _fields_ = [("data", c_void_p), ("nbytes", c_int64)]
-
-
-class CReduce(Structure):
-    """``zt_reduce``."""
-
-    _fields_ = [("factor", c_float), ("accumulate", c_int32)]
 
 
 @dataclass(frozen=True)
@@ -91,11 +67,12 @@ class KernelError(Exception):
 
 
 PREFIX = "zt_gpu_"
+PIECES = [POINTER(CPiece), c_int32, c_void_p]
+"""And a table of them."""
 SIGNATURES: dict[str, list[Any]] = {
-    "quantize": [CSpec, POINTER(CPiece), c_int32, CMessage],
-    "dequantize": [CSpec, CMessage, POINTER(CPiece), c_int32],
-    "dequantize_reduce": [CSpec, POINTER(CMessage), c_int32, POINTER(CPiece), c_int32, CReduce],
-    "requantize": [CSpec, POINTER(CMessage), c_int32, CSpec, CMessage, c_int64, CReduce],
+    "quantize": [CSpec, *PIECES, CMessages],
+    "dequantize_reduce": [CSpec, CMessages, *PIECES, CReduce],
+    "requantize": [CSpec, CMessages, CSpec, CMessages, c_int64, CReduce],
     "mask_pack": [c_void_p, c_int64, c_void_p],
     "mask_unpack": [c_void_p, c_int64, c_void_p],
     "count_above": [c_void_p, c_int32, c_int64, c_float, c_void_p],
@@ -143,35 +120,32 @@ class GpuLibrary:
         self.library.zt_emulation_error.restype = c_char_p
         return str(self.library.zt_emulation_error().decode())
 
-    def quantize(self, pieces: Sequence[Piece], spec: BlockSpec, out: Tensor) -> None:
-        """pieces -> message."""
-        self.call("quantize", c_spec(spec), c_pieces(pieces), len(pieces), c_message(out))
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+        """pieces -> messages."""
+        with self._described(pieces) as described:
+            self.call("quantize", c_spec(spec), *described, c_messages(out))
 
-    def dequantize(self, message: Tensor, spec: BlockSpec, pieces: Sequence[Piece]) -> None:
-        """message -> pieces."""
-        self.call("dequantize", c_spec(spec), c_message(message), c_pieces(pieces), len(pieces))
-
-    def dequantize_reduce(
-        self, messages: Sequence[Tensor], spec: BlockSpec, pieces: Sequence[Piece], reduce: Reduce
-    ) -> None:
-        """Sum of messages -> pieces."""
+    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+        """Sums of messages -> pieces."""
         wanted = CReduce(reduce.factor, int(reduce.accumulate))
-        messages = self._side_by_side(messages)
-        c = c_messages(messages), len(messages), c_pieces(pieces), len(pieces)
-        self.call("dequantize_reduce", c_spec(spec), *c, wanted)
+        with self._described(pieces) as described:
+            self.call("dequantize_reduce", c_spec(spec), c_messages(messages), *described, wanted)
 
-    def requantize(
-        self, messages: Sequence[Tensor], source: BlockSpec, spec: BlockSpec, out: Tensor, total: Total
-    ) -> None:
-        """Sum of messages -> message."""
-        messages = self._side_by_side(messages)
-        c = c_spec(source), c_messages(messages), len(messages), c_spec(spec), c_message(out)
+    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+        """Sums of messages -> messages."""
+        c = c_spec(source), c_messages(messages), c_spec(spec), c_messages(out)
         self.call("requantize", *c, total.numel, CReduce(total.factor, 0))
 
-    def _side_by_side(self, messages: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As the binding does it: what is not evenly spaced is copied."""
-        even = self.library.zt_gpu_even(c_messages(messages), len(messages))
-        return messages if even else torch.stack(list(messages)).unbind()
+    @contextlib.contextmanager
+    def _described(self, pieces: Sequence[Piece]) -> Iterator[tuple[ctypes.Array[CPiece], int, int | None]]:
+        """The pieces in C, and where their table is meanwhile."""
+        c = c_pieces(pieces), len(pieces)
+        self.library.zt_gpu_table_bytes.restype = c_int64
+        table = torch.empty(self.library.zt_gpu_table_bytes(len(pieces)), dtype=torch.uint8)
+        if table.numel():
+            assert self.status("zt_gpu_table", *c, c_void_p(table.data_ptr())) == 0
+            table = table.to(pieces[0].flat.device)
+        yield *c, table.data_ptr() or None
 
     def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
         """Booleans -> bits."""
@@ -211,29 +185,6 @@ class GpuLibrary:
         c = sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr(), work.data_ptr()
         self.call("sketch_peel", *c, left.data_ptr())
         return left
-
-
-def c_spec(spec: BlockSpec) -> CSpec:
-    """The specification in C."""
-    return CSpec(spec.bits, spec.block_size, int(spec.symmetric))
-
-
-def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
-    """The pieces in C."""
-    made = [
-        CPiece(p.flat.data_ptr(), p.rows, p.columns, p.stride, p.flat.numel(), DTYPES[p.flat.dtype]) for p in pieces
-    ]
-    return (CPiece * max(1, len(made)))(*made)
-
-
-def c_message(message: Tensor) -> CMessage:
-    """A message in C."""
-    return CMessage(message.data_ptr(), message.numel())
-
-
-def c_messages(messages: Sequence[Tensor]) -> ctypes.Array[CMessage]:
-    """Messages in C."""
-    return (CMessage * max(1, len(messages)))(*map(c_message, messages))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels import golden
+from tests.kernels import c_types, golden, golden_members
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.native import Native
 from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.messages import Messages, from_sources, to_members
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 PLAIN = Settings(wave=32)
 OTHER = Settings(wave=64, descending=True, most_blocks=3)
@@ -40,7 +41,7 @@ MANY = [(1, None), (2, None), (3, 1), (4, 1), (129, None), (130, 0), (130, 77), 
 NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python's mmap does not name."""
 
-OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, TOO_MANY, BAD_ALIGNMENT, LAUNCH_FAILED, UNEVEN = 0, 1, 2, 3, 6, 7, 8, 9
+OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, NO_TABLE, BAD_ALIGNMENT, LAUNCH_FAILED = 0, 1, 2, 3, 6, 7, 8
 
 
 @pytest.fixture(scope="module")
