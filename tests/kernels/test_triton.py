@@ -13,17 +13,18 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.kernels import golden
+from tests.kernels import golden, golden_members
 from tests.launching import ROOT
 from zero_topo.quant import reference
+from zero_topo.quant.messages import Messages, from_sources, to_members
 from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 pytest.importorskip("triton")
 
@@ -33,6 +34,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 SPECS = golden.SPECS if GPU else [spec for spec in golden.SPECS if spec.block_size in (64, 256, 2048)]
 FORMATS = golden.FORMATS if GPU else [golden.Format(spec, FLOATS[i % 3]) for i, spec in enumerate(SPECS)]
+FORMATS += golden.CAST_FORMATS if GPU else golden.CAST_FORMATS[1::3]
 SOURCES = (1, 3, 8) if GPU else (3,)
 
 
@@ -70,7 +72,31 @@ class TestBackend:
         """Every layout and size, special values, factors, accumulation."""
         golden.check_operations(backend, fmt, DEVICE, SOURCES)
 
-    @pytest.mark.parametrize("spec", SPECS, ids=str)
+    @pytest.mark.parametrize("fmt", FORMATS if GPU else [FORMATS[1], FORMATS[6], FORMATS[-2]], ids=str)
+    def test_members_are_served_at_once(self, backend: Any, fmt: golden.Format) -> None:
+        """Each gets and gives what is its own, wherever pieces and messages lie; a member and a source are left out."""
+        golden_members.check_members(backend, fmt, DEVICE, (2, 3) if GPU else (1, 3))
+
+    def test_members_of_members(self, backend: Any) -> None:
+        """Outer and inner ones, in messages that lie in any order."""
+        golden_members.check_members(backend, FORMATS[4], DEVICE)
+
+    @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
+    @pytest.mark.parametrize("hole", [None, 17])
+    def test_any_number_of_messages(self, backend: Any, count: int, hole: int | None) -> None:
+        """There is no limit to the sources of a sum."""
+        golden_members.check_many(backend, count, hole, DEVICE)
+
+    @pytest.mark.parametrize("count", [65, 5000] if GPU else [65])
+    def test_any_number_of_pieces(self, backend: Any, count: int) -> None:
+        """There is no limit to the parts of a message."""
+        golden_members.check_many_pieces(backend, count, DEVICE)
+
+    def test_any_number_of_members(self, backend: Any) -> None:
+        """There is no limit to the members; a GPU's grid has one, on all axes but the first."""
+        golden_members.check_many_members(backend, 2**16 + 1 if GPU else 40, DEVICE)
+
+    @pytest.mark.parametrize("spec", [*SPECS, Cast("bf16")], ids=str)
     def test_sums_are_quantized_again(self, backend: Any, spec: BlockSpec) -> None:
         """To the same and to other bits."""
         golden.check_requantize(backend, spec, DEVICE, SOURCES)
@@ -109,11 +135,11 @@ class TestBackend:
         x[:, ::50], x[:, 1::50] = 127, 0
         sources = torch.stack([torch.empty(spec.nbytes(2000), dtype=torch.uint8) for _ in x])
         for values, message in zip(x, sources, strict=True):
-            reference.quantize([golden.whole(values)], spec, message)
+            reference.quantize([golden.whole(values)], spec, to_members(message))
         smallest = torch.finfo(dtype).smallest_normal / 2
         for reduce in (Reduce(), Reduce(accumulate=True)):
             held = golden.whole(torch.full((2000,), smallest, dtype=dtype))
-            golden.same_sums(backend, list(sources.to(DEVICE)), spec, [held], reduce)
+            golden.same_sums(backend, sources.to(DEVICE), spec, [held], reduce)
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
@@ -123,19 +149,13 @@ class TestBackend:
         message = golden.same_message(backend, pieces, spec, DEVICE)
         golden.same_values(backend, message.to(DEVICE), spec, pieces)
 
-    @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [2, 0, 3, 1]], ids=str)
-    def test_messages_lie_anywhere(self, backend: Any, order: Sequence[int]) -> None:
-        """Evenly spaced in one buffer, forwards and backwards, as in a hop's slots, or not."""
-        spec, numel = BlockSpec(4), 1000
-        buffer = torch.stack(golden.messages_of(spec, numel, 4)).to(DEVICE)
-        golden.same_sums(backend, [buffer[i] for i in order], spec, [golden.whole(torch.ones(numel))], Reduce(0.3))
-
     def test_offsets_have_64_bits(self, backend: Any) -> None:
-        """Rows 2^32 elements apart, all but the first beyond the end: with fewer bits they would be the first again."""
+        """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
         for columns in (64, 48, 400):
-            pieces = [Piece(golden.calm(columns, torch.float32), 3, columns, 2**32)]
-            message = golden.same_message(backend, pieces, BlockSpec(8, 64), DEVICE)
-            golden.same_values(backend, message.to(DEVICE), BlockSpec(8, 64), pieces)
+            flat = golden.calm(columns, torch.float32)
+            for piece in (Piece(flat, 3, columns, 2**32), Piece(flat, 1, columns, columns, 3, 2**32)):
+                message = golden.same_message(backend, [piece], BlockSpec(8, 64), DEVICE)
+                golden.same_values(backend, message.to(DEVICE), BlockSpec(8, 64), [piece])
 
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
         """The last tile ends with the message, whatever its planes' padding."""
@@ -144,14 +164,130 @@ class TestBackend:
                 size = spec.nbytes(numel)
                 buffer = torch.full((size + 4096,), 0x77, dtype=torch.uint8, device=DEVICE)
                 source = golden.calm(numel, torch.float32).to(DEVICE)
-                backend.quantize([golden.whole(source)], spec, buffer[2048 : 2048 + size])
+                backend.quantize([golden.whole(source)], spec, to_members(buffer[2048 : 2048 + size]))
                 assert bool((buffer[:2048] == 0x77).all() and (buffer[2048 + size :] == 0x77).all()), f"{spec} {numel}"
 
     def test_misaligned_messages(self, backend: Any) -> None:
-        """Scales in them would be too: to read they are copied, to write they are refused."""
-        spec, numel = BlockSpec(8), 300
-        (message,) = golden.messages_of(spec, numel, 1)
-        odd = torch.empty(message.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].copy_(message)
-        golden.same_values(backend, odd, spec, [golden.whole(torch.empty(numel))])
-        with pytest.raises(ValueError, match="multiple of 16 bytes"):
-            backend.requantize([odd], spec, spec, odd, Total(numel))
+        """What is in them would be too, which no kernel can read: they are refused."""
+        for spec in (BlockSpec(8), Cast("bf16")):
+            odd = torch.empty(2 * spec.nbytes(300) + 2, dtype=torch.uint8, device=DEVICE)[1:-1].view(2, -1)
+            apart = torch.empty(2, spec.nbytes(300) + 1, dtype=torch.uint8, device=DEVICE)[:, :-1]
+            piece = golden.whole(torch.empty(300, device=DEVICE))
+            for messages in (from_sources(odd), from_sources(apart)):
+                with pytest.raises(ValueError, match="multiples of"):
+                    backend.dequantize_reduce(messages, spec, [piece], Reduce())
+            with pytest.raises(ValueError, match="multiples of"):
+                backend.quantize([piece], spec, to_members(odd[0]))
+
+
+FAR = 2**32 + 5000
+
+
+def untouched(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.zeros(count * size, np.uint8)).view(dtype)
+
+
+def tail_of(message: torch.Tensor, spec: BlockSpec | Cast, numel: int, tail: int) -> torch.Tensor:
+    """What a message has of the last values, without its planes' padding."""
+    if isinstance(spec, Cast):
+        return message[-spec.nbytes(tail) :]
+    before, blocks = spec.blocks(numel - tail), spec.blocks(tail)
+    planes = (0, spec.block_bytes), (spec.scales_offset(numel), 4), (spec.zero_points_offset(numel), 4)
+    few = planes[: 2 if spec.symmetric else 3]
+    return torch.cat([message[begin + before * unit :][: blocks * unit] for begin, unit in few])
+
+
+class TestFar:
+    """Positions above 2^31 and 2^32, in memory that is not there but where it is written.
+
+    Of launches of a million programs, only the last one is run.
+    """
+
+    __test__ = INTERPRETED
+
+    @pytest.fixture
+    def last_program(self, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets each launch run its last program only."""
+        from triton.runtime.interpreter import interpreter_builder as interpreter
+
+        from zero_topo.quant import triton_sparse
+
+        def launch(kernel: Any, programs: int, target: Any, *arguments: Any, warps: int = 4) -> None:
+            here = (programs - 1, 0, 0)
+            monkeypatch.setattr(interpreter, "set_grid_idx", lambda *_: setattr(interpreter, "grid_idx", here))
+            kernel[(1,)](target, *arguments)
+
+        monkeypatch.setattr(backend, "launch", launch)
+        monkeypatch.setattr(triton_sparse, "launch", launch)
+
+    def test_members_and_rows_far_apart(self, backend: Any) -> None:
+        """Each is read from, and written to, where it lies."""
+        for columns, present in ((100, None), (128, 77)):
+            flat = untouched(FAR, torch.bfloat16)
+            piece = Piece(flat, 2, columns, 2**31 + 8, 3, 2**30 + 80, present)
+            piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
+            for spec in (BlockSpec(8, 64), Cast("fp32")):
+                messages = golden.same_message(backend, [piece], spec)
+                wanted = Piece(torch.zeros(3 * 2 * 128), 2, columns, 128, 3, 256, present)
+                reference.dequantize_reduce(to_members(messages), spec, [wanted], Reduce())
+                piece.write(torch.zeros(3, 2 * columns))
+                backend.dequantize_reduce(to_members(messages), spec, [piece], Reduce())
+                golden.assert_same(piece.read(), wanted.read().bfloat16().float(), f"{spec} {columns}")
+                piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
+
+    def test_messages_far_apart(self, backend: Any) -> None:
+        """So are messages, of each source and member."""
+        for spec in (BlockSpec(4, 64), Cast("fp16")):
+            few = golden.messages_of(spec, 100, 27).view(3, 3, 3, -1)
+            strides = (2**30, 2**30 + 2**12, 2**30 + 2**16)  # of 32 bits, but not when they are taken twice
+            table = untouched(3 * 2**31 + 2**18, torch.uint8).as_strided(few.shape, (*strides, 1))
+            table.copy_(few)
+            piece, expected = (Piece(torch.zeros(900), 1, 100, 100, 9, 100) for _ in range(2))
+            reference.dequantize_reduce(Messages(few), spec, [expected], Reduce())
+            backend.dequantize_reduce(Messages(table), spec, [piece], Reduce())
+            golden.assert_same(piece.flat, expected.flat, f"{spec} far apart")
+
+    @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256, False), Cast("bf16")], ids=str)
+    def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
+        """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
+        tail, stride = FAR % 4096, FAR // 8 + 8
+        rows = Piece(untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
+        for piece in (Piece(untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
+            last = golden.whole(piece.flat[-tail:])
+            last.flat.copy_(golden.calm(tail, torch.bfloat16))
+            made = {name: untouched(spec.nbytes(FAR), torch.uint8) for name in ("quantized", "again")}
+            backend.quantize([piece], spec, to_members(made["quantized"]))
+            backend.requantize(to_members(made["quantized"]), spec, spec, to_members(made["again"]), Total(FAR))
+            small = golden.same_message(reference, [last], spec)
+            for name, message in made.items():
+                wanted = tail_of(small, spec, tail, tail)
+                golden.assert_same(tail_of(message, spec, FAR, tail), wanted, f"{spec} {name}")
+            values = golden.blank([last])
+            reference.dequantize_reduce(to_members(small), spec, values, Reduce())
+            last.flat.zero_()
+            backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece], Reduce())
+            golden.assert_same(last.flat, values[0].flat, f"{spec} back")
+
+    def test_masks_and_picks_beyond_2_32(self, backend: Any, last_program: None, monkeypatch: Any) -> None:
+        """Packed, unpacked and picked at the end; and nothing is written where room ended 2^31 picks before."""
+        mask, bits, again = (untouched(n, torch.uint8) for n in (FAR, FAR // 8, FAR))
+        mask[-9::4] = 1
+        backend.mask_pack(mask.view(torch.bool), bits)
+        assert bits[-3:].tolist() == [0, 0b10000000, 0b10001000]
+        backend.mask_unpack(bits, again.view(torch.bool))
+        golden.assert_same(again[-20:], mask[-20:], "unpacked")
+
+        from zero_topo.quant import triton_sparse
+
+        x, chunks = untouched(FAR, torch.bfloat16), -(-FAR // triton_sparse.CHUNK.value)
+        x[-9::4] = torch.tensor([1.0, 2.0, 3.0])
+        indices, values = torch.full((5,), -7), torch.full((5,), -7.0, dtype=torch.bfloat16)
+        for before, wanted in ((1, [-7, FAR - 9, FAR - 5, FAR - 1, -7]), (2**31 + 5000, [-7] * 5)):
+            counts = torch.zeros(chunks, dtype=torch.int64)
+            counts[0], counts[-1] = before, 3
+            monkeypatch.setattr(triton_sparse, "_counts", lambda *_, counts=counts: counts)
+            indices.fill_(-7)
+            assert int(backend.compact_above(x, 0.5, indices, values)) == before + 3
+            assert indices.tolist() == wanted

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 from tests.launching import ROOT
+from zero_topo.quant.messages import from_sources, to_members
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
 
 pytest.importorskip("triton")
 
@@ -37,6 +38,7 @@ NUMEL = 70_001
 # What calls of the two kinds begin with.
 ENCODES = ("quantize", "requantize")
 DECODES = ("dequantize", "reduce")
+CASTS = ("cast", "sum")
 
 
 def each(targets: Iterable[str]) -> list[Any]:
@@ -50,16 +52,20 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     int8, int4, other, asymmetric = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048, False)
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
-    rows = Piece(bf16.flat, 16, 1024, 4096)
-    reduce = triton.dequantize_reduce
-    yield "quantize", lambda: triton.quantize([bf16], int8, chunks(int8)[0])
-    yield "quantize strided", lambda: triton.quantize([rows], int4, chunks(int4, rows.numel)[0])
-    yield "quantize asymmetric", lambda: triton.quantize([fp32], asymmetric, chunks(asymmetric)[0])
-    yield "dequantize", lambda: triton.dequantize(chunks(int8)[0], int8, [fp32])
-    yield "reduce int8 bf16", lambda: reduce(chunks(int8), int8, [bf16], Reduce(0.1))
-    yield "reduce int4 fp32", lambda: reduce(chunks(int4), int4, [fp32], Reduce(0.1, accumulate=True))
-    yield "reduce asymmetric fp16", lambda: reduce(chunks(asymmetric), asymmetric, [fp16], Reduce())
-    yield "requantize", lambda: triton.requantize(chunks(int4), int4, other, chunks(other)[0], Total(NUMEL, 0.1))
+    rows = Piece(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
+    reduce, cast = triton.dequantize_reduce, Cast("bf16")
+    yield "quantize", lambda: triton.quantize([bf16], int8, to_members(chunks(int8)[0]))
+    yield "quantize strided", lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4]))
+    yield "quantize asymmetric", lambda: triton.quantize([fp32], asymmetric, to_members(chunks(asymmetric)[0]))
+    yield "dequantize", lambda: reduce(to_members(chunks(int8)[0]), int8, [fp32], Reduce())
+    yield "reduce int8 bf16", lambda: reduce(from_sources(chunks(int8), 3), int8, [bf16], Reduce(0.1))
+    yield "reduce int4 fp32", lambda: reduce(from_sources(chunks(int4)), int4, [fp32], Reduce(0.1, accumulate=True))
+    yield "reduce asymmetric fp16", lambda: reduce(from_sources(chunks(asymmetric)), asymmetric, [fp16], Reduce())
+    yield "requantize", lambda: again(int4, other)
+    yield "cast", lambda: triton.quantize([fp32], cast, to_members(chunks(cast)[0]))
+    yield "cast strided", lambda: triton.quantize([rows], cast, to_members(chunks(cast, rows.numel)[:4]))
+    yield "sum casts", lambda: reduce(from_sources(chunks(cast), 3), cast, [fp32], Reduce(0.1))
+    yield "sum casts again", lambda: again(cast, cast)
     mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(-(-NUMEL // 8), dtype=torch.uint8)
     yield "mask_pack", lambda: triton.mask_pack(mask, bits)
     yield "mask_unpack", lambda: triton.mask_unpack(bits, mask)
@@ -69,14 +75,23 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
 
 
+def again(source: Format, spec: Format) -> None:
+    """Messages -> message."""
+    from zero_topo.quant import triton
+
+    out = to_members(chunks(spec)[0])
+    triton.requantize(from_sources(chunks(source)), source, spec, out, Total(NUMEL, 0.1))
+
+
 def whole(dtype: torch.dtype) -> Piece:
     """A contiguous piece."""
     return Piece(torch.zeros(NUMEL, dtype=dtype), 1, NUMEL, NUMEL)
 
 
-def chunks(spec: BlockSpec, numel: int = NUMEL) -> list[torch.Tensor]:
-    """Messages in one receive buffer."""
-    return list(torch.zeros(8, spec.nbytes(numel), dtype=torch.uint8))
+def chunks(spec: Format, numel: int = NUMEL) -> torch.Tensor:
+    """Messages in one receive buffer, each at a multiple of 16 bytes."""
+    size = spec.nbytes(numel)
+    return torch.zeros(8, -(-size // 16) * 16, dtype=torch.uint8)[:, :size]
 
 
 class Compiler:
@@ -138,7 +153,7 @@ def main(directory: Path) -> None:
 
 
 Code = dict[str, str]
-KERNELS = 15
+KERNELS = 19
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +181,7 @@ def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], t
     for name, text in code.items():
         assert not re.findall(r"\bfma\.\S*|\bmad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|div\.full\S*", text), name
         assert ("div.rn.f32" in text) == name.startswith(ENCODES), name
-    assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16._dequantize_reduce"]
+    assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16.reduce_tile"]
 
 
 # Stage, load and store.
@@ -179,7 +194,7 @@ def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], targe
     """Values and messages are read and written 128 bits a thread, strided rows too."""
     stage, load, store = WIDE[target]
     for name, text in compiled(target, stage).items():
-        if name.startswith((*ENCODES, *DECODES)):
+        if name.startswith((*ENCODES, *DECODES, *CASTS)):
             assert re.search(load, text) and re.search(store, text), name
 
 
@@ -207,9 +222,9 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
     for name, text in code.items():
         assert ("v_div_fixup_f32" in text) == name.startswith(ENCODES), name
         assert ".amdhsa_float_denorm_mode_32 3" in text, name
-        if name.startswith(DECODES):
+        if name.startswith((*DECODES, "sum")):
             assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
-    rounds = code["reduce int8 bf16._dequantize_reduce"]
+    rounds = code["reduce int8 bf16.reduce_tile"]
     assert "v_add3_u32" in rounds and "0x7fff" in rounds, "half an ulp, less one, plus the last bit kept"
 
 

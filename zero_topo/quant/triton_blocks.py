@@ -156,20 +156,19 @@ def requantize_tile(
 
 @triton.jit
 def _mine(work: Work) -> tl.tuple:
-    """The program's tile and member, int64."""
+    """The program's tile, int64, and member."""
     member = tl.program_id(0) // work.tiles
     tile = tl.program_id(0) - member * work.tiles
-    return tile.to(tl.int64), (member + (member >= work.skipped).to(tl.int32)).to(tl.int64)
+    return tile.to(tl.int64), member + (member >= work.skipped).to(tl.int32)
 
 
 @triton.jit
 def _address(table: Table, source: int, member: int) -> tl.tensor:
     """Where a message begins."""
     outer = member // table.inner
-    inner = member - outer * table.inner
-    return (
-        table.data + tl.cast(source, tl.int64) * table.source_step + outer * table.outer_step + inner * table.inner_step
-    )
+    inner = tl.cast(member - outer * table.inner, tl.int64)
+    begin = tl.cast(source, tl.int64) * table.source_step + tl.cast(outer, tl.int64) * table.outer_step
+    return table.data + (begin + inner * table.inner_step)
 
 
 @triton.jit
@@ -192,7 +191,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
     within = tl.arange(0, size_of(SPEC) // FOLD.group)[None, :] * FOLD.group
     group = tl.arange(0, FOLD.group)[None, None, :]
     last = tile * TILE + (TILE - 1)
-    begin = member * place.member_stride
+    begin = tl.cast(member, tl.int64) * place.member_stride
     if FOLD.flat:
         limit = tl.minimum(place.limit - begin, place.present)
         offsets = (first + within)[:, :, None] + group

@@ -187,10 +187,10 @@ def _compact_above(kept: tl.tensor, x: tl.tensor, n: int, threshold: float, pick
     """A chunk's large elements, to where those of the chunks before end."""
     element, values, large = _above(x, n, threshold)
     begin = tl.load(picks.ends + tl.program_id(0)) - tl.sum(large, axis=0)
-    place = tl.cumsum(large, axis=0) - 1
-    writes = (large != 0) & (place < tl.minimum(picks.room - begin, CHUNK).to(tl.int32))
-    tl.store(picks.indices + begin + place, element, mask=writes)
-    tl.store(kept + begin + place, values, mask=writes)
+    place = begin + tl.cumsum(large, axis=0) - 1
+    writes = (large != 0) & (place < picks.room)
+    tl.store(picks.indices + place, element, mask=writes)
+    tl.store(kept + place, values, mask=writes)
 
 
 @triton.jit
@@ -244,9 +244,9 @@ def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
     while resolved > 0:
         resolved = 0
         for block in tl.range(places.blocks):
-            resolved += _visit(sketch, state, places, block)
+            resolved = tl.maximum(resolved, _visit(sketch, state, places, block))
             tl.debug_barrier()
-    left = 0
+    left = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
         element = tl.cast(block, tl.int64) * LANES + lane
         here = tl.load(state.unresolved + element).to(tl.int32)
@@ -258,7 +258,7 @@ def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
 
 @triton.jit
 def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> tl.tensor:
-    """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; how many.
+    """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; 1 if any is.
 
     The row that gave the value is not read again, so it does not matter that the value is taken out of it too.
     """
@@ -279,7 +279,7 @@ def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> t
             cell, sign = _cell(places, third, block)
             tl.store(state.counts + cell, tl.load(state.counts + cell) - 1, mask=known)
             tl.store(sketch + cell, tl.load(sketch + cell) - sign * value, mask=known)
-    return tl.sum(known.to(tl.int32), axis=0)
+    return tl.max(known.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -291,7 +291,7 @@ def _lanes() -> tl.tensor:
 @triton.jit
 def _cell(places: _Places, third: int, block: int) -> tl.tuple:
     """Where a block lies in a third of the sketch: offsets ``[PART]``, and its sign."""
-    place = third * places.blocks + block
+    place = tl.cast(block, tl.int64) + third * places.blocks
     return tl.load(places.rows + place).to(tl.int64) * LANES + _lanes(), tl.load(places.signs + place)
 
 
