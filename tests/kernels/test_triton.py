@@ -72,14 +72,14 @@ class TestBackend:
         """Every layout and size, special values, factors, accumulation."""
         golden.check_operations(backend, fmt, DEVICE, SOURCES)
 
-    @pytest.mark.parametrize("fmt", FORMATS if GPU else [FORMATS[1], FORMATS[6], FORMATS[-2]], ids=str)
+    @pytest.mark.parametrize("fmt", FORMATS if GPU else [FORMATS[0], FORMATS[-2]], ids=str)
     def test_members_are_served_at_once(self, backend: Any, fmt: golden.Format) -> None:
         """Each gets and gives what is its own, wherever pieces and messages lie; a member and a source are left out."""
         golden_members.check_members(backend, fmt, DEVICE, (2, 3) if GPU else (1, 3))
 
     def test_members_of_members(self, backend: Any) -> None:
         """Outer and inner ones, in messages that lie in any order."""
-        golden_members.check_members(backend, FORMATS[4], DEVICE)
+        golden_members.check_members(backend, golden.Format(BlockSpec(4, 64, False), torch.bfloat16), DEVICE)
 
     @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
     @pytest.mark.parametrize("hole", [None, 17])
@@ -94,7 +94,7 @@ class TestBackend:
 
     def test_any_number_of_members(self, backend: Any) -> None:
         """There is no limit to the members; a GPU's grid has one, on all axes but the first."""
-        golden_members.check_many_members(backend, 2**16 + 1 if GPU else 40, DEVICE)
+        golden_members.check_many_members(backend, 2**16 + 1 if GPU else 20, DEVICE)
 
     @pytest.mark.parametrize("spec", [*SPECS, Cast("bf16")], ids=str)
     def test_sums_are_quantized_again(self, backend: Any, spec: BlockSpec) -> None:
@@ -151,11 +151,21 @@ class TestBackend:
 
     def test_offsets_have_64_bits(self, backend: Any) -> None:
         """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
+        spec = BlockSpec(8, 64)
         for columns in (64, 48, 400):
-            flat = golden.calm(columns, torch.float32)
-            for piece in (Piece(flat, 3, columns, 2**32), Piece(flat, 1, columns, columns, 3, 2**32)):
-                message = golden.same_message(backend, [piece], BlockSpec(8, 64), DEVICE)
-                golden.same_values(backend, message.to(DEVICE), BlockSpec(8, 64), [piece])
+            flat = golden.calm(columns, torch.float32).to(DEVICE)
+            for far, near in (
+                (Piece(flat, 3, columns, 2**32), Piece(flat, 3, columns, columns)),
+                (Piece(flat, 1, columns, columns, 3, 2**32), Piece(flat, 1, columns, columns, 3, columns)),
+            ):
+                messages = golden.same_message(backend, [near], spec, DEVICE).to(DEVICE)
+                made = torch.empty_like(messages)
+                backend.quantize([far], spec, to_members(made))
+                golden.assert_same(made, messages, f"{columns} far apart")
+                (expected,), (actual,) = golden.blank([near]), golden.blank([far])
+                for piece in (expected, actual):
+                    backend.dequantize_reduce(to_members(messages), spec, [piece], Reduce())
+                golden.assert_same(actual.flat, expected.flat, f"{columns} far apart")
 
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
         """The last tile ends with the message, whatever its planes' padding."""
