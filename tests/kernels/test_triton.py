@@ -34,7 +34,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 SPECS = golden.SPECS if GPU else [spec for spec in golden.SPECS if spec.block_size in (64, 256, 2048)]
 FORMATS = golden.FORMATS if GPU else [golden.Format(spec, FLOATS[i % 3]) for i, spec in enumerate(SPECS)]
-FORMATS += golden.CAST_FORMATS if GPU else golden.CAST_FORMATS[1::3]
+FORMATS += golden.CAST_FORMATS if GPU else golden.CAST_FORMATS[2::2]
 SOURCES = (1, 3, 8) if GPU else (3,)
 
 
@@ -72,7 +72,7 @@ class TestBackend:
         """Every layout and size, special values, factors, accumulation."""
         golden.check_operations(backend, fmt, DEVICE, SOURCES)
 
-    @pytest.mark.parametrize("fmt", FORMATS if GPU else [FORMATS[0], FORMATS[-2]], ids=str)
+    @pytest.mark.parametrize("fmt", FORMATS if GPU else FORMATS[-2:-1], ids=str)
     def test_members_are_served_at_once(self, backend: Any, fmt: golden.Format) -> None:
         """Each gets and gives what is its own, wherever pieces and messages lie; a member and a source are left out."""
         golden_members.check_members(backend, fmt, DEVICE, (2, 3) if GPU else (1, 3))

@@ -111,14 +111,13 @@ def _room(pieces: Sequence[Piece]) -> tuple[Piece, Cast, Messages]:
 
 
 def _placed(piece: Piece, spec: Format) -> tuple[Place, Fold]:
+    flat = piece.rows == 1 or piece.stride == piece.columns == piece.width
     member_stride = piece.member_stride if piece.members > 1 else 0
-    span, limit = (piece.stride, member_stride), piece.flat.numel()
-    if piece.rows == 1 or piece.stride == piece.columns == piece.width:
-        place = Place(piece.flat, piece.numel, 0, piece.rows * piece.width, 0, member_stride, limit)
-        return place, Fold(True, False, ALIGNED.value)
-    place = Place(piece.flat, piece.numel, piece.columns, piece.width, *span, limit)
-    group = 1 if piece.columns % ALIGNED.value else ALIGNED.value
-    return place, Fold(False, piece.columns < size_of(spec), group)
+    columns, present, stride = (0, piece.rows * piece.width, 0) if flat else (piece.columns, piece.width, piece.stride)
+    group = 1 if columns % ALIGNED.value else ALIGNED.value
+    even = not any(number % ALIGNED.value for number in (columns, stride, member_stride))
+    fold = Fold(flat, not flat and columns < size_of(spec), group, 4 if even else 16)
+    return Place(piece.flat, piece.numel, columns, present, stride, member_stride, piece.flat.numel()), fold
 
 
 def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, int]:

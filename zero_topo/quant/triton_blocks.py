@@ -67,16 +67,13 @@ class Fold(NamedTuple):
         flat: there is but one row.
         narrow: a block may meet more than two rows.
         group: so many values are adjacent, as rows are multiples of it.
+        warps: more where each value has an offset of its own, in registers.
     """
 
     flat: bool
     narrow: bool
     group: int
-
-    @property
-    def warps(self) -> int:
-        """More where each value has an offset of its own, in registers."""
-        return 4 if self.group > 1 else 16
+    warps: int
 
 
 class Table(NamedTuple):
