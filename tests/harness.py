@@ -1,10 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Ranks without a cluster: threads that talk, and a world so large that nobody has to answer.
+"""Ranks without a cluster: threads that talk.
 
 `run_threads` runs a function on every rank of a small world, one thread per rank, through torch's multi-threaded
-process group: real collectives, real data, one process, milliseconds. `fake_world` pretends to be one rank of a world
-of any size, for building meshes and groups: its collectives return at once and move nothing. Real processes under the
-`deepspeed` launcher are started by `tests/launching.py`.
+process group: real collectives, real data, one process, milliseconds. One rank of a world so large that nobody answers
+is `zero_topo.bench.bare.fake_world`. Real processes under the `deepspeed` launcher are started by `tests/launching.py`.
 
 What the threaded group can do is held down by `tests/ranks/test_harness.py`. Ranks that are threads share the default
 random generator and every module-level object: draw random numbers from a `torch.Generator` of the rank's own.
@@ -22,8 +21,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from types import FrameType
@@ -33,7 +32,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 R = TypeVar("R")
@@ -240,20 +238,3 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
         ProcessLocalGroup.reset()
     ranks.raise_first()
     return ranks.results
-
-
-@contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Makes this process rank `rank` of a world of any size whose collectives return at once and move no data.
-
-    For meshes and groups of clusters nobody has at hand. Results of collectives inside are meaningless.
-
-    Args:
-        world_size: number of ranks pretended, for example 75264.
-        rank: which of them this process is.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness import fake_world, run_threads
+from tests.harness import run_threads
+from zero_topo.bench.bare import fake_world
 
 
 def test_results_come_in_rank_order() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import fake_world, run_threads
+from tests.harness import run_threads
 from tests.ranks.worlds import either_placement, shuffled
+from zero_topo.bench.bare import fake_world
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology

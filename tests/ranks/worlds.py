@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
+from zero_topo.bench.bare import bare_setup
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.plan import Plan
 from zero_topo.sync import Moment
 from zero_topo.topology.model import Topology
@@ -45,20 +46,7 @@ class World:
         moments: Callable[[], Sequence[Moment]] = tuple,
     ) -> Stage3:
         """This rank's engine, weights still zero."""
-        return Stage3(
-            self.config,
-            Setup(
-                numels=self.numels,
-                names=tuple(f"p{i}" for i in range(len(self.numels))),
-                dims=tuple(1 if n == 1 else 2 for n in self.numels),
-                like=torch.empty(0, dtype=dtype),
-                scatter_dtype=dtype,
-                accumulation_dtype=dtype,
-                bucket_numel=chunk,
-                loss_scale=loss_scale,
-                moments=moments,
-            ),
-        )
+        return Stage3(self.config, bare_setup(self.numels, dtype, chunk, loss_scale, moments))
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""

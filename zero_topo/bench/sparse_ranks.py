@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_topo.bench.bare import bare_setup
 from zero_topo.bench.control import Control
 from zero_topo.bench.records import Spread
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
@@ -153,17 +155,7 @@ def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...])
     """An engine in FP32 without weights worth the name, of which only the gradients are used; and its optimizer."""
     optimizer = Optimizer()
     config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
-    setup = Setup(
-        numels=numels,
-        names=tuple(str(index) for index in range(len(numels))),
-        dims=dims,
-        like=torch.empty(0),
-        scatter_dtype=torch.float32,
-        accumulation_dtype=torch.float32,
-        bucket_numel=1 << 30,
-        loss_scale=lambda: 1.0,
-        moments=optimizer.moments,
-    )
+    setup = replace(bare_setup(numels, moments=optimizer.moments), dims=dims)
     return Stage3(config, setup), optimizer
 
 

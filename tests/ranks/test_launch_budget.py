@@ -1,0 +1,116 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a step costs must not grow with the number of nodes: launches are counted, in pretended worlds of any size.
+
+A launch is an ATen operation that is neither a view nor an allocation, a call of a kernel, or a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.plans import resolve
+from zero_topo.bench.counting import Counts
+from zero_topo.bench.scale import count, total
+from zero_topo.config import ResolvedConfig
+from zero_topo.topology.presets import emulated
+
+PARAMS = 32
+PER_PARAMETER = 12
+PER_RUN = 3
+GROWTH = 1.2
+FEW, MANY, ALL = 2, 48, 9408
+"""Nodes of 8 ranks: all are as many as Frontier has."""
+
+Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "zero3": {"scheme": "zero3"},
+    "zero++": {"scheme": "zero++"},
+    "mics-node": {"scheme": "mics"},  # the plan of hsdp
+    "mics-gpu": {"scheme": "mics", "weights": "gpu"},
+    "paper": {"scheme": "paper"},
+    "topo": {"scheme": "topo"},
+    "plain": {"scheme": "topo", "quantize": {"weights": None, "secondary": None, "gradients": None}},
+    "one-hop": {"scheme": "topo", "two_hop": False},
+    "scatter-gpu": {"scheme": "topo", "gradients": "gpu"},
+    "replicated": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
+}
+DENSE: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "dense-bf16": {"sync": {"mode": "dense", "dtype": "bf16"}},
+    "all-reduce": {"sync": {"mode": "dense", "reduce": "all_reduce"}},
+    "int8": {"sync": {"mode": "quantized", "bits": 8}},
+    "int4-forgets": {"sync": {"mode": "quantized", "bits": 4, "error_feedback": False}},
+    "publish-fp32": {"publish": {"dtype": "fp32"}},
+    "publish-int8": {"publish": {"delta": "int8"}},
+    "int4": Q4,
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")},
+    "oktopk": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
+    "oktopk-whole": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": False}},
+    "radius": {"sync": {"mode": "radius", "interval": 2, "start": 1}},
+    "tagc": {"sync": {"mode": "tagc"}},
+    "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
+}
+CASES = {
+    **{f"{scheme}+{mode}": SCHEMES[scheme] | DENSE[mode] for scheme in SCHEMES for mode in ("dense", "int4")},
+    **{f"topo+{mode}": SCHEMES["topo"] | DENSE[mode] for mode in DENSE},
+    **{f"topo+{mode}": SCHEMES["topo"] | SPARSE[mode] for mode in SPARSE},
+    **{f"one-hop+{mode}": SCHEMES["one-hop"] | SPARSE[mode] for mode in ("topk_a", "radius")},
+}
+
+
+def on(block: dict[str, Any], nodes: int) -> ResolvedConfig:
+    """A block on so many nodes of 4 GPUs x 2 dies."""
+    return resolve(emulated(nodes, 4, 2), **block, overlap=False)
+
+
+def numels(ranks: int) -> list[int]:
+    """Parameters of which each rank holds 8 or 9 elements, some with padding at the end."""
+    return [8 * ranks, 8 * ranks - 5, 9 * ranks, 9 * ranks - 1] * (PARAMS // 4)
+
+
+@cache
+def counted(name: str, nodes: int, together: int | None = None) -> Mapping[str, Counts]:
+    """Counts of a step by phase; sparse modes may do other work in each second one."""
+    steps = 2 if name.partition("+")[2] in SPARSE else 1
+    return count(on(CASES[name], nodes), numels(8 * nodes), together, steps)
+
+
+def launched(name: str, nodes: int, together: int | None = None) -> float:
+    """Launches of a step for each parameter."""
+    return total(counted(name, nodes, together)) / PARAMS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_launches_no_more_on_many_nodes(name: str) -> None:
+    """At most 12 launches for each parameter in a step, and as many on 384 ranks as on 16."""
+    few, many = launched(name, FEW), launched(name, MANY)
+    assert max(few, many) <= PER_PARAMETER, (few, many)
+    assert many <= GROWTH * few
+
+
+@pytest.mark.parametrize("name", ["zero3+dense", "topo+dense", "topo+int4"])
+def test_not_even_on_all_of_frontier(name: str) -> None:
+    """The same with 75,264 ranks."""
+    few, all_of_them = launched(name, FEW), launched(name, ALL)
+    assert all_of_them <= min(GROWTH * few, PER_PARAMETER), (few, all_of_them)
+
+
+@pytest.mark.parametrize("name", ["zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+dense", "topo+int4"])
+def test_a_run_costs_three_launches(name: str) -> None:
+    """Collectives of a few parameters each: every one of them costs a little, and no more on more nodes."""
+    together = 4
+    few, many = (launched(name, nodes, together) for nodes in (FEW, MANY))
+    assert max(few, many) <= PER_PARAMETER + PER_RUN / together, (few, many)
+    assert many <= GROWTH * few
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape")])
+def test_the_host_waits_for_nothing(name: str) -> None:
+    """What is sent does not depend on values, so the host never asks the device for any."""
+    assert {phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs} == {}

@@ -1,0 +1,128 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The engine without DeepSpeed, a model or other ranks: its optimizer step phase by phase, in a world of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.plan import packed_runs
+from zero_topo.sync import Moment
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Makes this process one rank of a world of any size; collectives return at once and bring what was sent.
+
+    Where messages may differ in length, they bring zeros.
+
+    Args:
+        world_size: number of ranks pretended, for example 75264.
+        rank: which of them this process is.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    even = dist.all_to_all_single
+
+    def all_to_all(received: Tensor, sent: Tensor, *splits: Any, **kwargs: Any) -> Any:
+        if not splits:
+            return even(received, sent, **kwargs)
+        received.zero_()
+        return None
+
+    try:
+        with patch.object(dist, "all_to_all_single", all_to_all):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def bare_setup(
+    numels: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    bucket_numel: int = 1 << 40,
+    loss_scale: Callable[[], float] = lambda: 1.0,
+    moments: Callable[[], Sequence[Moment]] = tuple,
+) -> Setup:
+    """What DeepSpeed would say of a model of matrices, and vectors of one element, on the CPU.
+
+    Args:
+        numels: elements of each parameter.
+        dtype: of weights and gradients, sent and kept.
+        bucket_numel: elements that sync and publish carry in one collective.
+        loss_scale: the present one.
+        moments: what the optimizer remembers.
+    """
+    return Setup(
+        numels=tuple(numels),
+        names=tuple(f"p{index}" for index in range(len(numels))),
+        dims=tuple(1 if n == 1 else 2 for n in numels),
+        like=torch.empty(0, dtype=dtype),
+        scatter_dtype=dtype,
+        accumulation_dtype=dtype,
+        bucket_numel=bucket_numel,
+        loss_scale=loss_scale,
+        moments=moments,
+    )
+
+
+class BareStep:
+    """An engine and the phases of its step, on the same gradient for all parameters.
+
+    Args:
+        config: the engine's; nothing of it should overlap, or a phase ends in another.
+        numels: elements of each parameter.
+        together: parameters that are scattered, synced and published in one collective; None is all.
+
+    Attributes:
+        engine: made for it.
+    """
+
+    def __init__(self, config: ResolvedConfig, numels: Sequence[int], together: int | None = None) -> None:
+        padded = max(config.plan.world_size * config.plan.shard_numel(n) for n in numels)
+        self._moments: list[Moment] = []
+        setup = bare_setup(numels, torch.bfloat16, padded * (together or len(numels)), moments=lambda: self._moments)
+        self.engine = Stage3(config, setup)
+        self.engine.weights.publish_world()
+        self._masters = torch.zeros(self.engine.gradients.optimizer_rows().shape)
+        self._moments.append(Moment(0, torch.zeros_like(self._masters), 0.9))
+        self._buckets = packed_runs([1] * len(numels), together)
+        largest = torch.randn(max(numels), generator=torch.Generator().manual_seed(1)).bfloat16()
+        self._grads = [largest[:n] for n in numels]
+
+    def phases(self) -> Mapping[str, Callable[[], None]]:
+        """What a step does, in order, by name; of the optimizer's update that part which is the engine's."""
+        return {
+            "gather_forward": lambda: self._gather("gather_forward"),
+            "gather_backward": lambda: self._gather("gather_backward"),
+            "scatter": self._scatter,
+            "sync": self.engine.gradients.sync,
+            "update": self._update,
+            "publish": self._publish,
+            "commit": lambda: self.engine.end_step(skipped=False),
+        }
+
+    def _gather(self, phase: str) -> None:
+        for slot in range(len(self._grads)):
+            self.engine.weights.gather([slot], phase).wait()
+
+    def _scatter(self) -> None:
+        for bucket in self._buckets:
+            self.engine.gradients.scatter(bucket, self._grads[bucket.start : bucket.stop], bucket is self._buckets[-1])
+
+    def _update(self) -> None:
+        with self.engine.watched(self._masters.view(-1), 0, rate=0.1):
+            pass
+
+    def _publish(self) -> None:
+        weights = self.engine.weights
+        weights.publish(masters=self._masters if weights.publishes_differences else None)
+        weights.finish()

@@ -1,0 +1,208 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Counts what a step asks of a device, without one: operations, calls of kernels, collectives, host syncs, memory.
+
+Note [What is a launch]
+    An ATen operation that is neither a view nor an allocation, a call of a backend's kernel, a collective: each is
+    queued on a device by itself. Where the reference stands in for kernels, what it does inside a call is not counted;
+    what a backend of kernels does around them is.
+
+Note [What is a host sync]
+    An operation whose result, or the size of it, the host must know before it goes on; or a tensor made of Python's
+    numbers, which a device gets from memory that is not pinned. On a CPU nothing waits: they are known by their names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_topo.quant import registry
+
+FREE = frozenset(
+    ("empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_")
+)
+SYNCS = frozenset(
+    ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero", "unique_dim")
+)
+MASKED = frozenset(("index", "index_put", "index_put_"))
+HOST_READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.cpu))  # that a CPU's tensors do not dispatch
+
+
+@dataclass
+class Counts:
+    """Of one phase of a step.
+
+    Attributes:
+        operations: of ATen, that are neither views nor allocations.
+        kernels: calls of a backend of quantization.
+        collectives: of torch.distributed.
+        syncs: of the host with the device.
+        allocations: tensors that were made.
+        allocated_bytes: theirs.
+        peak_bytes: how much more was held within the phase than before it.
+    """
+
+    operations: int = 0
+    kernels: int = 0
+    collectives: int = 0
+    syncs: int = 0
+    allocations: int = 0
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def launches(self) -> int:
+        """See Note [What is a launch]."""
+        return self.operations + self.kernels + self.collectives
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the storages that operations make within the mode, until they are freed.
+
+    Attributes:
+        live: bytes held now.
+        peak: the most since :meth:`reset`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # What is changed in place, or seen in another way, was made before; lift_fresh brings in what Python made.
+        if not (func._schema.is_mutable or func.is_view) or func is torch.ops.aten.lift_fresh.default:
+            for made in result if isinstance(result, list | tuple) else (result,):
+                if isinstance(made, Tensor):
+                    self._follow(made.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known[key] = weakref.ref(storage, lambda _: self._freed(key, nbytes))
+        self.made(nbytes)
+
+    def made(self, nbytes: int) -> None:
+        """A storage was made."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        del self._known[key]
+        self.live -= nbytes
+
+    def reset(self) -> None:
+        """The peak is what is held now."""
+        self.peak = self.live
+
+
+class Launches(Allocations):
+    """Counts by phase; see the notes above. Engines whose kernels are to be counted are built within :meth:`kernels`.
+
+    Attributes:
+        phases: name -> what was counted in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: defaultdict[str, Counts] = defaultdict(Counts)
+        self._now: Counts | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._now is not None:
+            space, _, name = func._schema.name.partition("::")
+            if space == "c10d":
+                self._now.collectives += 1
+            elif not func.is_view and name not in FREE:
+                self._now.operations += 1
+            self._now.syncs += name in SYNCS or (name in MASKED and _by_mask(args[1]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def made(self, nbytes: int) -> None:
+        """A storage was made."""
+        super().made(nbytes)
+        if self._now is not None:
+            self._now.allocations += 1
+            self._now.allocated_bytes += nbytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is done inside is counted under a name; not to be nested."""
+        self._now, before = self.phases[name], self.live
+        self.reset()
+        try:
+            with self, _HostReads(self._now):
+                yield
+        finally:
+            self._now.peak_bytes = max(self._now.peak_bytes, self.peak - before)
+            self._now = None
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Backends of quantization that are chosen inside tell this of their calls, then and later."""
+
+        def watched(name: str, load: Callable[[torch.device], Any]) -> Callable[[torch.device], Any]:
+            return lambda device: _Watched(load(device), self, inside=name == "native")
+
+        backends = {name: watched(name, load) for name, load in registry.BACKENDS.items()}
+        with patch.object(registry, "BACKENDS", MappingProxyType(backends)):
+            yield
+
+    @contextmanager
+    def called(self, inside: bool) -> Iterator[None]:
+        """Around a backend's call; without ``inside``, what it does is not counted."""
+        now = self._now
+        if now is not None:
+            now.kernels += 1
+        self._now = now if inside else None
+        try:
+            with nullcontext() if inside else torch.utils._python_dispatch._disable_current_modes():
+                yield
+        finally:
+            self._now = now
+
+
+class _HostReads(TorchFunctionMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self._counts.syncs += func in HOST_READS
+        return func(*args, **(kwargs or {}))
+
+
+class _Watched:
+    """A backend whose calls are counted."""
+
+    def __init__(self, backend: Any, launches: Launches, inside: bool) -> None:
+        self._backend, self._launches, self._inside = backend, launches, inside
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._launches.called(self._inside):
+                return getattr(self._backend, name)(*args, **kwargs)
+
+        return call
+
+
+def _by_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
