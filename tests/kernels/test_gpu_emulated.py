@@ -16,14 +16,13 @@ from torch import Tensor
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels import c_types, golden, golden_members
+from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
 from zero_topo.quant.native import Native
 from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.messages import Messages, from_sources, to_members
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.spec import BlockSpec, Reduce, Total
 
 PLAIN = Settings(wave=32)
 OTHER = Settings(wave=64, descending=True, most_blocks=3)

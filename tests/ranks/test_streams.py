@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import fake_world
 from tests.ranks.worlds import PLAIN, SCHEMES, World, world
 from tests.streams import MAIN, Device, symbolic_device
+from zero_topo.bench.bare import fake_world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
