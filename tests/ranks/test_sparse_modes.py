@@ -18,7 +18,7 @@ from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, ove
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.sync.picks import message_bytes, share
+from zero_topo.sync.picks import share
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
@@ -305,7 +305,7 @@ def test_topk_a_sends_its_picks_to_every_peer(peers: int, value_dtype: str) -> N
     """2 k words to each of P - 1 peers, exactly."""
     w = sparse_world(DATA_PARALLEL, peers, "topk_a", (NUMEL,), density=0.01, value_dtype=value_dtype)
     k = share(0.01, NUMEL)
-    expected = (peers - 1) * message_bytes(k, 4 if value_dtype == "fp32" else 2) + counts(peers)
+    expected = (peers - 1) * k * (4 + (4 if value_dtype == "fp32" else 2)) + counts(peers)
     assert {found[0].sent for found in run(w, 1)} == {expected}
 
 
@@ -313,7 +313,7 @@ def test_gtopk_sends_k_picks_at_each_level() -> None:
     """Up and down a tree of P ranks there are 2 (P - 1) messages of 2 k words, at most 2 log P from one rank."""
     for peers in (2, 3, 4, 8):
         w = sparse_world(DATA_PARALLEL, peers, "gtopk", (NUMEL,), density=0.01)
-        message = message_bytes(share(0.01, NUMEL), 4)
+        message = 8 * share(0.01, NUMEL)
         sent = [found[0].sent - (peers - 1) for found in run(w, 1)]
         assert sum(sent) == 2 * (peers - 1) * message
         assert max(sent) <= 2 * (peers - 1).bit_length() * message

@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Picks: what goes into a message comes out, cutting loses none, and thresholds pass as many as they should."""
+"""Picks: what goes into a message comes out, sums have the bits of a loop, thresholds pass as many as they should."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,31 +13,89 @@ from torch import Tensor
 
 from zero_topo.quant.registry import BACKENDS
 from zero_topo.quant.sparse_ops import SparseOps
-from zero_topo.sync.picks import TINY, Picked, above, added, kth_largest, largest, message_bytes, non_zero, share
+from zero_topo.sync import picks
+from zero_topo.sync.picks import (
+    TINY,
+    Picked,
+    Records,
+    above,
+    added,
+    added_rows,
+    count_reaching,
+    in_runs,
+    kth_largest,
+    largest,
+    positions,
+    share,
+)
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=1, max_size=200).map(torch.tensor)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
+
+
+def non_zero(x: Tensor) -> Picked:
+    """All elements but zeros."""
+    return Picked(torch.arange(x.numel()), x).non_zero(int(x.count_nonzero()))
 
 
 @given(VECTORS, DTYPES)
 def test_a_message_brings_what_was_picked(x: Tensor, dtype: torch.dtype) -> None:
-    """Indices exactly, values as rounded; the length is the formula's."""
-    picked = non_zero(x)
-    message = picked.encode(dtype)
-    assert message.numel() == message_bytes(len(picked), dtype.itemsize)
-    came, rounded = Picked.decode(message, dtype), picked.rounded(dtype)
+    """Indices exactly, values as rounded; a record is an index of 4 bytes and a value, without padding."""
+    picked, records = non_zero(x), Records(dtype, x.numel())
+    message = records.encode(picked)
+    assert message.nbytes == len(picked) * records.nbytes == len(picked) * (4 + dtype.itemsize)
+    came, rounded = records.decode(message), picked.rounded(dtype)
     assert torch.equal(came.indices, picked.indices) and torch.equal(came.values, rounded.values)
 
 
+@given(NUMELS, DTYPES)
+def test_indices_do_not_wrap(numel: int, dtype: torch.dtype) -> None:
+    """Above 2**31 an index of 32 bits has no sign, above 2**32 it has 64 bits: the last elements arrive as they are."""
+    records = Records(dtype, numel)
+    indices = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, numel - 1])
+    indices = indices[indices < numel]
+    picked = Picked(indices, torch.ones(len(indices)))
+    assert torch.equal(records.decode(records.encode(picked)).indices, indices)
+    assert records.nbytes == (4 if numel <= 2**32 else 8) + dtype.itemsize
+
+
 @given(VECTORS, st.lists(st.integers(0, 200), max_size=5))
-def test_cutting_loses_nothing(x: Tensor, cuts: list[int]) -> None:
-    """Parts, counted from their lower bounds, are the whole again; equal bounds make empty parts."""
+def test_every_pick_lies_in_one_region(x: Tensor, cuts: list[int]) -> None:
+    """Counts of neighbouring regions add up to all picks; equal bounds hold none."""
     bounds = [0, *sorted(min(cut, x.numel()) for cut in cuts), x.numel()]
-    parts = non_zero(x).cut(bounds)
-    assert len(parts) == len(bounds) - 1
-    whole = [Picked(part.indices + low, part.values) for part, low in zip(parts, bounds, strict=False)]
-    assert torch.equal(added(whole, x.numel(), x), x + 0.0)
+    picked = non_zero(x)
+    counts = picked.counts(torch.tensor(bounds)).tolist()
+    assert counts == [int(x[a:b].count_nonzero()) for a, b in pairwise(bounds)]
+
+
+@given(st.lists(VECTORS, min_size=1, max_size=40))
+def test_sums_have_the_bits_of_a_loop_over_the_peers(vectors: list[Tensor]) -> None:
+    """On a CPU, and by the sort and the segments that a GPU takes; of any number of peers that pick one element."""
+    numel = max(x.numel() for x in vectors)
+    parts = [non_zero(x) for x in vectors]
+    expected = torch.zeros(numel)
+    for part in parts:
+        expected[part.indices] += part.values
+    came = Picked(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+    runs = in_runs(came)
+    assert torch.equal(added(came, numel), expected) or expected.isnan().any()
+    assert len(runs) == len(came) and (runs.indices.diff() >= 0).all()
+    assert torch.equal(added(runs, numel), expected) or expected.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_up_in_their_order(dtype: torch.dtype) -> None:
+    """33 peers whose values differ by many magnitudes; on a CPU, and as a GPU adds them."""
+    scales = 10.0 ** torch.arange(-8, 25).float()[torch.randperm(33, generator=torch.Generator().manual_seed(1))]
+    rows = (torch.randn(33, 257, generator=torch.Generator().manual_seed(2)) * scales[:, None]).to(dtype)
+    expected = torch.zeros(257)
+    for row in rows:
+        expected += row.float()
+    assert torch.equal(added_rows(rows), expected)
+    segments = torch.segment_reduce(rows.float(), "sum", lengths=torch.full((1,), 33), unsafe=True)[0]
+    assert torch.equal(segments, expected)
 
 
 @given(VECTORS, st.floats(0.001, 1))
@@ -44,11 +104,32 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     k = share(density, x.numel())
     assert 1 <= k <= x.numel()
     bound = kth_largest(x, k)
-    passed = above(x, bound, SparseOps("reference", BACKENDS["reference"](x.device)))  # type: ignore[arg-type]
+    ops = SparseOps("reference", BACKENDS["reference"](x.device))  # type: ignore[arg-type]
+    count = int(count_reaching(x, bound))
+    assert count == int(ops.count_above(x, float(bound)))
+    passed = above(x, float(bound), count, ops)
     assert len(passed) >= min(k, int((x.abs() >= TINY).sum()))
     assert bound == TINY or int((x.abs() > bound).sum()) < k
-    assert set(largest(x, k).indices.tolist()) <= set(passed.indices.tolist())
+    best = largest(x, k)
+    assert set(best.non_zero(int(best.values.count_nonzero())).indices.tolist()) <= set(passed.indices.tolist())
     assert torch.equal(passed.values, x[passed.indices])
+
+
+def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 100."""
+    x = torch.randn(950, generator=torch.Generator().manual_seed(3))
+    x[:100] = 0  # the whole of one part
+    whole, bound = largest(x, 120), kth_largest(x, 120)
+    monkeypatch.setattr(picks, "LONGEST", 100)
+    cut = largest(x, 120)
+    assert torch.equal(cut.indices, whole.indices) and torch.equal(cut.values, whole.values)
+    assert torch.equal(kth_largest(x, 120), bound)
+
+
+@given(VECTORS)
+def test_positions_are_those_of_a_mask(x: Tensor) -> None:
+    """Ascending, as many as there are."""
+    assert torch.equal(positions(x > 0, int((x > 0).sum())), (x > 0).nonzero()[:, 0])
 
 
 @pytest.mark.parametrize(("density", "numel", "k"), [(0.001, 1, 1), (0.5, 3, 2), (1, 7, 7), (0.01, 1000, 10)])

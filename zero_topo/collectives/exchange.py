@@ -8,12 +8,14 @@ Note [Point to point on gloo]
 
 Note [Group order]
     Backends count a group's members by global rank (``Hop.slots``). Where that is not the tree's order, what a
-    collective sends and receives is reordered by a copy; messages from point to point need none.
+    collective sends and receives is reordered by one copy on the device, by an index that stays there; messages from
+    point to point need none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ def to_all(hop: Hop, message: Tensor) -> Handle[Tensor]:
         received[hop.index].copy_(message)
         return Handle(_swap(hop, [message] * hop.size, received), (message,), lambda: received)
     work = dist.all_gather_into_tensor(received.view(-1), message, group=hop.group, async_op=True)
-    return Handle(work, (message,), lambda: received if hop.in_order else received[list(hop.slots)])
+    return Handle(work, (message,), lambda: received if hop.in_order else received[_slots(hop.slots, message.device)])
 
 
 def to_each(hop: Hop, table: Tensor) -> Handle[Tensor]:
@@ -60,43 +62,62 @@ def to_each(hop: Hop, table: Tensor) -> Handle[Tensor]:
         received = torch.empty_like(table)
         received[hop.index].copy_(table[hop.index])
         return Handle(_swap(hop, table, received), (table,), lambda: received)
-    send = table if hop.in_order else table[_by_slot(hop)]
+    send = table if hop.in_order else table[_slots(_members(hop.slots), table.device)]
     received = torch.empty_like(send)
     work = dist.all_to_all_single(received, send, group=hop.group, async_op=True)
-    return Handle(work, (send,), lambda: received if hop.in_order else received[list(hop.slots)])
+    return Handle(work, (send,), lambda: received if hop.in_order else received[_slots(hop.slots, table.device)])
 
 
-def to_each_uneven(hop: Hop, parts: Sequence[Tensor], sizes: Sequence[int]) -> Handle[list[Tensor]]:
-    """All-to-all of messages of any length: ``parts[c]`` (bytes, 1-D, contiguous) goes to member ``c``.
+def to_each_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+    """All-to-all of any number of rows: the next ``sizes[c]`` of them go to member ``c``.
 
     Args:
         hop: the members.
-        parts: uint8.
-        sizes: bytes that will come from each member.
+        rows: uint8 ``[sum(sizes), width]``, contiguous.
+        sizes: rows to each member.
+        expected: rows that will come from each member.
 
     Returns:
-        What each member sent here, once waited for; what stays here is not copied.
+        What came, ``[sum(expected), width]`` in the order of the members, once waited for.
     """
+    received = rows.new_empty(sum(expected), rows.shape[1])
     if _point_to_point(hop):
-        received = [parts[hop.index].new_empty(size) for size in sizes]
-        received[hop.index] = parts[hop.index]
-        return Handle(_swap(hop, parts, received), tuple(parts), lambda: received)
-    members = _by_slot(hop)
-    send = torch.cat([parts[member] for member in members])
-    lengths, expected = ([count[member] for member in members] for count in ([p.numel() for p in parts], sizes))
-    buffer = send.new_empty(sum(sizes))
-    work = dist.all_to_all_single(buffer, send, expected, lengths, group=hop.group, async_op=True)
-    received = buffer.split(expected)
-    return Handle(work, (send,), lambda: [received[slot] for slot in hop.slots])
+        parts, places = rows.split(list(sizes)), received.split(list(expected))
+        places[hop.index].copy_(parts[hop.index])
+        return Handle(_swap(hop, parts, places), (rows,), lambda: received)
+    if hop.in_order:
+        work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=hop.group, async_op=True)
+        return Handle(work, (rows,), lambda: received)
+    members = _slots(_members(hop.slots), torch.device("cpu"))
+    lengths, due = torch.tensor(sizes), torch.tensor(expected)[members]
+    send = _regrouped(rows, lengths, members)
+    lists = due.tolist(), lengths[members].tolist()
+    work = dist.all_to_all_single(received, send, *lists, group=hop.group, async_op=True)
+    return Handle(work, (send,), lambda: _regrouped(received, due, _slots(hop.slots, torch.device("cpu"))))
+
+
+def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    """Groups of rows, so many each (int64, on the host), in another order."""
+    lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
+    shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
+    shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])
+    return rows[torch.arange(rows.shape[0], device=rows.device) + shifts]
 
 
 def _point_to_point(hop: Hop) -> bool:
     return bool(dist.get_backend(hop.group) == "gloo")
 
 
-def _by_slot(hop: Hop) -> list[int]:
+@lru_cache(maxsize=64)
+def _slots(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """An order as an index that stays on a device."""
+    return torch.tensor(slots, device=device)
+
+
+@lru_cache(maxsize=64)
+def _members(slots: tuple[int, ...]) -> tuple[int, ...]:
     """The member that each group rank is."""
-    return sorted(range(hop.size), key=hop.slots.__getitem__)
+    return tuple(sorted(range(len(slots)), key=slots.__getitem__))
 
 
 def _swap(hop: Hop, parts: Sequence[Tensor] | Tensor, received: Sequence[Tensor] | Tensor) -> Work:
@@ -104,7 +125,7 @@ def _swap(hop: Hop, parts: Sequence[Tensor] | Tensor, received: Sequence[Tensor]
 
     Empty messages are not sent.
     """
-    members, own = _by_slot(hop), hop.slots[hop.index]
+    members, own = _members(hop.slots), hop.slots[hop.index]
     works: list[Work | None] = []
     for distance in range(1, hop.size):
         source, target = (own - distance) % hop.size, (own + distance) % hop.size

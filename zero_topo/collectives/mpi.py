@@ -54,11 +54,11 @@ class MpiPeers(Peers):
         self._comm.Alltoall(as_bytes(table.cpu()).numpy(), as_bytes(received).numpy())
         return _came(received.to(table.device))
 
-    def _to_each_uneven(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Handle[list[Tensor]]:
-        send, received = torch.cat(list(messages)).cpu(), torch.empty(sum(lengths), dtype=torch.uint8)
-        sent = [send.numpy(), [message.numel() for message in messages]]
-        self._comm.Alltoallv(sent, [received.numpy(), list(lengths)])
-        return _came(list(received.to(messages[0].device).split(list(lengths))))
+    def _to_each_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        received, width = torch.empty(sum(expected), rows.shape[1], dtype=torch.uint8), rows.shape[1]
+        lengths, due = (width * torch.tensor(counts, dtype=torch.int64).numpy() for counts in (sizes, expected))
+        self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
+        return _came(received.to(rows.device))
 
 
 def _came(result: T) -> Handle[T]:

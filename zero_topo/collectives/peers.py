@@ -60,28 +60,32 @@ class Peers:
         nbytes = (self.size - 1) * (table.nbytes // self.size)
         return self._begin("all_to_all", nbytes, partial(self._to_each, table))
 
-    def gather_uneven(self, x: Tensor) -> list[Tensor]:
-        """``x``, 1-D of any length, from each."""
-        return self.scatter_uneven([x] * self.size)
+    def scatter(self, table: Tensor) -> Tensor:
+        """As :meth:`scatter_later`, of any type, waited for."""
+        came = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
+        return came.view(-1).view(table.dtype).view(table.shape)
 
-    def scatter_uneven(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """``parts[c]``, 1-D of any length, goes to member ``c``; what each member sent here."""
-        sizes = torch.tensor([part.numel() for part in parts], device=parts[0].device)
-        return self.scatter_known(parts, self.scatter_sizes(sizes))
+    def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
+        copies = rows.repeat(self.size, *(1,) * (rows.dim() - 1))
+        return self.scatter_known(copies, [rows.shape[0]] * self.size, sizes)
 
-    def scatter_sizes(self, sizes: Tensor) -> list[int]:
-        """``sizes[c]`` (int64 ``[size]``) goes to member ``c``; what each member says here."""
-        return [int(n) for n in self.scatter_later(sizes).wait().tolist()]
+    def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
+        """The next ``sizes[c]`` rows go to member ``c``; what each member sent here, one after the other.
 
-    def scatter_known(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """As :meth:`scatter_uneven`, where all members know the lengths: ``sizes[c]`` elements come from ``c``."""
+        Args:
+            rows: ``[sum(sizes), ...]``, contiguous.
+            sizes: on the host.
+            expected: rows that come from each member, who say the same.
+        """
         if self.size == 1:
-            return list(parts)
-        dtype = parts[0].dtype
-        messages, lengths = [as_bytes(part) for part in parts], [n * dtype.itemsize for n in sizes]
-        nbytes = sum(message.numel() for member, message in enumerate(messages) if member != self.index)
-        begin = partial(self._to_each_uneven, messages, lengths)
-        return [message.view(dtype) for message in self._begin("all_to_all", nbytes, begin, even=False).wait()]
+            return rows
+        count, shape = rows.shape[0], rows.shape[1:]
+        width = shape.numel() * rows.itemsize
+        begin = partial(self._to_each_uneven, rows.view(torch.uint8).view(count, width), sizes, expected)
+        nbytes = (count - sizes[self.index]) * width
+        came = self._begin("all_to_all", nbytes, begin, even=False).wait()
+        return came.view(-1).view(rows.dtype).view(came.shape[0], *shape)
 
     def _begin(
         self, op: Literal["all_gather", "all_to_all"], nbytes: int, begin: Callable[[], Handle[T]], even: bool = True
@@ -95,8 +99,8 @@ class Peers:
     def _to_each(self, table: Tensor) -> Handle[Tensor]:
         return to_each(self._hop, table)
 
-    def _to_each_uneven(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> Handle[list[Tensor]]:
-        return to_each_uneven(self._hop, messages, lengths)
+    def _to_each_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        return to_each_uneven(self._hop, rows, sizes, expected)
 
 
 def as_bytes(x: Tensor) -> Tensor:

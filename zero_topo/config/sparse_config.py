@@ -12,6 +12,11 @@ from zero_topo.config.sync_settings import Dtype, SyncSettings
 from zero_topo.plan import Plan
 
 
+def index_bytes(numel: int) -> int:
+    """Bytes of an index into a vector of so many elements, as picks travel with it: 4 while 32 bits tell them apart."""
+    return 4 if numel <= 2**32 else 8
+
+
 class SparseSync(SyncSettings):
     """What all sparse modes have in common; one optimizer step syncs all parameters at once."""
 
@@ -29,7 +34,10 @@ class SparseSync(SyncSettings):
         strict=True,
         description="Keep the residual in the host's memory and bring it to the device once a step.",
     )
-    value_dtype: Dtype = Field("fp32", description="Type of the values on the wire; each comes with a 4-byte index.")
+    value_dtype: Dtype = Field(
+        "fp32",
+        description="Type of the values on the wire; each comes with an index of 4 bytes, or 8 above 2^32 elements.",
+    )
     include: tuple[str, ...] = Field(
         ("*",), description="Parameters to sparsify: shell patterns of their names, any of which must fit."
     )

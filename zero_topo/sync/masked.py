@@ -14,6 +14,7 @@ from torch import Tensor
 from zero_topo.config import SparseSync
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext
+from zero_topo.sync.picks import added_rows, positions
 from zero_topo.sync.sparse import Sparse, State
 
 
@@ -24,37 +25,44 @@ class Masked(Sparse[State]):
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
 
-    def reduce_masked(self, table: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
+    def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.
 
         Args:
-            table: FP32 ``[P, C]``; overwritten.
-            mask: bool ``[P, C]``, as many in each row.
+            total: FP32 ``[P * C]``; what rounding leaves takes the place of what is sent.
+            mask: bool ``[P, C]``.
+            kept: elements that it holds in each row.
 
         Returns:
-            The sums, FP32 ``[P, C]``, zero off the mask, of the own row or of all; the table with what rounding left in
-            place of what was sent; and how many elements the mask holds.
+            FP32, zero off the mask: ``[P * C]``, or the own row.
         """
-        reduced = torch.zeros_like(table)
-        sums, left = self.reduce_rows(table[mask].view(self.peers.size, -1))
-        reduced[mask], table[mask] = sums.view(-1), left.view(-1)
-        return reduced, table, left.numel()
-
-    def reduce_rows(self, packed: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the peers of ``[P, K]`` values, of the own row or of all, and what rounding left; collective."""
-        own, width = self.peers.index, packed.shape[1]
-        sent = packed.to(self.dtype)
-        left = packed - sent.float()
-        total = packed.new_zeros(width)
-        for message in self.peers.scatter_known(list(sent), [width] * self.peers.size):
-            total += message.float()
+        size, own = self.peers.size, self.peers.index
+        held = positions(mask.reshape(-1), size * kept)
+        packed = total[held].view(size, kept)
+        sums = self.reduce_rows(packed)
+        total[held] = packed.view(-1)
         if self.everywhere:
-            told = total.to(self.dtype)
-            left[own] += total - told.float()
-            return self.peers.gather(told).float(), left
-        sums = torch.zeros_like(packed)
-        sums[own] = total
-        return sums, left
+            return torch.zeros_like(total).index_copy_(0, held, sums)
+        places = held.view(size, kept)[own] - own * self._columns
+        return total.new_zeros(self._columns).index_copy_(0, places, sums)
+
+    def reduce_rows(self, packed: Tensor) -> Tensor:
+        """Sums over the peers of ``[P, K]`` values, which become what rounding leaves; collective.
+
+        Returns:
+            FP32 ``[P * K]``, or of the own row ``[K]``.
+        """
+        sent = packed.to(self.dtype)
+        total = added_rows(self.peers.scatter(sent))
+        if self.dtype == packed.dtype:
+            packed.zero_()
+            return self.peers.gather(total).view(-1) if self.everywhere else total
+        packed -= sent
+        if not self.everywhere:
+            return total
+        told = total.to(self.dtype)
+        packed[self.peers.index] += total - told
+        return self.peers.gather(told).float().view(-1)
 
     def packed(self, mask: Tensor) -> Tensor:
         """Bool ``[C]`` as bits, uint8 ``[ceil(C / 8)]``."""
@@ -63,6 +71,7 @@ class Masked(Sparse[State]):
     def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
         """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, end - begin]``, all columns by default."""
         end = self._columns if end is None else end
-        first = begin // 8 * 8
-        rows = [self.context.sparse.unpack(row[first // 8 : -(-end // 8)], end - first) for row in bits]
-        return torch.stack(rows)[:, begin - first :]
+        first, past = begin // 8, -(-end // 8)
+        part = bits[:, first:past].contiguous()
+        rows = self.context.sparse.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
+        return rows[:, begin - 8 * first : end - 8 * first]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from zero_topo.config import OkTopkSync
 from zero_topo.mesh import Hop
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, above, added, kth_largest, largest, non_zero, share
+from zero_topo.sync.picks import Picked, Records, above, added, count_reaching, kth_largest, largest, positions, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
 DRIFT = 1.025
@@ -49,14 +48,15 @@ class OkTopkState:
 
     Attributes:
         step: steps taken.
-        local, world: thresholds.
-        bounds: ``[P + 1]``, where regions begin, and ``n``.
+        local: threshold.
+        world: threshold, FP64 ``[]``.
+        bounds: int64 ``[P + 1]``, where regions begin, and ``n``.
     """
 
     step: int
     local: float
-    world: float
-    bounds: tuple[int, ...]
+    world: Tensor
+    bounds: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,16 @@ class _Chosen:
     """The result of step 3.
 
     Attributes:
-        reduced: FP32 ``[n]``.
-        own: the chosen sums of this rank's region, as all ranks got them.
-        indices: of all that was chosen, if this rank knows.
-        count: how many.
-        threshold: for the next step.
-        exact: whether it was found in this step.
+        reduced: FP32 ``[n]``, or where sums stay with their owners ``[C]``.
+        mask: bool, alike: what was chosen.
+        count: how much of what this rank knows, int64 ``[]``.
+        threshold: for the next step, FP64 ``[]``.
     """
 
     reduced: Tensor
-    own: Picked
-    indices: Tensor | None
-    count: int
-    threshold: float
-    exact: bool
+    mask: Tensor
+    count: Tensor
+    threshold: Tensor
 
 
 class OkTopk(Sparse[OkTopkState]):
@@ -88,6 +84,8 @@ class OkTopk(Sparse[OkTopkState]):
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
         self.k = share(config.density, self.numel)
+        # Of sums that stay with their owners positions are those in the owner's row.
+        self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
 
     def join(self, across: Hop) -> Peers:
         """The peers of the hop across, over the transport that the config names."""
@@ -98,126 +96,151 @@ class OkTopk(Sparse[OkTopkState]):
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = state.step < self.config.tau_prime or state.step % self.config.tau_prime == 0
-        threshold, recomputed = self._local_threshold(total, state, exact)
-        # Rounded as the messages round them, so that what is subtracted below is what the owners add up.
-        picked = above(total, threshold, self.context.sparse).rounded(self.dtype)
+        picked, threshold, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and state.step % self.config.tau == 0:
             bounds = self._balanced(picked)
-        parts = [part.encode(self.dtype) for part in picked.cut(bounds)]
-        messages = [Picked.decode(message, self.dtype) for message in self.peers.scatter_uneven(parts)]
-        begin, end = bounds[self.peers.index], bounds[self.peers.index + 1]
-        found = non_zero(added(messages, end - begin, total))
-        sums = Picked(found.indices + begin, found.values)
-        chosen = self._sharded(sums, state, exact) if self.config.sharded else self._choose(sums, state, exact)
-        self._subtract_delivered(total, picked, sums, chosen)
-        report = {
+        begin, sums = self._summed(picked, bounds)
+        if self.config.sharded:
+            chosen = self._sharded(sums, state, exact)
+            # This rank does not know whose picks were chosen: owners take the rest of the sums.
+            total[picked.indices] -= picked.values
+            total[begin : begin + len(sums)].add_(sums).sub_(chosen.reduced)
+        else:
+            chosen = self._choose(sums, begin, state, exact)
+            total[picked.indices] -= torch.where(chosen.mask[picked.indices], picked.values, 0.0)
+            if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
+                lost = torch.where(chosen.mask[begin : begin + len(sums)], sums - sums.to(self.dtype), 0.0)
+                total[begin : begin + len(sums)] += lost
+        report: dict[str, float | Tensor] = {
             "density_asked": self.config.density,
             "density": len(picked) / self.numel,
-            "union": chosen.count / self.numel,
-            "recomputed": float(recomputed) + float(chosen.exact),
+            "union": chosen.count.double() / self.numel,
+            "recomputed": float(recomputed) + float(exact),
         }
         local = threshold / DRIFT if 5 * len(picked) < 4 * self.k else threshold
         return Outcome(chosen.reduced, total, OkTopkState(state.step + 1, local, chosen.threshold, bounds), report)
 
-    def _local_threshold(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[float, bool]:
+    def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
+        """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
+
+        Also the local threshold, and whether it was found anew: that is a second look where reuse finds too many.
+        """
+        threshold, ops = state.local, self.context.sparse
         if not exact:
-            count = int(self.context.sparse.count_above(total, state.local))
+            (count,) = self.look(ops.count_above(total, threshold))
             exact = 4 * count > 5 * self.k
-        return (kth_largest(total, self.k), True) if exact else (state.local, False)
-
-    def _balanced(self, picked: Picked) -> tuple[int, ...]:
-        """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
-        size = self.peers.size
-        places = [len(picked) * p // size for p in range(1, size)]
-        own = picked.indices[places] if len(picked) else torch.tensor([self.numel * p // size for p in range(1, size)])
-        means = self.peers.gather(own.to(self.context.device)).sum(dim=0) // size
-        return (0, *(int(bound) for bound in means.tolist()), self.numel)
-
-    def _choose(self, sums: Picked, state: OkTopkState, exact: bool) -> _Chosen:
-        """The largest sums, on all ranks."""
         if exact:
-            gathered = self._all(sums)
-            threshold = kth_largest(gathered.values, self.k)
-            everything = gathered.where(gathered.values.abs() >= threshold)
+            bound = kth_largest(total, self.k)
+            threshold, count = self.look(bound, count_reaching(total, bound))
+        return above(total, threshold, int(count), ops).rounded(self.dtype), threshold, exact
+
+    def _balanced(self, picked: Picked) -> Tensor:
+        """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
+        size, device = self.peers.size, self.context.device
+        shares = torch.arange(size + 1, device=device)
+        bounds = shares * self.numel // size
+        own = picked.indices[shares[1:-1] * len(picked) // size] if len(picked) else bounds[1:-1]
+        bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
+        return bounds
+
+    def _summed(self, picked: Picked, bounds: Tensor) -> tuple[int, Tensor]:
+        """Where this rank's region begins, and the sums of all picks of it, FP32; one look."""
+        size, own = self.peers.size, self.peers.index
+        sizes = picked.counts(bounds)
+        seen = self.look(sizes, self.peers.scatter(sizes), bounds[own : own + 2])
+        *_, begin, end = seen
+        message = self._records.encode(Picked(picked.indices % self._records.numel, picked.values))
+        came = self._records.decode(self.peers.scatter_known(message, seen[:size], seen[size : 2 * size]))
+        indices = came.indices if self.config.sharded else came.indices - begin
+        return begin, added(Picked(indices, came.values), end - begin)
+
+    def _choose(self, sums: Tensor, begin: int, state: OkTopkState, exact: bool) -> _Chosen:
+        """The largest sums, on all ranks; one look."""
+        if exact:
+            counts = self.look(self.peers.gather(sums.count_nonzero()))
+            everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
+            threshold = kth_largest(everything.values, self.k)
+            kept = everything.values.abs() >= threshold
         else:
-            candidates, counts, threshold = self._reused(sums, state.world)
-            everything = self._all(self._spread(candidates, counts))
-        own = sums.rounded(self.dtype)
-        own = own.where(torch.isin(own.indices, everything.indices, assume_unique=True))
-        reduced = added([everything], self.numel, sums.values)
-        return _Chosen(reduced, own, everything.indices, len(everything), threshold, exact)
+            indices, counts, threshold = self._reused(sums, state.world)
+            everything = self._all(*self._spread(_at(sums, indices, begin), counts))
+            kept = torch.ones_like(everything.indices, dtype=torch.bool)
+        mask = torch.zeros(self.numel, dtype=torch.bool, device=sums.device)
+        mask[everything.indices] = kept
+        reduced = sums.new_zeros(self.numel)
+        reduced[everything.indices] = torch.where(kept, everything.values, 0.0)
+        return _Chosen(reduced, mask, kept.sum(), threshold)
 
-    def _reused(self, sums: Picked, threshold: float) -> tuple[Picked, list[int], float]:
-        """What reaches the old threshold, if need be cut to the cap; every rank's count; the threshold to use next."""
-        found = sums.where(sums.values.abs() >= threshold)
-        counts = [int(n) for n in self.peers.gather(torch.tensor([len(found)], device=sums.values.device))]
-        total, most = sum(counts), max(5 * self.k // 4, 1)
-        if total <= most:
-            return found, counts, threshold / DRIFT if 5 * total < 4 * self.k else threshold
-        counts = [most * count // total for count in counts]
-        best = largest(found.values, counts[self.peers.index])
-        return found.where(best.indices), counts, threshold * max(DRIFT, (total / self.k) ** 0.25)
+    def _reused(self, sums: Tensor, threshold: Tensor) -> tuple[Tensor, list[int], Tensor]:
+        """Where sums reach the old threshold, if need be cut to the cap; every rank's count; the threshold to use next.
 
-    def _all(self, own: Picked) -> Picked:
-        """What all ranks have, in ascending order of index: regions follow one another, and so do passed-on parts."""
-        parts = [Picked.decode(message, self.dtype) for message in self.peers.gather_uneven(own.encode(self.dtype))]
-        return Picked(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
+        One look.
+        """
+        reach, most = sums.abs() >= threshold, max(5 * self.k // 4, 1)
+        found = self.peers.gather(reach.sum())
+        total = found.sum()
+        cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
+        *counts, own, everybody = self.look(cut, found[self.peers.index], total)
+        indices = positions(reach, own)
+        if everybody <= most:
+            return indices, counts, threshold / DRIFT if 5 * everybody < 4 * self.k else threshold
+        best = largest(sums[indices], counts[self.peers.index])
+        return indices[best.indices], counts, threshold * max(DRIFT, (everybody / self.k) ** 0.25)
 
-    def _spread(self, own: Picked, counts: Sequence[int]) -> Picked:
-        """Equal parts of what all ranks have, if one has much more than the others; else what it is."""
+    def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
+        """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
+        return self._records.decode(self.peers.gather_known(self._records.encode(own), counts))
+
+    def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+        """Equal parts of what all ranks have, if one has much more than the others; else what it is. And how much."""
         size, total = self.peers.size, sum(counts)
         if max(counts) * size <= CROWDED * total:
-            return own
-        ends = [total * p // size for p in range(size + 1)]
-        first = list(accumulate(counts, initial=0))[self.peers.index]
-        cuts = [min(max(end - first, 0), len(own)) for end in ends]
-        parts = [Picked(own.indices[a:b], own.values[a:b]) for a, b in pairwise(cuts)]
-        messages = self.peers.scatter_uneven([part.encode(self.dtype) for part in parts])
-        came = [Picked.decode(message, self.dtype) for message in messages]
-        return Picked(torch.cat([part.indices for part in came]), torch.cat([part.values for part in came]))
+            return own, counts
+        ends = total * torch.arange(size + 1) // size  # on the host, as the counts are
+        edges = torch.tensor([0, *counts]).cumsum(0)
+        mine = self.peers.index
+        sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
+        expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
+        came = self.peers.scatter_known(self._records.encode(own), sizes, expected)
+        return self._records.decode(came), ends.diff().tolist()
 
-    def _sharded(self, sums: Picked, state: OkTopkState, exact: bool) -> _Chosen:
-        """The largest sums, each on its owner; Note [Sharded]."""
+    def _sharded(self, sums: Tensor, state: OkTopkState, exact: bool) -> _Chosen:
+        """The largest sums, each on its owner; Note [Sharded]. One look."""
         if exact:
-            magnitudes = sums.values.abs()
-            threshold = kth_largest(torch.cat(self.peers.gather_uneven(magnitudes)), self.k)
-            chosen = sums.where(magnitudes >= threshold)
+            counts = self.look(self.peers.gather(sums.count_nonzero()))
+            magnitudes = sums[positions(sums != 0, counts[self.peers.index])].abs()
+            threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k)
+            mask = sums.abs() >= threshold
         else:
-            chosen, _, threshold = self._reused(sums, state.world)
-        reduced = added([chosen], self.numel, sums.values)
-        return _Chosen(reduced, chosen, None, len(chosen), threshold, exact)
-
-    def _subtract_delivered(self, total: Tensor, picked: Picked, sums: Picked, chosen: _Chosen) -> None:
-        """Turn gradient plus residual into the new residual, in place."""
-        if chosen.indices is None:  # this rank does not know whose picks were chosen: owners take the rest of the sums
-            total[picked.indices] -= picked.values
-            total[sums.indices] += sums.values
-            total[chosen.own.indices] -= chosen.own.values
-            return
-        delivered = picked.where(torch.isin(picked.indices, chosen.indices, assume_unique=True))
-        total[delivered.indices] -= delivered.values
-        # Sums were rounded on their way to all ranks; what that took only their owner knows.
-        lost = sums.where(torch.isin(sums.indices, chosen.own.indices, assume_unique=True))
-        total[lost.indices] += lost.values - chosen.own.values
+            indices, _, threshold = self._reused(sums, state.world)
+            mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, indices, 1)
+        return _Chosen(torch.where(mask, sums, 0.0), mask, mask.sum(), threshold)
 
     def fresh(self) -> OkTopkState:
         """No threshold, regions of equal size."""
-        size = self.peers.size
-        return OkTopkState(0, 0.0, 0.0, tuple(self.numel * p // size for p in range(size + 1)))
+        device, size = self.context.device, self.peers.size
+        bounds = torch.arange(size + 1, device=device) * self.numel // size
+        return OkTopkState(0, 0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
         """Steps, thresholds and regions."""
         return {
             "step": torch.tensor(state.step),
-            "thresholds": torch.tensor([state.local, state.world], dtype=torch.float64),
-            "bounds": torch.tensor(state.bounds),
+            "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64),
+            "bounds": state.bounds,
         }
 
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
         """Steps, thresholds and regions from a checkpoint."""
-        local, world = saved["thresholds"].tolist()
-        return OkTopkState(int(saved["step"]), local, world, tuple(int(bound) for bound in saved["bounds"]))
+        local, world = saved["thresholds"].to(self.context.device)
+        bounds = saved["bounds"].to(self.context.device, copy=True)
+        return OkTopkState(int(saved["step"]), float(local), world, bounds)
+
+
+def _at(sums: Tensor, indices: Tensor, begin: int) -> Picked:
+    """Some sums of a region, by their places in the vector."""
+    return Picked(indices + begin, sums[indices])
 
 
 build_mode.register(OkTopkSync, OkTopk)

@@ -1,20 +1,30 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Elements picked from a vector: how they are chosen, written into messages, and added up."""
+"""Elements picked from a vector: how they are chosen, written into messages, and added up.
+
+Note [In order]
+    Sums of picks depend on their order, so what several peers sent is added up peer after peer: one element at a time
+    on a CPU, where ``index_add_`` goes through its arguments in order. On a GPU that would be atomic additions in any
+    order. There equal positions come together by a stable sort, and each run is added up by one thread in order, as
+    ``segment_reduce`` does with rows of two dimensions. Either way the bits are those of a loop over the peers.
+
+Note [Longer than an INT_MAX]
+    On GPUs torch selects and sorts up to 2**31 - 1 elements. A longer vector is selected from part by part.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant.sparse_ops import SparseOps
 
 TINY = 1e-45  # below every other positive FP32: a threshold that passes all but zeros
-INDEX_BYTES = 4
+LONGEST = 2**31 - 1
+WORD = 2  # bytes that the parts of a record are made of
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Picked:
     """Some elements of a vector.
 
     Attributes:
-        indices: int64, ascending, none twice.
+        indices: int64; of one rank's own picks ascending, none twice.
         values: FP32, as many.
     """
 
@@ -33,38 +43,57 @@ class Picked:
         return self.indices.numel()
 
     def where(self, chosen: Tensor) -> Picked:
-        """Those of a boolean mask or of ascending positions."""
+        """Those of ascending positions."""
         return Picked(self.indices[chosen], self.values[chosen])
+
+    def non_zero(self, count: int) -> Picked:
+        """Those that are not zero, known to be so many."""
+        return self if count == len(self) else self.where(positions(self.values != 0, count))
 
     def rounded(self, dtype: torch.dtype) -> Picked:
         """With the values that a message of that type brings."""
         return Picked(self.indices, self.values.to(dtype).float())
 
-    def cut(self, bounds: Sequence[int]) -> list[Picked]:
-        """Those within each pair of neighbouring bounds, counted from the lower one."""
-        edges = torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device)).tolist()
-        return [
-            Picked(self.indices[begin:end] - low, self.values[begin:end])
-            for low, (begin, end) in zip(bounds, pairwise(edges), strict=False)
-        ]
-
-    def encode(self, dtype: torch.dtype) -> Tensor:
-        """Indices as int32, then values, padded to 4 bytes: uint8, 1-D."""
-        indices, values = self.indices.to(torch.int32).view(torch.uint8), self.values.to(dtype).view(torch.uint8)
-        padding = values.new_zeros(-(indices.numel() + values.numel()) % INDEX_BYTES)
-        return torch.cat([indices, values, padding])
-
-    @classmethod
-    def decode(cls, message: Tensor, dtype: torch.dtype) -> Picked:
-        """The inverse of :meth:`encode`."""
-        count = message.numel() // (INDEX_BYTES + dtype.itemsize)
-        values = message[INDEX_BYTES * count : (INDEX_BYTES + dtype.itemsize) * count]
-        return cls(message[: INDEX_BYTES * count].view(torch.int32).long(), values.clone().view(dtype).float())
+    def counts(self, bounds: Tensor) -> Tensor:
+        """How many lie between each pair of neighbouring bounds (int64 ``[P + 1]``), int64 ``[P]``."""
+        return torch.searchsorted(self.indices, bounds).diff()
 
 
-def message_bytes(count: int, itemsize: int) -> int:
-    """Bytes of :meth:`Picked.encode` of ``count`` elements."""
-    return -(-count * (INDEX_BYTES + itemsize) // INDEX_BYTES) * INDEX_BYTES
+@dataclass(frozen=True)
+class Records:
+    """How picks travel: one after the other, each an index and then a value, so that messages can be cut anywhere.
+
+    Attributes:
+        dtype: of the values.
+        numel: of the vector that indices count in.
+    """
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of a record."""
+        return index_bytes(self.numel) + self.dtype.itemsize
+
+    def encode(self, picked: Picked) -> Tensor:
+        """Int16 ``[picks, nbytes / 2]``. Indices of 4 bytes are unsigned."""
+        count, head = len(picked), index_bytes(self.numel)
+        indices = picked.indices.to(torch.int32 if head == 4 else torch.int64)
+        words = indices.view(torch.int16), picked.values.to(self.dtype).view(torch.int16)
+        return torch.cat([part.view(count, size // WORD) for part, size in zip(words, self._sizes, strict=True)], dim=1)
+
+    def decode(self, message: Tensor) -> Picked:
+        """The inverse of :meth:`encode`, of any number of messages one after the other."""
+        indices, values = message.split([size // WORD for size in self._sizes], dim=1)
+        found = indices.contiguous().view(-1).view(torch.int32 if self._sizes[0] == 4 else torch.int64).long()
+        if self._sizes[0] == 4 and self.numel > LONGEST:
+            found.bitwise_and_(0xFFFFFFFF)
+        return Picked(found, values.contiguous().view(-1).view(self.dtype).float())
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return index_bytes(self.numel), self.dtype.itemsize
 
 
 def share(density: float, numel: int) -> int:
@@ -72,36 +101,70 @@ def share(density: float, numel: int) -> int:
     return min(numel, max(1, math.ceil(density * numel)))
 
 
-def kth_largest(x: Tensor, k: int) -> float:
-    """The ``k``-th largest magnitude, but never zero; ``TINY`` if there are fewer elements."""
+def kth_largest(x: Tensor, k: int) -> Tensor:
+    """The ``k``-th largest magnitude, but never zero, FP64 ``[]``; ``TINY`` if there are fewer elements."""
     if x.numel() < k or not k:
-        return TINY
-    return max(float(torch.topk(x.abs(), k, sorted=False).values.min()), TINY)
+        return torch.full((), TINY, dtype=torch.float64, device=x.device)
+    return _topk(x, k)[0].min().double().clamp_(min=TINY)
 
 
 def largest(x: Tensor, k: int) -> Picked:
-    """The ``k`` elements of largest magnitude, zeros left out."""
-    indices = torch.topk(x.abs(), min(k, x.numel()), sorted=False).indices.sort().values
-    picked = Picked(indices, x[indices])
-    return picked.where(picked.values != 0)
+    """The ``k`` elements of largest magnitude, some of which may be zero."""
+    indices = _topk(x, min(k, x.numel()))[1].sort().values
+    return Picked(indices, x[indices])
 
 
-def above(x: Tensor, threshold: float, ops: SparseOps) -> Picked:
-    """The elements whose magnitude reaches a threshold."""
-    room = int(ops.count_above(x, threshold))
-    found = ops.compact_above(x, threshold, room)
+def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest magnitudes, in any order, and where they are; Note [Longer than an INT_MAX]."""
+    if x.numel() <= LONGEST:
+        found = torch.topk(x.abs(), k, sorted=False)
+        return found.values, found.indices
+    parts = [torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)]
+    values = torch.cat([part.values for part in parts])
+    indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])
+    best = torch.topk(values, k, sorted=False)
+    return best.values, indices[best.indices]
+
+
+def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
+    """How many magnitudes reach a threshold that is on the device (``[]``), int64 ``[]``."""
+    return (x >= threshold).sum() + (x <= -threshold).sum()
+
+
+def above(x: Tensor, threshold: float, count: int, ops: SparseOps) -> Picked:
+    """The elements whose magnitude reaches a threshold, known to be so many."""
+    found = ops.compact_above(x, threshold, count)
     return Picked(found.indices, found.values.float())
 
 
-def added(parts: Sequence[Picked], numel: int, like: Tensor) -> Tensor:
-    """FP32 ``[numel]``: the sum of all parts, in their order."""
-    total = torch.zeros(numel, device=like.device)
-    for part in parts:
-        total[part.indices] += part.values
-    return total
+def positions(mask: Tensor, count: int) -> Tensor:
+    """Where a mask ``[n]`` holds, known to be at so many places; int64, ascending. Nobody waits for the device."""
+    return torch.nonzero_static(mask, size=count)[:, 0]
 
 
-def non_zero(x: Tensor) -> Picked:
-    """All elements but zeros."""
-    indices = x.nonzero()[:, 0]
-    return Picked(indices, x[indices])
+def added(picked: Picked, numel: int) -> Tensor:
+    """FP32 ``[numel]``: the sums of what is picked, of each element in the order given; Note [In order]."""
+    total = torch.zeros(numel, device=picked.values.device)
+    if total.device.type != "cpu":
+        picked = in_runs(picked)
+    return total.index_add_(0, picked.indices, picked.values)
+
+
+def in_runs(picked: Picked) -> Picked:
+    """As many, in ascending order: the sum of what has one index at its first place, zeros at its others."""
+    indices, order = picked.indices.sort(stable=True)
+    places = torch.arange(len(picked), device=indices.device)
+    first = torch.searchsorted(indices, indices) == places
+    lengths = torch.where(first, torch.searchsorted(indices, indices, right=True) - places, 0)
+    values = picked.values[order][:, None]
+    return Picked(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
+
+
+def added_rows(rows: Tensor) -> Tensor:
+    """``[P, K]`` -> FP32 ``[K]``: the sum of the rows, in their order; Note [In order]."""
+    rows = rows.float()
+    if rows.device.type == "cpu":
+        total = torch.zeros(1, rows.shape[1])
+        return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64), rows)[0]
+    lengths = torch.full((1,), len(rows), device=rows.device)
+    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)[0]

@@ -41,12 +41,12 @@ class RadiusState:
 
     Attributes:
         step: steps taken.
-        chosen: whether there is a mask.
+        kept: elements that the mask holds in each row; 0 if there is no mask.
         bits: uint8 ``[P, ceil(C / 8)]``, the mask, each row packed by itself.
     """
 
     step: int
-    chosen: bool
+    kept: int
     bits: Tensor
 
 
@@ -73,18 +73,17 @@ class Radius(Masked[RadiusState]):
 
     def exchange(self, total: Tensor, state: RadiusState) -> Outcome[RadiusState]:
         """Reduce what the mask holds, or everything in a step before the first mask or that resamples."""
-        table = total.view(self.peers.size, -1)
         after = replace(state, step=state.step + 1)
         if state.step < self.config.start or self._resamples(state):
-            reduced, left = self.reduce_rows(table)
-            return Outcome(reduced, left.view(-1), after, self._numbers(self.numel, resampled=self._resamples(state)))
-        reduced, left, sent = self.reduce_masked(table, self.mask(state))
-        return Outcome(reduced, left.view(-1), after, self._numbers(sent, resampled=False))
+            reduced = self.reduce_rows(total.view(self.peers.size, -1))
+            return Outcome(reduced, total, after, self._numbers(self.numel, resampled=self._resamples(state)))
+        reduced = self.reduce_masked(total, self.mask(state), state.kept)
+        return Outcome(reduced, total, after, self._numbers(self.peers.size * state.kept, resampled=False))
 
     def _resamples(self, state: RadiusState) -> bool:
         """Whether the step reduces everything and chooses a mask."""
         since = state.step - self.config.start
-        return since >= 0 and (not state.chosen or since % self.config.interval == 0)
+        return since >= 0 and (not state.kept or since % self.config.interval == 0)
 
     def _numbers(self, sent: int, resampled: bool) -> dict[str, float]:
         """The report: which share of the elements was reduced, and whether the step resampled."""
@@ -105,7 +104,7 @@ class Radius(Masked[RadiusState]):
         """Choose the elements of the own row that the update moved most, if the learning rate moved any."""
         if self._choice is None:
             self._choice = _Choice(self.mask(self._state)[self.peers.index], False)
-        if rate == 0 and self._state.chosen:
+        if rate == 0 and self._state.kept:
             return
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
@@ -122,15 +121,15 @@ class Radius(Masked[RadiusState]):
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
-        bits = self.peers.gather(self.packed(choice.mask))
-        self._state = replace(self._state, chosen=True, bits=bits)
+        kept = int(choice.mask.sum())  # of another density than now where a rate was zero since a run was resumed
+        self._state = replace(self._state, kept=kept, bits=self.peers.gather(self.packed(choice.mask)))
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RadiusState:
         """No step, no mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
-        return RadiusState(0, False, bits)
+        return RadiusState(0, 0, bits)
 
     def state_bytes(self) -> int:
         """Bytes of the residual and the mask."""
@@ -138,12 +137,12 @@ class Radius(Masked[RadiusState]):
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
         """Steps, and the mask if one is chosen."""
-        return {"step": torch.tensor(state.step), "chosen": torch.tensor(state.chosen), "mask": state.bits}
+        return {"step": torch.tensor(state.step), "chosen": torch.tensor(state.kept > 0), "mask": state.bits}
 
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Steps and mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return RadiusState(int(saved["step"]), bool(saved["chosen"]), bits)
+        return RadiusState(int(saved["step"]), int(self.unpacked(bits[:1]).sum()), bits)
 
 
 build_mode.register(RadiusSync, Radius)

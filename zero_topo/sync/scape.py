@@ -38,7 +38,7 @@ from zero_topo.config import ScapeSync
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.masked import Masked
-from zero_topo.sync.picks import share
+from zero_topo.sync.picks import largest, share
 from zero_topo.sync.sparse import Outcome
 
 
@@ -49,11 +49,13 @@ class ScapeState:
     Attributes:
         step: steps taken.
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
+        kept: elements that it holds in each row; in a state that is not decided yet, those of ``chosen``.
         chosen: this rank's own row of the mask after it, to be told to the others; None when it is on its way.
     """
 
     step: int
     bits: Handle[Tensor]
+    kept: int
     chosen: Tensor | None
 
 
@@ -76,18 +78,16 @@ class Scape(Masked[ScapeState]):
 
     def exchange(self, total: Tensor, state: ScapeState) -> Outcome[ScapeState]:
         """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
-        table = total.view(self.peers.size, -1)
+        own, table = self.peers.index, total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
-        kept = self._momentum(self.context.moments())
-        own = self.peers.index
-        score = table[own] + kept[own]  # of the table before the reduction overwrites it
-        reduced, left, sent = self.reduce_masked(table, mask)
-        left += kept.masked_fill_(mask, 0)
-        chosen = torch.zeros_like(mask[own])
         count = share(self.config.density_at(state.step + 1), self._columns)
-        chosen[torch.topk(score.abs(), count, sorted=False).indices] = True
-        report = {"density_asked": self.config.density_at(state.step), "density": sent / self.numel}
-        return Outcome(reduced, left.view(-1), ScapeState(state.step + 1, state.bits, self.packed(chosen)), report)
+        momentum = self._momentum(self.context.moments())
+        chosen = torch.zeros_like(mask[own])
+        chosen[largest(table[own] + momentum[own], count).indices] = True
+        reduced = self.reduce_masked(total, mask, state.kept)
+        table += momentum.masked_fill_(mask, 0)
+        report = {"density_asked": self.config.density_at(state.step), "density": state.kept / self._columns}
+        return Outcome(reduced, total, ScapeState(state.step + 1, state.bits, count, self.packed(chosen)), report)
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
@@ -144,7 +144,7 @@ class Scape(Masked[ScapeState]):
             return
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        self._state = ScapeState(self._state.step, bits, None)
+        self._state = ScapeState(self._state.step, bits, self._state.kept, None)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Of the rows of all tables inside the node the rows of the gradient shard; collective there."""
@@ -159,7 +159,7 @@ class Scape(Masked[ScapeState]):
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = self.packed(ones).expand(rows, -1).contiguous()
-        return ScapeState(0, Handle(None, (), lambda: bits), None)
+        return ScapeState(0, Handle(None, (), lambda: bits), self._columns, None)
 
     def state_bytes(self) -> int:
         """Bytes of the residual, the mask in force and the next one."""
@@ -173,7 +173,8 @@ class Scape(Masked[ScapeState]):
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
         """Steps and mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return ScapeState(int(saved["step"]), Handle(None, (), lambda: bits), None)
+        kept = int(self.unpacked(bits[:1]).sum())
+        return ScapeState(int(saved["step"]), Handle(None, (), lambda: bits), kept, None)
 
 
 build_mode.register(ScapeSync, Scape)

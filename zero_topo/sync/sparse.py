@@ -12,6 +12,10 @@ Note [Not a number]
     A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. Ranks therefore
     say first whether all their elements are finite; if not, all get NaN, and DeepSpeed skips the step or reports it.
 
+Note [Looks]
+    A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
+    it needs in few looks, whatever the number of peers; the first of a step also says whether all elements are finite.
+
 Note [Peers]
     Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
     belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and all need all rows.
@@ -24,7 +28,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,24 +50,30 @@ class Outcome(Generic[State]):
     """What a mode made of one step.
 
     Attributes:
-        reduced: FP32 ``[P, C]``, the sums that this rank needs; rows that it does not need may hold anything. Only the
-            own row is needed where every rank has an optimizer shard of its own.
+        reduced: FP32, the sums that this rank needs: ``[P * C]``, or ``[C]``, the own row, where every rank has an
+            optimizer shard of its own. Used up.
         residual: FP32 ``[P * C]``, what this rank did not deliver.
         state: of the mode, from the next step on.
-        report: numbers of this step.
+        report: numbers of this step; those of the device are read when somebody asks for them.
     """
 
     reduced: Tensor
     residual: Tensor
     state: State
-    report: Mapping[str, float]
+    report: Mapping[str, float | Tensor]
 
 
 class Step(NamedTuple, Generic[State]):
-    """A step that is not decided yet, and the scale of its gradients."""
+    """A step that is not decided yet: its outcome but for the sums, and the scale of its gradients."""
 
-    outcome: Outcome[State]
+    residual: Tensor
+    state: State
+    report: Mapping[str, float | Tensor]
     scale: float
+
+
+class _NotFiniteError(Exception):
+    """Some rank has an element that is not finite: all ranks learn that in the same look."""
 
 
 class Sparse(Crossing[Step[State]], Generic[State]):
@@ -94,15 +104,16 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
+        self._finite: Tensor | None = None  # of the step under way, of all peers, until somebody looks
         self._state = self.fresh()
-        self._report: dict[str, float] = {}
+        self._report: Mapping[str, float | Tensor] = {}
 
     @abstractmethod
     def exchange(self, total: Tensor, state: State) -> Outcome[State]:
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, finite: gradient plus residual. May be overwritten.
+            total: FP32 ``[P * C]``, finite once :meth:`look` returns: gradient plus residual. May be overwritten.
             state: what the mode remembers; must not be changed.
         """
 
@@ -111,27 +122,54 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         dense = self._dense.start(shard, self._others, scale) if self._others else None
-        if self._columns and (outcome := self._step(shard, scale, owing=tuple(spans) not in self._paid)):
-            self._runs[tuple(spans)] = Step(outcome, scale)
+        if self._columns and (step := self._step(shard, scale, owing=tuple(spans) not in self._paid)):
+            self._runs[tuple(spans)] = step
         return Handle(None, (), lambda: None if dense is None else dense.wait())
 
-    def _step(self, shard: Tensor, scale: float, owing: bool) -> Outcome[State] | None:
+    def look(self, *numbers: Tensor) -> list[Any]:
+        """Numbers of the device, on the host: ints if all are; see Note [Looks].
+
+        Args:
+            numbers: of any shape, one after the other.
+        """
+        parts = [number.view(-1) for number in numbers]
+        if self._finite is not None:
+            parts.append(self._finite.all().long().view(1))
+        seen: list[Any] = torch.cat(parts).tolist()
+        if self._finite is not None:
+            self._finite = None
+            if not seen.pop():
+                raise _NotFiniteError
+        return seen
+
+    def _step(self, shard: Tensor, scale: float, owing: bool) -> Step[State] | None:
         total = self.table(shard, self._spans).div_(scale).view(-1)
-        finite = torch.isfinite(total).all().to(torch.uint8).view(1)
-        if not self.peers.gather(finite).all():
+        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
+        finite = torch.stack(total.aminmax()).isfinite().all()
+        self._finite = self.peers.gather(finite.to(torch.uint8).view(1))
+        if self.residual.numel() and owing:
+            total += self.residual.to(total.device, non_blocking=True)
+        try:
+            outcome = self.exchange(total, self._state)
+            if self._finite is not None:
+                self.look()
+        except _NotFiniteError:
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
             return None
-        if self.residual.numel() and owing:
-            total += self.residual.to(total.device, non_blocking=True)
-        outcome = self.exchange(total, self._state)
-        which = slice(None) if self.everywhere else slice(self.peers.index, self.peers.index + 1)
-        self.deliver(shard, self._spans, outcome.reduced.view(self.peers.size, -1) * scale, which)
+        self._deliver(shard, outcome.reduced.mul_(scale))
+        return Step(outcome.residual, outcome.state, outcome.report, scale)
+
+    def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
+        """Put the sums into the shard, and where a node's ranks need more rows, tell them."""
+        own, size = self.peers.index, self.peers.size
+        which = slice(None) if self.everywhere else slice(own, own + 1)
+        table = reduced.view(-1, self._columns).expand(size, -1)  # the own row at every place, if it is alone
+        self.deliver(shard, self._spans, table, which)
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
             spread_back(self.context, shard, self._spans, within, self._dense_wire)
-        return outcome
 
     @property
     def _stepped(self) -> bool:
@@ -140,7 +178,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
 
     def undelivered(self, run: Step[State]) -> Tensor:
         """What the mode left."""
-        return run.outcome.residual.view(self.peers.size, -1) * run.scale
+        return run.residual.view(self.peers.size, -1) * run.scale
 
     def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
         """Only to the parameters that take part."""
@@ -149,10 +187,10 @@ class Sparse(Crossing[Step[State]], Generic[State]):
     def keep(self, run: Step[State]) -> None:
         """What the mode left, and what it remembers, are in force."""
         if self.residual.numel():
-            left = run.outcome.residual.view(-1)
+            left = run.residual.view(-1)
             self.residual = self.residual.copy_(left) if self._offloaded else left
-        self._state = run.outcome.state
-        self._report = dict(run.outcome.report)
+        self._state = run.state
+        self._report = run.report
 
     def debts(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
@@ -193,7 +231,10 @@ class Sparse(Crossing[Step[State]], Generic[State]):
 
     def report(self) -> dict[str, float]:
         """The mode's numbers of the last step, and the residual's norm."""
-        return {**self._report, "residual_norm": float(self.residual.norm())} if self._report else {}
+        if not self._report:
+            return {}
+        numbers = {**self._report, "residual_norm": self.residual.norm()}
+        return {name: float(number) for name, number in numbers.items()}
 
     def state_bytes(self) -> int:
         """Bytes on the device: the residual, and what a mode remembers beside it if that is of the gradient's size."""

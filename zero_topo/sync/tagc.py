@@ -43,7 +43,7 @@ from zero_topo.config import TagcSync
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, largest, share
+from zero_topo.sync.picks import Picked, added, added_rows, largest, positions, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
 logger = logging.getLogger(__name__)
@@ -57,15 +57,17 @@ class _Index:
     """Who picked what.
 
     Attributes:
-        came: the bits of each peer for this rank's row, uint8 ``[ceil(C / 8)]``.
-        bits: their OR.
-        union: the OR as booleans, ``[C]``.
+        mask: what this rank picked, bool ``[P, C]``.
+        came: the bits of each peer for this rank's row, uint8 ``[P, ceil(C / 8)]``.
+        union: their OR, bool ``[C]``.
+        bits: the same, uint8 ``[ceil(C / 8)]``.
         counts: elements of the union of every row.
     """
 
-    came: list[Tensor]
-    bits: Tensor
+    mask: Tensor
+    came: Tensor
     union: Tensor
+    bits: Tensor
     counts: list[int]
 
 
@@ -76,12 +78,12 @@ class _Sums:
     Attributes:
         row: FP32 ``[C]``.
         beside: elements sent beside the sketch.
-        estimated: elements that are not exact.
+        estimated: elements that are not exact, int64 ``[1]``; None for none.
     """
 
     row: Tensor
     beside: int = 0
-    estimated: int = 0
+    estimated: Tensor | None = None
 
 
 class Tagc(Sparse[int]):
@@ -104,6 +106,7 @@ class Tagc(Sparse[int]):
     def exchange(self, total: Tensor, state: int) -> Outcome[int]:
         """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
         picked = largest(total, share(1 - self.theta, self.numel))
+        picked = picked.non_zero(self.look(picked.values.count_nonzero())[0])
         index = self._index(picked)
         densest = max(index.counts) / self.width
         ratio = self.config.safe_ratio(densest, self.width)
@@ -122,66 +125,69 @@ class Tagc(Sparse[int]):
             "union": sum(index.counts) / self.numel,
             "ratio": float(ratio or 0),  # 0: no sketch
             "beside": float(sums.beside),
-            "estimated": float(sums.estimated),
+            "estimated": 0.0 if sums.estimated is None else sums.estimated,
             "fallbacks": float(state + fell_back),
         }
         return Outcome(self._table_of(sums.row, index), total, state + fell_back, report)
 
     def _index(self, picked: Picked) -> _Index:
-        """The bits of every row at its owner; collective."""
-        size, ops = self.peers.size, self.context.sparse
+        """The bits of every row at its owner; collective, and one look."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
         mask[picked.indices] = True
-        rows = [ops.pack(row) for row in mask.view(size, -1)]
-        came = self.peers.scatter_known(rows, [rows[0].numel()] * size)
-        bits = came[0].clone()
-        for other in came[1:]:
-            bits |= other
-        union = ops.unpack(bits, self.width)
-        counts = self.peers.gather(union.sum().view(1)).view(-1)
-        return _Index(came, bits, union, [int(n) for n in counts.tolist()])
+        mask = mask.view(self.peers.size, -1)
+        came = self.peers.scatter(self._bits(mask))
+        union = self._masks(came).any(dim=0)
+        counts = self.look(self.peers.gather(union.sum()))
+        return _Index(mask, came, union, self._bits(union[None])[0], counts)
 
-    def _cut(self, picked: Picked) -> list[Picked]:
-        """The picks of each row."""
-        return picked.cut([self.width * p for p in range(self.peers.size + 1)])
+    def _bits(self, rows: Tensor) -> Tensor:
+        """Bool ``[rows, C]`` -> uint8 ``[rows, ceil(C / 8)]``, each row by itself."""
+        rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
+        return self.context.sparse.pack(rows.reshape(-1)).view(len(rows), -1)
+
+    def _masks(self, bits: Tensor) -> Tensor:
+        """The inverse of :meth:`_bits`."""
+        return self.context.sparse.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
 
     def _plain(self, picked: Picked, index: _Index, total: Tensor) -> _Sums:
-        """Values in the order of the bits; what rounding takes away stays here."""
-        rounded = picked.rounded(self.dtype)
-        masks = [self.context.sparse.unpack(bits, self.width) for bits in index.came]
-        values = [part.values.to(self.dtype) for part in self._cut(rounded)]
-        row = total.new_zeros(self.width)
-        for mask, came in zip(masks, self.peers.scatter_known(values, [int(m.sum()) for m in masks]), strict=True):
-            row[mask] += came.float()
+        """Values in the order of the bits; what rounding takes away stays here. One look."""
+        size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self._masks(index.came)
+        seen = self.look(index.mask.sum(dim=1), masks.sum(dim=1))
+        came = self.peers.scatter_known(rounded.values.to(self.dtype), seen[:size], seen[size:])
+        places = positions(masks.reshape(-1), len(came)) % self.width
         total[picked.indices] -= rounded.values
-        return _Sums(row)
+        return _Sums(added(Picked(places, came.float()), self.width))
 
     def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> _Sums:
         """Sums of sketches, and of values beside them."""
-        ops, rows = self.context.sparse, self.config.sketch_rows(self.width, ratio)
-        stuck = self._stuck(index, rows)
-        asked = self.peers.gather_uneven(stuck.to(torch.int32))
-        messages = []
-        for part, places in zip(self._cut(picked), asked, strict=True):
-            row = total.new_zeros(self.width)
-            row[part.indices] = part.values
-            beside = row[places.long()]
-            row[places.long()] = 0  # in the sketch they would not come apart
-            messages.append(torch.cat([ops.sketch(row, SEED, rows).view(-1), beside]))
+        size, rows = self.peers.size, self.config.sketch_rows(self.width, ratio)
+        stuck, counts = self._stuck(index, rows)
+        table = torch.where(index.mask, total.view(size, -1), 0.0)
         total[picked.indices] = 0  # sketches and what goes beside them are FP32: no rounding leaves anything
-        came = self.peers.scatter_known(messages, [rows * LANES + stuck.numel()] * self.peers.size)
-        summed = came[0].clone()
-        for other in came[1:]:
-            summed += other
+        beside = total.new_zeros(0)
+        if any(counts):
+            asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
+            owners = torch.arange(size, device=total.device)
+            sizes = torch.tensor(counts).to(total.device, non_blocking=True)
+            places = owners.repeat_interleave(sizes, output_size=len(asked)) * self.width + asked
+            values = table.view(-1)[places]
+            table.view(-1)[places] = 0  # in the sketch they would not come apart
+            beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
+        sketches = torch.stack([self.context.sparse.sketch(row, SEED, rows) for row in table])
+        del table
+        summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        sketch = summed[: rows * LANES].view(rows, LANES)
-        own, left = ops.peel(sketch, ops.pack(inside), SEED, self.width)
-        own[stuck] = summed[rows * LANES :]
-        return _Sums(own, stuck.numel(), int(left))
+        own, left = self.context.sparse.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
+        if any(counts):
+            own[stuck] = added_rows(beside.view(size, -1))
+        return _Sums(own, len(stuck), left)
 
-    def _stuck(self, index: _Index, rows: int) -> Tensor:
-        """Places in this rank's row, int64, that peeling does not reach; Note [Nothing is estimated]."""
+    def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:
+        """Places in this rank's row, int64, that peeling does not reach, and how many there are in each row.
+
+        Note [Nothing is estimated]. A look for each attempt, of which all ranks make as many.
+        """
         ops, device = self.context.sparse, index.bits.device
         stuck = torch.zeros_like(index.union)
         for attempt in count():
@@ -190,24 +196,21 @@ class Tagc(Sparse[int]):
             probe = numbers.float() * index.union
             found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
             stuck |= found != probe
-            if int(stuck.sum()) >= int(left):
+            reached = stuck.sum()
+            counts = self.look(self.peers.gather(torch.where(reached >= left, reached, -1)))
+            if min(counts) >= 0:
                 break
-        return stuck.nonzero()[:, 0]
+        return positions(stuck, counts[self.peers.index]), counts
 
     def _table_of(self, row: Tensor, index: _Index) -> Tensor:
-        """FP32 ``[P * C]``: all rows, alike on all ranks, or the own one."""
-        size, ops = self.peers.size, self.context.sparse
-        table = row.new_zeros(size, self.width)
+        """FP32 ``[P * C]``: all rows, alike on all ranks; or the own one, if others are not needed."""
         if not self.everywhere:
-            table[self.peers.index] = row
-            return table.view(-1)
-        message = torch.cat([index.bits, row[index.union].view(torch.uint8)])
-        head = index.bits.numel()
-        sizes = [head + row.itemsize * n for n in index.counts]
-        for place, came in zip(table, self.peers.scatter_known([message] * size, sizes), strict=True):
-            # Copies: after the bits, values may begin at any byte, where no FP32 view can.
-            place[ops.unpack(came[:head].clone(), self.width)] = came[head:].clone().view(row.dtype)
-        return table.view(-1)
+            return row
+        masks = self._masks(self.peers.gather(index.bits))
+        values = row[positions(index.union, index.counts[self.peers.index])]
+        table = row.new_zeros(self.numel)
+        table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(values, index.counts)
+        return table
 
     def fresh(self) -> int:
         """No step has fallen back."""

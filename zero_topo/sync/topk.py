@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import TINY, Picked, above, added, largest, non_zero, share
+from zero_topo.sync.picks import TINY, Picked, Records, above, added, count_reaching, in_runs, largest, positions, share
 from zero_topo.sync.sparse import Outcome, Sparse
 
 FITTING_STEPS = 4
@@ -39,9 +39,15 @@ class Stateless(Sparse[None]):
     def fresh(self) -> None:
         """Nothing."""
 
-    def numbers(self, picked: int, union: int) -> dict[str, float]:
+    def k_largest(self, total: Tensor) -> Picked:
+        """Exactly ``k``, or all that are not zero; one look."""
+        picked = largest(total, self.k)
+        (count,) = self.look(picked.values.count_nonzero())
+        return picked.non_zero(count)
+
+    def numbers(self, picked: int, union: Tensor) -> dict[str, float | Tensor]:
         """The report: densities of a rank's picks and of the sum."""
-        return {"density_asked": self.density, "density": picked / self.numel, "union": union / self.numel}
+        return {"density_asked": self.density, "density": picked / self.numel, "union": union.double() / self.numel}
 
 
 class AllGathered(Stateless):
@@ -53,11 +59,11 @@ class AllGathered(Stateless):
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Gather all picks; the sum is everybody's union."""
-        picked = self.pick(total).rounded(self.dtype)
-        messages = self.peers.gather_uneven(picked.encode(self.dtype))
-        reduced = added([Picked.decode(message, self.dtype) for message in messages], self.numel, total)
+        picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
+        counts = self.look(self.peers.gather(torch.full((1,), len(picked), device=total.device)))
+        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.numel)
         total[picked.indices] -= picked.values
-        return Outcome(reduced, total, None, self.numbers(len(picked), int(reduced.count_nonzero())))
+        return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
 
 
 class TopkA(AllGathered):
@@ -65,7 +71,7 @@ class TopkA(AllGathered):
 
     def pick(self, total: Tensor) -> Picked:
         """Exactly ``k``, or all that are not zero."""
-        return largest(total, self.k)
+        return self.k_largest(total)
 
 
 class GaussianK(AllGathered):
@@ -77,24 +83,22 @@ class GaussianK(AllGathered):
 
     def pick(self, total: Tensor) -> Picked:
         """Those above the threshold."""
-        return above(total, self.threshold(total), self.context.sparse)
+        bound, count = self.look(*self.threshold(total))
+        return above(total, bound, int(count), self.context.sparse)
 
-    def threshold(self, total: Tensor) -> float:
-        """From mean and standard deviation, then corrected by counting."""
-        if self.density == 1:
-            return TINY
-        quantile = NormalDist().inv_cdf(1 - self.density / 2)
+    def threshold(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """From mean and standard deviation, then corrected by counting; FP64 ``[]``, and how many reach it, ``[]``."""
+        quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
         deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
-        bound = max(float(deviation) * quantile + abs(float(mean)), TINY)
-        for _ in range(FITTING_STEPS):
-            count = int(self.context.sparse.count_above(total, bound))
-            if 3 * count < 2 * self.k:
-                bound = max(0.5 * bound, TINY)
-            elif 3 * count > 4 * self.k:
-                bound *= 1.5
-            else:
-                break
-        return bound
+        bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY)
+        if self.density == 1:
+            bound = torch.full_like(bound, TINY)
+        count = count_reaching(total, bound)
+        for _ in range(FITTING_STEPS if self.density < 1 else 0):  # what fits stays
+            few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
+            bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
+            count = count_reaching(total, bound)
+        return bound, count
 
 
 class TopkDsa(Stateless):
@@ -106,39 +110,45 @@ class TopkDsa(Stateless):
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Reduce the picks at the owners of their rows, then gather the sums if all ranks need them."""
-        size, width = self.peers.size, self.numel // self.peers.size
-        picked = largest(total, self.k).rounded(self.dtype)
-        parts = picked.cut([width * p for p in range(size + 1)])
-        messages = self.peers.scatter_uneven([part.encode(self.dtype) for part in parts])
+        size, width = self.peers.size, self._columns
+        picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
+        sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
+        seen = self.look(sizes, self.peers.scatter(sizes))
+        message = records.encode(Picked(picked.indices % width, picked.values))
+        own = added(records.decode(self.peers.scatter_known(message, seen[:size], seen[size:])), width)
         total[picked.indices] -= picked.values
-        own = added([Picked.decode(message, self.dtype) for message in messages], width, total)
-        union = int(own.count_nonzero())
-        reduced = self._gathered(own, total) if self.everywhere else _placed(own, self.peers.index, size)
+        union = own.count_nonzero()
+        reduced = self._gathered(own, union, total) if self.everywhere else own
         return Outcome(reduced, total, None, self.numbers(len(picked), union * size))
 
-    def _gathered(self, own: Tensor, total: Tensor) -> Tensor:
+    def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
-        width = own.numel()
-        sums = non_zero(own).rounded(self.dtype)
-        sparse = sums.encode(self.dtype)
-        if sparse.numel() < own.nbytes:
-            row = total[self.peers.index * width : (self.peers.index + 1) * width]
-            row[sums.indices] += own[sums.indices] - sums.values
-        messages = self.peers.gather_uneven(sparse if sparse.numel() < own.nbytes else own.view(torch.uint8))
-        rows = [
-            message.clone().view(torch.float32)
-            if message.numel() == own.nbytes
-            else added([Picked.decode(message, self.dtype)], width, total)
-            for message in messages
-        ]
-        return torch.cat(rows)
+        size, width, index = self.peers.size, own.numel(), self.peers.index
+        records, counts = Records(self.dtype, width), self.peers.gather(union.view(1)).view(-1)
+        sparse = counts * records.nbytes < own.nbytes
+        dense = torch.where(sparse, 0, 1)
+        counts = counts * sparse
+        seen = self.look(counts, dense)
+        reduced = total.new_zeros(size, width)
+        if any(seen[:size]):
+            indices = positions(own != 0, seen[index])
+            sums = Picked(indices, own[indices])
+            total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
+            picks = records.decode(self.peers.gather_known(records.encode(sums), seen[:size]))
+            rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
+            reduced.view(-1)[picks.indices + rows * width] = picks.values
+        if any(seen[size:]):
+            came = self.peers.gather_known(own[None][: seen[size + index]], seen[size:])
+            reduced[positions(dense != 0, len(came))] = came
+        return reduced.view(-1)
 
 
 class GTopk(Stateless):
     """The ``k`` largest elements of the sum, as far as a tree finds them: at each level only ``k`` go on.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
-    drops a sum on the way keeps it in its own residual, so that nothing is lost.
+    drops a sum on the way keeps it in its own residual, so that nothing is lost. Picks are always ``k``, zeros among
+    them if need be: all messages have one length, and nobody looks.
     """
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
@@ -152,17 +162,16 @@ class GTopk(Stateless):
                 picked = self._kept(picked, picked.rounded(self.dtype), total)
             came = self._pass(picked, parent, child)
             if came is not None:
-                sums = non_zero(added([picked, came], self.numel, total))
-                best = largest(sums.values, self.k)
-                picked = self._kept(sums, sums.where(best.indices), total)
+                both = torch.cat([picked.indices, came.indices]), torch.cat([picked.values, came.values])
+                sums = in_runs(Picked(*both))
+                picked = self._kept(sums, sums.where(largest(sums.values, self.k).indices), total)
         if self.peers.index == 0:
             picked = self._kept(picked, picked.rounded(self.dtype), total)
         for step in reversed(steps):
             parent, child = self._neighbours(step)
             came = self._pass(picked, child, parent)
             picked = picked if came is None else came
-        reduced = added([picked], self.numel, total)
-        return Outcome(reduced, total, None, self.numbers(self.k, len(picked)))
+        return Outcome(added(picked, self.numel), total, None, self.numbers(self.k, picked.values.count_nonzero()))
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
         """At one level of the tree: the member this one reports to, and the one that reports to it."""
@@ -172,35 +181,21 @@ class GTopk(Stateless):
         return None, index + step if index % (2 * step) == 0 and index + step < self.peers.size else None
 
     def _kept(self, have: Picked, goes_on: Picked, total: Tensor) -> Picked:
-        """What does not go on stays in the residual."""
-        total[have.indices] += have.values
-        total[goes_on.indices] -= goes_on.values
+        """What does not go on stays in the residual. An index that is there twice has a value but once."""
+        total.index_add_(0, have.indices, have.values)
+        total.index_add_(0, goes_on.indices, goes_on.values, alpha=-1)
         return goes_on
 
     def _pass(self, picked: Picked, target: int | None, source: int | None) -> Picked | None:
         """Send ``k`` picks to one member, get as many from another."""
-        size, nbytes = self.peers.size, len(self._filled(picked))
-        nothing = picked.indices.new_empty(0, dtype=torch.uint8)
-        parts = [self._filled(picked) if member == target else nothing for member in range(size)]
-        came = self.peers.scatter_known(parts, [nbytes if member == source else 0 for member in range(size)])
-        return None if source is None else self._trimmed(Picked.decode(came[source], self.dtype))
-
-    def _filled(self, picked: Picked) -> Tensor:
-        """A message of exactly ``k`` picks, so that its length is known; what is missing are zeros at index 0."""
-        missing = self.k - len(picked)
-        indices = torch.cat([picked.indices, picked.indices.new_zeros(missing)])
-        return Picked(indices, torch.cat([picked.values, picked.values.new_zeros(missing)])).encode(self.dtype)
-
-    @staticmethod
-    def _trimmed(picked: Picked) -> Picked:
-        return picked.where(picked.values != 0)
-
-
-def _placed(row: Tensor, index: int, size: int) -> Tensor:
-    """A table ``[size * width]`` of which only one row is filled."""
-    table = row.new_zeros(size, row.numel())
-    table[index] = row
-    return table.view(-1)
+        size, records = self.peers.size, Records(self.dtype, self.numel)
+        sizes, expected = [0] * size, [0] * size
+        if target is not None:
+            sizes[target] = self.k
+        if source is not None:
+            expected[source] = self.k
+        came = self.peers.scatter_known(records.encode(picked)[: sum(sizes)], sizes, expected)
+        return None if source is None else records.decode(came)
 
 
 build_mode.register(TopkASync, TopkA)
