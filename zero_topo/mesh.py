@@ -1,22 +1,35 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Topology and plan -> process groups, one per hop.
 
-Note [Every rank creates every group]
-    ``new_group`` numbers groups by how many a rank has created, so all ranks create all groups of a hop in one order;
-    those of others cost a rank microseconds. The tempting ``use_local_synchronization``, by which a rank creates only
-    its own, hangs as soon as ranks are members of unequally many groups, be it only in the user's own code: torch
-    derives the name of such a group from that number.
+Note [One call makes all groups of a hop]
+    Where the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
+    world's, which takes all ranks: with ``new_group`` one collective of the world for each group, 65,864 of them at
+    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (torch 2.11
+    and later, pytorch#173687). It names a group by its ranks and by how many groups the rank is in. Where ranks are in
+    unequally many, be it only in the user's own code, members know one group by different names, and
+    ``destroy_process_group``, which goes by name, hangs (pytorch#190431). Then, and on every other backend, all ranks
+    create all groups of a hop in one order, numbered alike: without splits, those of others cost microseconds.
+    ``use_local_synchronization``, by which a rank creates only its own, has the same names, and gloo's members meet by
+    name: it hangs in the same case, and those of a second mesh find addresses that a destroyed one left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
+from zero_topo.units import MIB, format_bytes
+
+NCCL_BUFFER = 4 * MIB
+"""Bytes that NCCL holds by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
+(docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,9 @@ class Route:
 class Mesh:
     """The process groups of a plan.
 
+    Attributes:
+        calls: how often all ranks together had to create groups.
+
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
@@ -99,6 +115,8 @@ class Mesh:
         self.topology = topology
         self.rank = dist.get_rank()
         self._created: list[dist.ProcessGroup] = []
+        self._splitter = _splitter()
+        self.calls = 0
         hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
         self._hops = {hop: self._create(*hop) for hop in hops}
 
@@ -126,19 +144,36 @@ class Mesh:
         return Hop(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
-        """This rank's group of a hop; creates those of all ranks, see Note [Every rank creates every group]."""
+        """This rank's group of a hop; creates those of all ranks, see Note [One call makes all groups of a hop]."""
         if hi // lo == self.plan.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        own: dist.ProcessGroup | None = None
-        for ranks in self.plan.groups(lo, hi):
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                own = group
+        groups, name = self.plan.groups(lo, hi), f"zero_topo {lo} to {hi}"
+        if self._splitter is not None:
+            own = dist.split_group(split_ranks=groups, group_desc=name, backend=self._splitter)
+        else:
+            made = [dist.new_group(ranks, group_desc=name) for ranks in groups]
+            own = next(group for group in made if isinstance(group, dist.ProcessGroup))
         assert own is not None
+        self.calls += len(groups) if self._splitter is None else 1
         self._created.append(own)
         return own
+
+    def words(self, env: Mapping[str, str] = os.environ) -> str:
+        """How many communicators this rank has in its groups, and what NCCL's hold; one line for the log.
+
+        Args:
+            env: where NCCL reads the size of its buffers.
+        """
+        sizes = [group.size() for group in self._created]
+        set_by_user = env.get("NCCL_BUFFSIZE", "")
+        buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
+        held = buffer * sum(min(2, size - 1) for size in sizes)  # both neighbours of a ring
+        return (
+            f"{len(sizes)} communicators beside the world's, of {sizes} ranks, created in {self.calls} calls of all "
+            f"ranks; if they are NCCL's they hold {format_bytes(held)} for each of its channels "
+            f"({format_bytes(buffer)} a neighbour: NCCL_BUFFSIZE)"
+        )
 
     def destroy(self) -> None:
         """Destroy the groups this mesh created; every rank must call it, in the same place."""
@@ -146,3 +181,18 @@ class Mesh:
             dist.destroy_process_group(group)
         self._created.clear()
         self._hops.clear()
+
+
+def _splitter() -> str | None:
+    """The world's backend if :func:`dist.split_group` may be used, see Note [One call makes all groups of a hop].
+
+    Collective where the backend splits.
+    """
+    world: Any = dist.group.WORLD
+    device = world.bound_device_id
+    if device is None or not world._get_backend(device).supports_splitting:
+        return None
+    known = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([known, -known], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return str(world._get_backend(device).name()) if int(extremes.sum()) == 0 else None

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 
 from tests.harness import run_threads
 from tests.ranks.worlds import either_placement, shuffled
@@ -81,3 +86,102 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
         Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
+
+
+GROUP: Any = dist.ProcessGroup
+"""Declared with C++'s signatures, of which the stand-in below needs few arguments."""
+
+
+class SplittingGroup(GROUP):
+    """A world bound to a device, or a group split off it: stands in for NCCL's under torch's own ``split_group``."""
+
+    supports_splitting = True
+    options = None
+    group_desc = "pretended"
+    group_name = ""
+
+    def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
+        super().__init__(rank, size)
+        self.splits: list[list[int]] = []
+        self.group_name, self.unequal = name, unequal
+
+    def name(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: torch.device) -> SplittingGroup:
+        return self
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> FakeWork:
+        """Of the numbers of groups: another rank is in one more, if that is pretended."""
+        tensors[0][0] += self.unequal
+        return FakeWork()
+
+    def split_group(self, ranks: list[int], **options: Any) -> SplittingGroup:
+        assert options["device_types"] == [torch.device("cuda")]
+        self.splits.append(ranks)
+        return SplittingGroup(ranks.index(self.rank()), len(ranks), options["group_name"])
+
+    def get_group_store(self) -> dist.Store:
+        return dist.HashStore()
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+
+@contextmanager
+def bound_world(size: int, rank: int, unequal: bool = False) -> Iterator[SplittingGroup]:
+    """A pretended world as DeepSpeed makes it on GPUs: NCCL's, bound to a device (which is the host)."""
+    world = SplittingGroup(rank, size, unequal=unequal)
+    world.bound_device_id = torch.device("cpu", 0)
+    known = dist.distributed_c10d._world
+    with fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
+        accelerator.current_accelerator.return_value = torch.device("cuda")
+        known.pg_group_ranks[world] = {r: r for r in range(size)}
+        known.pg_map[world] = ("cpu:gloo,cuda:nccl", dist.HashStore())
+        fake, known.default_pg = known.default_pg, world
+        try:
+            yield world
+        finally:
+            known.default_pg = fake
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
+    """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at Frontier's size."""
+    machine = load_preset("frontier", 9408 * 8)
+    plan = Plan.build(machine, ("gpu", "gpu", "node", "world"))
+    rank = 40_003
+    with bound_world(machine.world_size, rank) as world, patch.object(dist, "new_group", side_effect=AssertionError):
+        mesh = Mesh(plan, machine, plan.hops())
+        hops = [mesh.hop(*pair) for whole in plan.hops() for pair in plan.route(*whole)]
+        travelled = {(hop.lo, hop.hi): hop.group for hop in hops if hop.group not in (None, world)}
+        assert mesh.calls == len(world.splits) == len(travelled) == 4
+        for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
+            assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
+        assert "4 communicators" in mesh.words({}) and "created in 4 calls" in mesh.words({})
+
+
+def test_ranks_that_know_unequally_many_groups_do_not_split() -> None:
+    """Torch's name of a split group holds the number of a rank's groups: members would know it by different names."""
+    machine = emulated(2, 2, 2)
+    plan = Plan.build(machine, ("gpu", "node", "node", "world"))
+    made: list[list[int]] = []
+
+    def new_group(ranks: list[int], group_desc: str) -> Any:
+        made.append(ranks)
+        return SplittingGroup(0, len(ranks)) if 3 in ranks else None
+
+    with bound_world(8, 3, unequal=True) as world, patch.object(dist, "new_group", new_group):
+        mesh = Mesh(plan, machine, plan.hops())
+        assert world.splits == [] and mesh.calls == len(made) == sum(
+            len(plan.groups(*pair)) for pair in mesh._hops if 1 < pair[1] // pair[0] < 8
+        )
+
+
+def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:
+    """Two neighbours of a ring, one in a pair; 4 MiB each by default."""
+    machine = emulated(2, 2, 2)
+    with fake_world(8):
+        mesh = Mesh(Plan(8, 2, None, 4, 8), machine, [(1, 2), (1, 4)])
+        assert "2 communicators beside the world's, of [2, 4] ranks, created in 6 calls" in mesh.words({})
+        assert "hold 12.58 MB for each of its channels (4.19 MB a neighbour" in mesh.words({})
+        assert "hold 3.00 KB for each" in mesh.words({"NCCL_BUFFSIZE": "1000"})

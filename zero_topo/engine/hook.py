@@ -70,6 +70,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(built, TopoStage3):
             log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
         else:
+            log_dist(f"zero_topo: {built.topo.mesh.words()}", ranks=[0])
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, dist.get_rank())
         return built
