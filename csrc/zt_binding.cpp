@@ -10,7 +10,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <list>
+#include <mutex>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "zt_kernels.h"
@@ -70,22 +73,64 @@ zt_messages messages_of(const at::Tensor &table, const Numbers &without) {
 using Stream = uintptr_t;
 void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
 
-// Pieces that do not travel with the launch are copied to where they lie before it.
-at::Tensor table_of(const Tensors &flats, const std::vector<zt_piece> &pieces) {
-    const auto options = flats[0].options().dtype(at::kByte);
-    const auto on_gpu = flats[0].is_cuda();
-    const int32_t count = count_of(pieces.size());
-    auto host = at::empty({zt_gpu_table_bytes(count)}, options.device(at::kCPU).pinned_memory(on_gpu));
-    if (host.numel()) check(zt_gpu_table(pieces.data(), count, host.data_ptr()));
-    return host.to(options.device(), true);
-}
+// A table in device memory, held until the launch that reads it is queued; or none.
+struct Held {
+    at::Tensor data;
+    operator const void *() const { return data.defined() ? data.data_ptr() : nullptr; }
+};
 
-#define ZT_PIECES pieces.data(), count_of(pieces.size()), table_of(flats, pieces).data_ptr()
+// Tables of pieces, uploaded when they are first asked for: once for each layout and stream, so that the stream's order
+// holds between what reads a table and what gets its memory later. The last kMost are kept.
+class Tables {
+  public:
+    Held of(const Tensors &flats, const std::vector<zt_piece> &pieces, Stream stream) {
+        const int32_t count = count_of(pieces.size());
+        std::string content(zt_gpu_table_bytes(count), 0);
+        if (content.empty()) return {};  // they travel with the launch
+        check(zt_gpu_table(pieces.data(), count, content.data()));
+        const std::lock_guard<std::mutex> guard(lock_);
+        const auto found = std::find_if(kept_.begin(), kept_.end(), [&](const Table &table) {
+            return table.stream == stream && table.content == content;
+        });
+        if (found != kept_.end()) {
+            kept_.splice(kept_.begin(), kept_, found);
+        } else {
+            kept_.push_front({stream, content, upload(content, flats[0])});
+            if (kept_.size() > kMost) kept_.pop_back();
+        }
+        return kept_.front().table;
+    }
+    size_t size() const { return kept_.size(); }
+
+  private:
+    struct Table {
+        Stream stream;
+        std::string content;
+        Held table;
+    };
+
+    static Held upload(const std::string &content, const at::Tensor &beside) {
+        const auto options = beside.options().dtype(at::kByte);
+        auto host = at::empty({static_cast<int64_t>(content.size())},
+                              options.device(at::kCPU).pinned_memory(beside.is_cuda()));
+        std::copy(content.begin(), content.end(), host.data_ptr<uint8_t>());
+        return {host.to(beside.device(), true)};
+    }
+
+    static constexpr size_t kMost = 256;
+    std::list<Table> kept_;  // the last one used first
+    std::mutex lock_;
+};
+
+#define ZT_PIECES pieces.data(), count_of(pieces.size()), tables.of(flats, pieces, stream)
 #define ZT_ON(function, blocks, spec, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
 
 #else
 
-using Stream = int;  // not used; one signature serves both modules
+using Stream = int;  // not used, as tables: one signature serves both modules
+struct Tables {
+    size_t size() const { return 0; }
+};
 #define ZT_PIECES pieces.data(), count_of(pieces.size())
 
 // Calls f(range) over [0, total) in tasks; any split gives the same bits.
@@ -106,7 +151,7 @@ int64_t blocks_of(const zt_wire_spec &spec, int64_t numel, const zt_messages &me
 }
 
 void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format, const at::Tensor &out,
-              const Numbers &without, Stream stream) {
+              const Numbers &without, Tables &tables, Stream stream) {
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(out, without);
@@ -114,7 +159,8 @@ void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format
 }
 
 void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Numbers &format, const Tensors &flats,
-                       const Numbers &shapes, double factor, bool accumulate, Stream stream) {
+                       const Numbers &shapes, double factor, bool accumulate, Tables &tables,
+                       Stream stream) {
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(table, without);
@@ -272,6 +318,7 @@ at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using released = pybind11::call_guard<pybind11::gil_scoped_release>;
     m.attr("torch_version") = TORCH_VERSION;
+    pybind11::class_<Tables>(m, "Tables").def(pybind11::init<>()).def("__len__", &Tables::size);
 #define ZT_EXPORT(function) m.def(#function, &function, released())
     ZT_EXPORT(quantize);
     ZT_EXPORT(dequantize_reduce);

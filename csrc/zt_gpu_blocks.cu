@@ -53,7 +53,6 @@ constexpr int zt_residents(int units) { return units == 2 ? 4 : units == 4 ? 3 :
 
 template <int UNITS, bool SYMMETRIC>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {
-    zt_clear_padding(a.messages, a.shares, a.planes);
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
@@ -61,6 +60,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_qu
         zt_load_units<UNITS>(a.pieces, place, v); /* beyond the last block all is zero */
         zt_encode<UNITS, SYMMETRIC>(v, place, a.planes, a.messages);
     }
+    zt_clear_padding(a.messages, a.shares, a.planes);
 }
 
 template <int UNITS, int BITS, bool SYMMETRIC>
@@ -70,10 +70,8 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT] = {};
-        if (place.block < a.planes.blocks) {
-            zt_sum<UNITS, BITS, SYMMETRIC>(a.messages, a.from, place, v);
-            zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
-        }
+        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, SYMMETRIC>(a.messages, a.from, place, v);
+        zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
         zt_clear_beyond<UNITS>(v, place, a.planes.numel - place.first);
         zt_encode<UNITS, SYMMETRIC>(v, place, a.planes, a.out);
     }
@@ -84,7 +82,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_reduce_kernel(ZT_ARGUMENTS zt_redu
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
-        if (place.block >= a.planes.blocks) return;
+        if (place.block >= a.shares.blocks) return;
         float v[UNITS * ZT_UNIT];
         zt_sum<UNITS, BITS, SYMMETRIC>(a.messages, a.planes, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.reduce.factor);
@@ -126,7 +124,7 @@ int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, co
     a.planes = zt_planes_of(spec, a.pieces.numel);
     const int32_t units = zt_units_of(spec, 32);
     status = zt_share(messages, a.planes, units, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[units / 4][spec.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
@@ -151,7 +149,7 @@ int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, 
     a.factor = reduce.factor;
     const int32_t units = zt_units_of(to, 32);
     status = zt_share(out, a.planes, units, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[units / 4][from.bits == 8][to.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
@@ -173,7 +171,7 @@ int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_p
     const int32_t units = zt_units_of(spec, 64);
     a.reduce = reduce;
     status = zt_share(messages, a.planes, units, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[units / 4][spec.bits == 8][spec.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
 }
 

@@ -167,7 +167,7 @@ int zt_cast_pieces(zt_wire_spec spec, const zt_gpu_pieces &pieces, const zt_mess
     static void (*const kernels[])(zt_cast_arguments) = ZT_OF_DTYPE(zt_cast_kernel);
     zt_cast_arguments a = {pieces, taken, {}};
     const int status = zt_take_chunks(out, pieces.numel, true, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[spec.dtype], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
@@ -176,7 +176,7 @@ int zt_cast_sum(zt_wire_spec spec, const zt_messages &messages, const zt_gpu_mes
     static void (*const kernels[])(zt_cast_sum_arguments) = ZT_OF_DTYPE(zt_cast_sum_kernel);
     zt_cast_sum_arguments a = {pieces, taken, {}, reduce};
     const int status = zt_take_chunks(messages, pieces.numel, false, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[spec.dtype], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
@@ -185,6 +185,6 @@ int zt_cast_again(zt_wire_spec spec, const zt_gpu_messages &taken, const zt_mess
     static void (*const kernels[])(zt_cast_again_arguments) = ZT_OF_DTYPE(zt_cast_again_kernel);
     zt_cast_again_arguments a = {taken, made, {}, numel, factor};
     const int status = zt_take_chunks(out, numel, true, &a.shares);
-    if (status != ZT_OK || a.shares.total == 0) return status;
+    if (status != ZT_OK || a.shares.tiles == 0) return status;
     return zt_launch(kernels[spec.dtype], a.shares.tiles, ZT_THREADS, a, stream);
 }

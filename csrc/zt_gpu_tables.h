@@ -18,8 +18,7 @@ struct zt_gpu_messages {
 /* How threads share the blocks of all members: 1 << lane_bits lanes each. */
 struct zt_shares {
     int64_t blocks; /* of a member, each of `size` values */
-    int64_t total;
-    int64_t tiles; /* of ZT_THREADS lanes */
+    int64_t tiles;  /* of ZT_THREADS lanes */
     int32_t size, lane_bits;
     int32_t members, skip; /* without the member that is left out */
 };
@@ -38,9 +37,8 @@ ZT_DEVICE int32_t zt_kept_member(const zt_shares &shares, int64_t i) { return (i
 ZT_DEVICE zt_place zt_place_of(const zt_shares &shares, int64_t tile) {
     const int lanes = 1 << shares.lane_bits, lane = (int)threadIdx.x & (lanes - 1);
     const int64_t index = tile * (ZT_THREADS >> shares.lane_bits) + (threadIdx.x >> shares.lane_bits);
-    const bool beyond = index >= shares.total;
-    const int64_t member = beyond ? 0 : zt_quotient(index, shares.blocks);
-    const int64_t block = beyond ? shares.blocks : index - member * shares.blocks;
+    const int64_t member = zt_quotient(index, shares.blocks);
+    const int64_t block = member < shares.members ? index - member * shares.blocks : shares.blocks;
     return {block, block * shares.size, zt_kept_member(shares, member), lane, lanes};
 }
 
@@ -145,7 +143,7 @@ static inline int zt_take_shares(const zt_messages &m, int64_t blocks, int32_t s
     const int left = m.without_member >= 0;
     const int32_t members = m.members - left;
     const int64_t total = zt_product(blocks, members);
-    *out = {blocks, total, zt_blocks_for(total, ZT_THREADS / lanes), size, zt_log2(lanes), members,
+    *out = {blocks, zt_blocks_for(total, ZT_THREADS / lanes), size, zt_log2(lanes), members,
             left ? m.without_member : INT32_MAX};
     return zt_product(total, size) > zt_most ? ZT_BAD_SIZE : ZT_OK;
 }

@@ -58,6 +58,11 @@ class Settings:
     first_block: int = 0
 
 
+PLAIN = Settings(wave=32)
+OTHER = Settings(wave=64, descending=True, most_blocks=3)
+"""As far from the first as can be: what a kernel computes must not depend on any of these."""
+
+
 class KernelError(Exception):
     """A function returned something else than ZT_OK; carries the status."""
 

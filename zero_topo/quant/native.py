@@ -51,15 +51,17 @@ class Native:
 
     def __init__(self, module: ModuleType, stream: Callable[[], int]) -> None:
         self._module, self._stream = module, stream
+        self._tables = module.Tables()  # of more pieces than travel with a launch on a GPU
 
     def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
         """The concatenated pieces of each member -> its message."""
-        self._module.quantize(*_described(pieces), _format(spec), out.table, _without(out), self._stream())
+        self._module.quantize(*_described(pieces), _format(spec), out.table, _without(out), self._tables, self._stream())
 
     def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
         """The sum of each member's messages -> its pieces."""
         came, options = (messages.table, _without(messages)), (reduce.factor, reduce.accumulate)
-        self._module.dequantize_reduce(*came, _format(spec), *_described(pieces), *options, self._stream())
+        called = *came, _format(spec), *_described(pieces), *options, self._tables, self._stream()
+        self._module.dequantize_reduce(*called)
 
     def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
         """The sum of each member's messages -> one message."""

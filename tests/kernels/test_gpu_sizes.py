@@ -1,0 +1,387 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels, emulated, give the reference's bits for members, messages and pieces of any number and place."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from op_builder import source_dir
+from op_builder.jit import cache_dir
+from tests.kernels import c_types, golden, golden_members
+from tests.kernels import gpu_library as gpu
+from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from zero_topo.quant import reference
+from zero_topo.quant.messages import Messages, to_members
+from zero_topo.quant.native import Native
+from zero_topo.quant.pieces import FLOATS, Piece
+from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+
+BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
+SOME = [*golden.FEW_FORMATS[::5], *golden.CAST_FORMATS[::2]]
+
+MANY = [(1, None), (2, None), (4, 1), (129, None), (130, 0), (130, 77), (130, 129), (9408, 5000)]
+"""Messages to be summed, and which of them is left out."""
+
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
+
+OK, BAD_SPEC, BAD_DTYPE, BAD_SIZE, NO_TABLE, BAD_ALIGNMENT = 0, 1, 2, 3, 6, 7
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """The kernels, compiled for the emulation."""
+    return gpu.emulated(source_dir(), cache_dir())
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    """The torch module that an engine on a GPU calls, over the emulated kernels."""
+    return Native(gpu.bound(source_dir()), lambda: 0)
+
+
+@pytest.mark.parametrize("chosen", BOTH)
+@pytest.mark.parametrize("fmt", SOME, ids=str)
+def test_members(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> None:
+    """One launch serves all members, wherever their pieces and messages lie; the one left out is left alone."""
+    golden_members.check_members(GpuLibrary(library, chosen), fmt)
+
+
+@pytest.mark.parametrize(("sources", "hole"), MANY)
+def test_many_messages(library: ctypes.CDLL, sources: int, hole: int | None) -> None:
+    """9,408 nodes may send, this rank's own message left out among theirs."""
+    golden_members.check_many(GpuLibrary(library), sources, hole)
+
+
+@pytest.mark.parametrize("count", [64, 65, 5000])
+def test_many_pieces(library: ctypes.CDLL, count: int) -> None:
+    """Pieces that travel with a launch, and those of which a table lies in device memory."""
+    golden_members.check_many_pieces(GpuLibrary(library, OTHER), count)
+
+
+def test_empty_pieces_take_no_place(library: ctypes.CDLL) -> None:
+    """Among many, in a table."""
+    parts = [golden.whole(golden.calm(5 + i, torch.float32)) for i in range(64)]
+    parts[5:5] = [Piece(torch.empty(0), 0, 3, 3)] * 9
+    golden.same_message(GpuLibrary(library), parts, BlockSpec(4, 128))
+
+
+@pytest.mark.parametrize("members", [1000, 75_264])
+def test_many_members(library: ctypes.CDLL, members: int) -> None:
+    """A launch for as many ranks as there are: their blocks, one after the other, are those of one long message."""
+    spec, x = BlockSpec(8, 64), golden.calm(64 * members, torch.bfloat16)
+    made = torch.full((members, spec.nbytes(64)), 0x5A, dtype=torch.uint8)
+    pieces, backend = [Piece(x, 1, 64, 64, members, 64)], GpuLibrary(library)
+    backend.quantize(pieces, spec, to_members(made))
+    long = torch.empty(1, spec.nbytes(x.numel()), dtype=torch.uint8)
+    reference.quantize([golden.whole(x)], spec, to_members(long))
+    assert torch.equal(made[:, :64], long[0, : 64 * members].view(members, 64))
+    assert torch.equal(made[:, 128:132], long[0, spec.scales_offset(x.numel()) :][: 4 * members].view(members, 4))
+    assert not made[:, 64:128].any() and not made[:, 132:].any()
+    expected, back = torch.empty_like(x), torch.empty_like(x)
+    reference.dequantize_reduce(to_members(long), spec, [golden.whole(expected)], Reduce())
+    backend.dequantize_reduce(to_members(made), spec, [replace(pieces[0], flat=back)], Reduce())
+    assert torch.equal(back, expected)
+
+
+COLUMNS = st.sampled_from([1, 3, 8, 16, 40, 64, 129, 256, 700, 1029, 2051])
+SPECS = st.sampled_from(
+    [BlockSpec(8, 64), BlockSpec(4, 256), BlockSpec(4, 512, False), BlockSpec(8, 2048), Cast("bf16")]
+)
+
+
+@st.composite
+def pieces_anywhere(draw: st.DrawFn) -> list[Piece]:
+    """Some pieces of any shape, dtype, alignment, filling and missing end."""
+    members, made = draw(st.integers(1, 3)), []
+    for _ in range(draw(st.integers(1, 4))):
+        rows, width = draw(st.integers(1, 4)), draw(COLUMNS)
+        beside = draw(st.booleans())
+        stride = (members * width if beside else width) + draw(st.sampled_from([0, 1, 8, 100]))
+        step = width if beside else rows * stride + draw(st.integers(0, 9))
+        extent, offset = (members - 1) * step + (rows - 1) * stride + width, draw(st.integers(0, 8))
+        flat = golden.values(
+            offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])), draw(st.sampled_from(FLOATS))
+        )
+        columns = width + draw(st.sampled_from([0, 0, 1, 64]))
+        made.append(Piece(flat[offset:], rows, columns, stride, members, step, width))
+    return made
+
+
+@given(pieces=pieces_anywhere(), spec=SPECS, chosen=st.sampled_from([PLAIN, OTHER]))
+def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: golden.Spec, chosen: Settings) -> None:
+    """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
+    backend = GpuLibrary(library, chosen)
+    message = golden.same_message(backend, pieces, spec).view(pieces[0].members, -1)
+    held = [replace(p, flat=p.flat.nan_to_num(0.5)) for p in pieces]
+    golden.same_sums(backend, message.expand(3, -1, -1), spec, held, Reduce(0.3, accumulate=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_alignment(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Runs longer than any block, at each multiple of an element's size, read, written and added to."""
+    backend = GpuLibrary(library)
+    for offset in range(9):
+        pieces = [Piece(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
+        for spec in (BlockSpec(8, 128), BlockSpec(8, 512), BlockSpec(8, 2048), *golden_casts()):
+            message = golden.same_message(backend, pieces, spec)
+            golden.same_sums(backend, message[None].expand(2, -1), spec, pieces, Reduce(accumulate=offset % 2 > 0))
+
+
+def golden_casts() -> list[Cast]:
+    """The casts there are."""
+    return [Cast(name) for name in ("fp32", "fp16", "bf16")]
+
+
+@pytest.mark.parametrize("spec", golden_casts(), ids=str)
+def test_cast_messages_of_every_alignment(library: ctypes.CDLL, spec: Cast) -> None:
+    """Of 9 members side by side, 1,029 values each, every one begins elsewhere in a word of 16 bytes."""
+    backend, x = GpuLibrary(library, OTHER), golden.calm(9 * 1029, torch.float32)
+    messages = golden.same_message(backend, [Piece(x, 1, 1029, 1029, 9, 1029)], spec)
+    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [Piece(x, 3, 343, 9 * 343, 9, 343)], Reduce(0.3))
+    memory = torch.full((2, 9, 1029 * spec.bits // 8), 0x5A, dtype=torch.uint8)
+    tables = [Messages(memory[i, None, None]) for i in range(2)]
+    total = Total(1029, 0.3)
+    reference.requantize(Messages(messages.view(3, 1, 3, -1)), spec, spec, Messages(tables[0].table[:, :, :3]), total)
+    backend.requantize(Messages(messages.view(3, 1, 3, -1)), spec, spec, Messages(tables[1].table[:, :, :3]), total)
+    assert torch.equal(memory[0], memory[1])
+
+
+def test_the_binding_for_torch(native: Native) -> None:
+    """Arguments arrive in the kernels as they were given."""
+    golden_members.check_many(native, 130, 77)
+    golden_members.check_members(native, golden.CAST_FORMATS[-1])
+    golden_members.check_members(native, golden.FORMATS[0])
+    golden.check_a_little(native)
+
+
+def test_tables_are_uploaded_once_for_a_layout(native: Native) -> None:
+    """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is made again."""
+    fresh = Native(native._module, lambda: 0)
+    spec, x, count = BlockSpec(8, 64), golden.calm(400, torch.bfloat16), lambda: len(fresh._tables)
+    layouts = [[Piece(x[i:], 1, 1, 1)] * 65 for i in range(300)]
+    for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
+        golden.same_message(fresh, pieces, spec)
+    assert count() == 2
+    for pieces in (*layouts, layouts[0]):
+        golden.same_message(fresh, pieces, spec)
+    assert count() == 256
+
+
+@pytest.fixture
+def huge() -> Iterator[Callable[[int, torch.dtype], Tensor]]:
+    """Makes tensors of zeros that take memory only where they are touched."""
+    maps = []
+
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        size = numel * torch.empty(0, dtype=dtype).element_size()
+        maps.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE))
+        return torch.frombuffer(maps[-1], dtype=dtype)
+
+    yield make
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8, 256), Cast("fp16")], ids=str)
+@pytest.mark.parametrize("members", [1, 3])
+def test_places_beyond_32_bits(
+    library: ctypes.CDLL, huge: Callable[[int, torch.dtype], Tensor], spec: golden.Spec, members: int
+) -> None:
+    """Rows and members over 2^31 elements (and 2^32 bytes) apart, and messages, are found, read and written."""
+    backend, apart, nbytes = GpuLibrary(library), 2**31 + 24, spec.nbytes(2997)
+    flat = huge(5 * apart + 1000, torch.bfloat16)
+    piece = Piece(flat, 3, 999, apart, members, apart)
+    near = Piece(torch.empty(5 * 1000, dtype=torch.bfloat16), 3, 999, 1000, members, 1000)
+    for row in range(5):
+        near.flat[row * 1000 :][:1000] = flat[row * apart :][:1000] = golden.calm(1000, torch.bfloat16, row)
+    table = huge(members * 2**33, torch.uint8).view(1, 1, members, -1)[..., 16 : 16 + nbytes]
+    expected = torch.empty(members, nbytes, dtype=torch.uint8)
+    reference.quantize([near], spec, to_members(expected))
+    backend.quantize([piece], spec, Messages(table))
+    assert torch.equal(table[0, 0], expected)
+    reference.dequantize_reduce(to_members(expected), spec, [near], Reduce(0.5))
+    backend.dequantize_reduce(Messages(table), spec, [piece], Reduce(0.5))
+    for row in range(5):
+        golden.assert_same(flat[row * apart :][:1000], near.flat[row * 1000 :][:1000], f"row {row}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "quantized", "dequantized"),
+    [(BlockSpec(8, 256), 32, 32), (BlockSpec(4, 2048, False), 8, 4)],
+    ids=["int8/256", "int4/2048a"],
+)
+def test_messages_beyond_32_bits(
+    library: ctypes.CDLL,
+    huge: Callable[[int, torch.dtype], Tensor],
+    spec: BlockSpec,
+    quantized: int,
+    dequantized: int,
+) -> None:
+    """The last blocks of a message of over 2^32 values: of all thread blocks, only those that have these are run."""
+    whole, rest = 2**32, 2 * spec.block_size + 40
+    before, blocks = whole // spec.block_size, spec.blocks(rest)
+    x, message = huge(whole + rest, torch.float16), huge(spec.nbytes(whole + rest), torch.uint8)
+    x[whole:] = golden.calm(rest, torch.float16)
+    last = Settings(most_blocks=2**31, first_block=before // quantized)
+    GpuLibrary(library, last).quantize([golden.whole(x)], spec, to_members(message))
+    small = torch.empty(spec.nbytes(rest), dtype=torch.uint8)
+    reference.quantize([golden.whole(x[whole:])], spec, to_members(small))
+    for offset, here, size in [
+        (before * spec.block_bytes, 0, blocks * spec.block_bytes),
+        (spec.scales_offset(whole + rest) + 4 * before, spec.scales_offset(rest), 4 * blocks),
+        (spec.zero_points_offset(whole + rest) + 4 * before, spec.zero_points_offset(rest), 4 * blocks),
+    ]:
+        assert torch.equal(message[offset : offset + size], small[here : here + size])
+    wanted = torch.empty(rest, dtype=torch.float16)
+    reference.dequantize_reduce(to_members(small), spec, [golden.whole(wanted)], Reduce())
+    x[whole:] = 0
+    last = Settings(most_blocks=2**31, first_block=before // dequantized)
+    GpuLibrary(library, last).dequantize_reduce(to_members(message), spec, [golden.whole(x)], Reduce())
+    golden.assert_same(x[whole:], wanted, "dequantize")
+
+
+@pytest.mark.parametrize(("spec", "tile"), [(BlockSpec(8, 256), 8192), (Cast("bf16"), 4096)], ids=str)
+def test_members_beyond_32_bits(
+    library: ctypes.CDLL, huge: Callable[[int, torch.dtype], Tensor], spec: golden.Spec, tile: int
+) -> None:
+    """The last values of 75,264 members of 2^20: of all thread blocks, only the one that has these is run."""
+    members, numel = 75_264, 2**20
+    x, table = huge(members * numel, torch.bfloat16), huge(members * spec.nbytes(numel), torch.uint8).view(members, -1)
+    x[-tile:] = golden.calm(tile, torch.bfloat16)
+    last = Settings(most_blocks=2**31, first_block=members * numel // tile - 1)
+    piece = Piece(x, 1, numel, numel, members, numel)
+    GpuLibrary(library, last).quantize([piece], spec, to_members(table))
+    expected = torch.empty(spec.nbytes(numel), dtype=torch.uint8)
+    reference.quantize([golden.whole(x[-numel:])], spec, to_members(expected))
+    assert torch.equal(table[-1], expected)
+    wanted = torch.empty(numel, dtype=torch.bfloat16)
+    reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)], Reduce())
+    x[-tile:] = 0
+    GpuLibrary(library, last).dequantize_reduce(to_members(table), spec, [piece], Reduce())
+    golden.assert_same(x[-tile:], wanted[-tile:], "dequantize")
+
+
+class Call:
+    """A call of 300 values in one message, or of as many messages as its fields say, and what may be wrong with it."""
+
+    def __init__(self, library: ctypes.CDLL, spec: golden.Spec) -> None:
+        self._backend, self.x, size = GpuLibrary(library), torch.ones(300), spec.nbytes(300)
+        self.room = torch.zeros(8, size + 16, dtype=torch.uint8)
+        self.spec, self.pieces = c_types.c_spec(spec), c_types.c_pieces([golden.whole(self.x)] * 65)
+        self.messages = c_types.c_messages(to_members(self.room[0, :size]))
+
+    def status(self, name: str, *arguments: object) -> int:
+        """What a function of the library returns."""
+        try:
+            self._backend.call(name, *arguments)
+        except KernelError as error:
+            return error.status
+        return OK
+
+    def quantize(self, count: int = 1, **fields: int) -> int:
+        """With other fields of the specification, the first piece or the messages."""
+        for name, value in fields.items():
+            owner = next(s for s in (self.spec, self.pieces[0], self.messages) if hasattr(s, name))
+            setattr(owner, name, value)
+        return self.status("quantize", self.spec, self.pieces, count, None, self.messages)
+
+    def reduce(self, **fields: int) -> int:
+        """With other fields of the messages."""
+        for name, value in fields.items():
+            setattr(self.messages, name, value)
+        piece = self.pieces, 1, None, c_types.CReduce(1.0, 0)
+        return self.status("dequantize_reduce", self.spec, self.messages, *piece)
+
+
+BAD = [
+    ({"bits": 7}, BAD_SPEC),
+    ({"count": 65}, NO_TABLE),
+    ({"count": -1}, BAD_SIZE),
+    ({"rows": -1}, BAD_SIZE),
+    ({"present": -1}, BAD_SIZE),
+    ({"present": 301}, BAD_SIZE),
+    ({"member_stride": -1}, BAD_SIZE),
+    ({"limit": -1}, BAD_SIZE),
+    ({"rows": 2, "columns": 150, "present": 150, "row_stride": 149}, BAD_SIZE),
+    ({"rows": 2**40, "columns": 2**40, "present": 0}, BAD_SIZE),
+    ({"data": 0}, BAD_SIZE),
+    ({"nbytes": 272}, BAD_SIZE),
+    ({"members": -1}, BAD_SIZE),
+    ({"members": 3, "inner": 2}, BAD_SIZE),
+    ({"members": 2, "inner": 0}, BAD_SIZE),
+    ({"members": 2, "inner": 2, "inner_step": -16}, BAD_SIZE),
+    ({"members": 2, "inner": 2, "inner_step": 2**60}, BAD_SIZE),
+    ({"members": 2**30, "member_stride": 2**40}, BAD_SIZE),
+    ({"without_member": 1}, BAD_SIZE),
+    ({"without_member": -2}, BAD_SIZE),
+    ({"without_source": 0}, BAD_SIZE),
+    ({"sources": 2}, BAD_SIZE),
+]
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(8, 256), Cast("fp32")], ids=str)
+@pytest.mark.parametrize(("fields", "expected"), BAD, ids=str)
+def test_refusals(library: ctypes.CDLL, spec: golden.Spec, fields: dict[str, int], expected: int) -> None:
+    """What the C interface cannot do it says, without a launch."""
+    assert Call(library, spec).quantize() == OK
+    assert Call(library, spec).quantize(**fields) == expected
+
+
+SUMS = [
+    ({"sources": 2, "source_step": 16}, OK),
+    ({"sources": 0}, BAD_SIZE),
+    ({"without_source": 0}, BAD_SIZE),
+    ({"sources": 2, "without_source": 2}, BAD_SIZE),
+    ({"sources": 2, "without_source": 1, "source_step": 16}, OK),
+    ({"sources": 2, "source_step": -16}, BAD_SIZE),
+    ({"sources": 2, "source_step": 2**58}, BAD_SIZE),
+    ({"without_member": 0}, OK),
+]
+
+
+@pytest.mark.parametrize("spec", [BlockSpec(4, 64), Cast("bf16")], ids=str)
+@pytest.mark.parametrize(("fields", "expected"), SUMS, ids=str)
+def test_refusals_of_sums(library: ctypes.CDLL, spec: golden.Spec, fields: dict[str, int], expected: int) -> None:
+    """A sum has a source that is not left out; one of no member is nothing, gladly."""
+    assert Call(library, spec).reduce(**fields) == expected
+
+
+@pytest.mark.parametrize(("spec", "least"), [(BlockSpec(8, 256), 16), (Cast("fp32"), 4), (Cast("bf16"), 2)], ids=str)
+def test_refusals_of_addresses(library: ctypes.CDLL, spec: golden.Spec, least: int) -> None:
+    """Messages begin at multiples of 16 bytes, casts at those of a value's size: each of them."""
+    for bad, good in ((least // 2, least), (least * 3 // 2, 3 * least)):
+        for step, expected in ((bad, BAD_ALIGNMENT), (good, OK)):
+            call = Call(library, spec)
+            assert call.quantize(members=1, inner_step=step, outer_step=step, source_step=step) == OK
+            assert call.reduce(sources=2, source_step=step) == expected
+            assert call.reduce(sources=1, members=2, inner=2, inner_step=step, without_member=0) == expected
+            assert call.reduce(members=2, inner=1, outer_step=step) == expected
+            call.messages.data = call.room.data_ptr() + step
+            assert call.reduce(members=1, inner=1, without_member=-1) == expected
+
+
+def test_refusals_of_what_does_not_fit_together(library: ctypes.CDLL) -> None:
+    """Specifications, members and dtypes."""
+    spec, other = BlockSpec(8, 256), c_types.c_spec(BlockSpec(8, 512))
+    call, made, plain = Call(library, spec), Call(library, spec), c_types.CReduce(1.0, 0)
+    rest = call.messages, call.spec, made.messages, 300
+    assert call.status("requantize", call.spec, *rest, plain) == OK
+    assert call.status("requantize", other, *rest, plain) == BAD_SPEC
+    assert call.status("requantize", call.spec, *rest, c_types.CReduce(1.0, 1)) == BAD_SPEC
+    cast = [c_types.c_spec(Cast(name)) for name in ("fp16", "bf16")]
+    assert call.status("requantize", cast[0], call.messages, cast[1], made.messages, 300, plain) == BAD_SPEC
+    made.messages.members = 2
+    assert call.status("requantize", call.spec, *rest, plain) == BAD_SIZE
+    call.pieces[0].dtype = 3
+    assert call.quantize() == BAD_DTYPE
+    x, to = call.x.data_ptr(), call.room.data_ptr()
+    assert call.status("count_above", x, 3, 300, 1.0, to) == BAD_DTYPE
+    assert call.status("sketch_insert", x, 300, 1, 2, to) == BAD_SIZE
