@@ -29,6 +29,8 @@ NVIDIA = ("80", "90")
 AMD = "gfx90a"
 EXPECTED = {"zt_quantize_kernel": 6, "zt_requantize_kernel": 12, "zt_reduce_kernel": 8}
 """Block kernels by how many units, bits and symmetries they are instantiated for."""
+CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 3, "zt_cast_again_kernel": 3}
+"""Those of casts, by dtype."""
 OTHERS = {"zt_mask_pack_kernel", "zt_mask_unpack_kernel", "zt_count_kernel", "zt_compact_kernel"}
 OTHERS |= {"zt_sketch_insert_kernel", "zt_peel_begin_kernel", "zt_peel_kernel"}
 
@@ -137,8 +139,8 @@ def amd_kernels(assembly: str) -> list[Kernel]:
 def check_all_there(kernels: list[Kernel]) -> None:
     """Every kernel was found in what the compiler said: the checks below are about something."""
     names = [kernel.name for kernel in kernels]
-    assert {name: names.count(name) for name in EXPECTED} == EXPECTED
-    assert set(names) == OTHERS | set(EXPECTED)
+    assert {name: names.count(name) for name in EXPECTED | CASTS} == EXPECTED | CASTS
+    assert set(names) == OTHERS | set(EXPECTED | CASTS)
     assert all(kernel.code.strip() for kernel in kernels)
 
 
@@ -157,6 +159,7 @@ def test_registers(target: str) -> None:
     check_all_there(kernels)
     assert not [k for k in kernels if k.spilled or k.local_bytes or count(local, k)]
     assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
+    assert not [k for k in kernels if k.name in CASTS and k.registers > most["4"]]  # three thread blocks, as of 4 units
 
 
 @pytest.mark.parametrize("arch", NVIDIA)
@@ -181,6 +184,25 @@ def test_nvidia_memory(arch: str) -> None:
             assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4 * units  # FP32 has two for each unit
         if kernel.name == "zt_reduce_kernel":
             assert count(r"st\.global\S*\.v4\.u32", kernel) >= 8
+
+
+VECTORS = {"zt_quantize_kernel": 14 + 7, "zt_reduce_kernel": 7, "zt_cast_kernel": 8 + 14 + 7, "zt_cast_sum_kernel": 7}
+"""Words of 16 bytes read where a run is not aligned: by units that are one run each, and by those of a whole run. A
+unit of FP32 is in three, one of 16 bits in two."""
+
+
+@pytest.mark.parametrize("arch", NVIDIA)
+def test_nvidia_memory_that_is_not_aligned(arch: str) -> None:
+    """Pieces and casts that lie anywhere are read by words of 16 bytes too; by elements only where they end."""
+    for kernel in nvidia(arch):
+        if kernel.name not in VECTORS and kernel.name not in CASTS:
+            continue
+        words, halves = (count(rf"ld\.global\.cs\.{size}", kernel) for size in (r"v4\.u32", "u16"))
+        own = 4 * int(kernel.arguments[2]) if kernel.name == "zt_quantize_kernel" else 0
+        assert words >= own + VECTORS.get(kernel.name, 14), kernel
+        assert halves <= (1 if "sum" not in kernel.name and "again" not in kernel.name else 9), kernel
+        if kernel.name in CASTS:  # of a message's units, all but those at its ends
+            assert count(r"st\.global\S*\.v4", kernel) >= 2
 
 
 def test_amd_arithmetic() -> None:

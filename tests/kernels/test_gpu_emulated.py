@@ -187,7 +187,7 @@ def test_the_emulation_of_memory(probe: Probe) -> None:
 def test_kernels_for_one_wave_size_are_seen(tmp_path: Path) -> None:
     """A quantization with shuffles over 64 lanes passes on wavefronts of 64 and not on those of 32."""
     right, wrong = "zt_shuffle_xor(most, by, lanes)", "zt_shuffle_xor(most, by, 64)"
-    for path in [*source_dir().glob("zt_*.h"), source_dir() / "zt_gpu_blocks.cu"]:
+    for path in [*source_dir().glob("zt_*.h"), *(source_dir() / f"zt_gpu_{name}.cu" for name in ("blocks", "casts"))]:
         (tmp_path / path.name).write_text(path.read_text().replace(right, wrong))
     library, fmt = gpu.emulated(tmp_path, tmp_path), golden.Format(BlockSpec(8, 256), torch.float32)
     golden.check_quantize(GpuLibrary(library, OTHER), fmt)

@@ -53,15 +53,18 @@ class Native:
         self._module, self._stream = module, stream
         self._tables = module.Tables()  # of more pieces than travel with a launch on a GPU
 
+    def _state(self) -> tuple[object, int]:
+        return self._tables, self._stream()
+
     def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
         """The concatenated pieces of each member -> its message."""
-        self._module.quantize(*_described(pieces), _format(spec), out.table, _without(out), self._tables, self._stream())
+        made = _format(spec), out.table, _without(out)
+        self._module.quantize(*_described(pieces), *made, *self._state())
 
     def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
         """The sum of each member's messages -> its pieces."""
         came, options = (messages.table, _without(messages)), (reduce.factor, reduce.accumulate)
-        called = *came, _format(spec), *_described(pieces), *options, self._tables, self._stream()
-        self._module.dequantize_reduce(*called)
+        self._module.dequantize_reduce(*came, _format(spec), *_described(pieces), *options, *self._state())
 
     def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
         """The sum of each member's messages -> one message."""
