@@ -43,7 +43,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
         for measure in (row["last"], row["overall"], row["evaluation"]):
             shares = [f"{100 * measure['difference'][key]:+.2f}%" for key in ("mean", "worst")]
             cells += [f"{measure['loss']:.4f}", *(["-", "-"] if row["scheme"] == STOCK else shares)]
-        made.add_row(*cells, "-" if row["crossing_bytes"] is None else f"{row['crossing_bytes'] / MB:.3f}")
+        crossing = row.get("crossing_bytes")  # that records of before it was counted lack
+        made.add_row(*cells, "-" if crossing is None else f"{crossing / MB:.3f}")
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,6 +77,42 @@ def sparse(options: SparseOptions) -> None:
         steps=options.steps,
     )
     measure(options, sparse_report, wanted.ticks(), partial(run, wanted))
+
+
+@dataclass(frozen=True)
+class ScaleOptions(Outputs):
+    """Of ``bench scale``."""
+
+    ranks: Annotated[str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")] = (
+        "8,16,128,384,4096,75264"
+    )
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "zero3,zero++,hsdp,paper,topo,topo-q8,topo-q4,oktopk,radius,tagc,scape"
+    )
+    blocks: Annotated[Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")] = None
+    params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32
+    numel: Annotated[str, typer.Option(help="Elements of each.")] = "131072"
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5
+    real_ranks: Annotated[int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")] = 8
+
+
+@bench.command()
+@taking(ScaleOptions)
+def scale(options: ScaleOptions) -> None:
+    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to 75,264 ranks."""
+    from zero_topo.bench import scale_report
+    from zero_topo.bench.scale import ScaleBench, run
+    from zero_topo.bench.schemes import load_blocks, schemes_named
+
+    wanted = ScaleBench(
+        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
+        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
+        params=options.params,
+        numel=read_count(options.numel, "--numel"),
+        repeats=options.repeats,
+        real_ranks=options.real_ranks,
+    )
+    measure(options, scale_report, wanted.ticks(), partial(run, wanted))
 
 
 def _moved(context: typer.Context) -> None:
