@@ -60,7 +60,7 @@ $(STAMP): setup.py pyproject.toml
 	@log=$$(mktemp); for op in $(DEEPSPEED_OPS); do \
 		DS_ACCELERATOR=cpu python -c "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('$$op').load(verbose=False)" \
 			>$$log 2>&1 || { tail -20 $$log; echo "$$op does not compile: are g++ and the Python headers installed?"; exit 1; }; \
-	done; python -m zero_topo.op_builder >$$log 2>&1 || { tail -20 $$log; exit 1; }; rm -f $$log
+	done; zero-topo build >$$log 2>&1 || { tail -20 $$log; exit 1; }; rm -f $$log
 	@touch $@
 
 # A launch that was killed while it loaded the compiled op leaves a lock that the next one would wait for.
@@ -83,7 +83,7 @@ format: $(STAMP)
 
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
 ops: $(STAMP)
-	@python -m zero_topo.op_builder >/dev/null 2>&1 || true
+	@zero-topo build >/dev/null 2>&1 || true
 
 # Two workers for what runs in one process, and beside them programs that wait or start few ranks; their output comes
 # when they end. Then what fills the cores by itself, one after the other.

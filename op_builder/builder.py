@@ -4,6 +4,11 @@
 They are DeepSpeed's `OpBuilder`s (names start with `zt_`, for DeepSpeed keeps all loaded ops in one dictionary), so
 `ds_report`-like tools can ask them `is_compatible`. What differs: sources are ours, a module built ahead of time is
 looked for inside `zero_topo`, and compiling at first use follows Note [One compile, no hang].
+
+Note [Copied sources]
+    torch's hipify writes its translations (``zt_gpu_blocks.hip``, ``zt_wire_hip.h``) beside what it translates, and
+    translates every header it finds on the include path. So what is compiled is a copy of `csrc`: neither a checkout
+    nor a read-only installation is written to, and a module's key stays what it was.
 """
 
 from __future__ import annotations
@@ -11,7 +16,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import platform
+import re
 import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,8 +41,9 @@ COMMON = (BINDING, "zt_error.cpp")
 SHARED = ("zt_kernels.h", "zt_wire.h")
 # No contraction of a product and a sum into one rounding: every backend gives the same bits.
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
-CUDA_ARCHITECTURES = "8.0;9.0"
-ROCM_ARCHITECTURES = "gfx90a;gfx942"
+# Fixed, not those present: a login node without a GPU then builds what compute nodes look for.
+CUDA_ARCHITECTURES = ("8.0", "9.0+PTX")
+ROCM_ARCHITECTURES = ("gfx90a", "gfx942")
 
 
 class TopoBuilder(OpBuilder):
@@ -57,9 +67,17 @@ class TopoBuilder(OpBuilder):
         """Every file to compile, absolute."""
         return [str(source_dir() / name) for name in (*COMMON, *self.kernel_sources())]
 
-    def include_paths(self) -> list[str]:
-        """Where the headers are."""
-        return [str(source_dir())]
+    def files(self) -> list[Path]:
+        """Every file to compile, and the headers they include."""
+        headers = [path for path in originals("*.h") if path.name in SHARED or path.name.startswith(self.name)]
+        return [*map(Path, self.sources()), *headers]
+
+    def copied(self, directory: Path) -> list[str]:
+        """Copies of the files in a directory; those of them to compile. See Note [Copied sources]."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in self.files():
+            shutil.copy(path, directory)
+        return [str(directory / Path(source).name) for source in self.sources()]
 
     def deepspeed_src_path(self, code_path: str) -> str:
         """Paths are absolute; DeepSpeed would look for them inside itself."""
@@ -113,25 +131,43 @@ class TopoBuilder(OpBuilder):
         return None
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """Compile if need be, and load; see Note [One compile, no hang]."""
-        why = self.reason()
+        """Compile if need be, and load; see Note [One compile, no hang].
+
+        Raises:
+            BuildError: one line saying why there is none.
+        """
+        return jit.load(self._possible(self.chosen(verbose)))
+
+    def build(self, verbose: bool = False) -> Path:
+        """The library, compiled if need be but not loaded.
+
+        Raises:
+            BuildError: one line saying why there is none.
+        """
+        return jit.built(self._possible(self.recipe(verbose)))
+
+    def chosen(self, verbose: bool = False) -> jit.Recipe:
+        """What to compile and load here."""
+        return self.recipe(verbose)
+
+    def _possible(self, recipe: jit.Recipe) -> jit.Recipe:
+        why = None if recipe.library().exists() else self.reason()
         if why is not None:
             raise jit.BuildError(why)
-        return jit.load(self.recipe(verbose))
+        return recipe
 
     def recipe(self, verbose: bool = False) -> jit.Recipe:
         """What to compile, and how."""
         flags = (*self.cxx_args(), *self.nvcc_args(), torch.__version__, str(torch.compiled_with_cxx11_abi()))
-        headers = [path for path in source_dir().glob("*.h") if path.name in SHARED or path.name.startswith(self.name)]
-        sources = (*(Path(source) for source in self.sources()), *headers)
-        return jit.Recipe(self.name, sources, flags, lambda directory: self._compile(directory, verbose))
+        flags += (str(sys.implementation.cache_tag), platform.machine())
+        return jit.Recipe(self.name, tuple(self.files()), flags, lambda directory: self._compile(directory, verbose))
 
     def _compile(self, directory: Path, verbose: bool) -> None:
         try:
             cpp_extension.load(
                 name=self.name,
-                sources=self.sources(),
-                extra_include_paths=self.include_paths(),
+                sources=self.copied(directory / "csrc"),
+                extra_include_paths=[str(directory / "csrc")],
                 extra_cflags=self.cxx_args(),
                 extra_cuda_cflags=self.nvcc_args(),
                 extra_ldflags=self.extra_ldflags(),
@@ -152,11 +188,12 @@ class TopoBuilder(OpBuilder):
     def builder(self) -> Any:
         """The setuptools extension that builds the op ahead of time."""
         kind = cpp_extension.CUDAExtension if self.with_cuda() else cpp_extension.CppExtension
+        directory = Path("build", "csrc", self.name)
         arguments = {"cxx": self.cxx_args(), **({"nvcc": self.nvcc_args()} if self.with_cuda() else {})}
         return kind(
             name=self.absolute_name(),
-            sources=[os.path.relpath(source) for source in self.sources()],
-            include_dirs=self.include_paths(),
+            sources=self.copied(directory),
+            include_dirs=[str(directory.absolute())],
             extra_compile_args=arguments,
             extra_link_args=self.extra_ldflags(),
         )
@@ -174,7 +211,7 @@ class CPUBuilder(TopoBuilder):
 
     def kernel_sources(self) -> list[str]:
         """Every zt_cpu file."""
-        return sorted(path.name for path in source_dir().glob("zt_cpu*.cpp"))
+        return [path.name for path in originals("zt_cpu*.cpp")]
 
 
 class GPUBuilder(TopoBuilder):
@@ -183,33 +220,57 @@ class GPUBuilder(TopoBuilder):
     NAME = "zt_gpu"
     BUILD_VAR = "ZT_BUILD_GPU"
 
+    def __init__(self, architectures: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._only = tuple(architectures)
+
     def kernel_sources(self) -> list[str]:
         """Every zt_gpu file."""
-        return sorted(path.name for path in source_dir().glob("zt_gpu*.cu"))
+        return [path.name for path in originals("zt_gpu*.cu")]
 
     def cxx_args(self) -> list[str]:
         """The binding only learns that it launches on streams."""
         return [*super().cxx_args(), "-DZT_FOR_GPU"]
 
     def nvcc_args(self) -> list[str]:
-        """IEEE arithmetic, nothing contracted, nothing flushed; the architectures asked for or present."""
+        """IEEE arithmetic, nothing contracted, nothing flushed; and the architectures.
+
+        Raises:
+            BuildError: if one of them is not one.
+        """
         if self.is_rocm_pytorch():
             flags = ["-O3", "-ffp-contract=off", "-fhip-fp32-correctly-rounded-divide-sqrt"]
-            return [*flags, *(f"--offload-arch={arch}" for arch in self._architectures(ROCM_ARCHITECTURES))]
-        return ["-O3", "-fmad=false", "-ftz=false", "-prec-div=true", *self._gencode()]
+            return [*flags, *(f"--offload-arch={arch}" for arch in self.architectures())]
+        found = [re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", arch) for arch in self.architectures()]
+        if None in found:
+            wanted = "numbers such as 9.0 or 9.0+PTX"
+            raise jit.BuildError(f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']}: only {wanted} are known")
+        named = [(match[1] + match[2], match[3]) for match in found if match]
+        codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name, _ in named]
+        codes += [f"-gencode=arch=compute_{name},code=compute_{name}" for name, ptx in named if ptx]
+        return ["-O3", "-fmad=false", "-ftz=false", "-prec-div=true", *codes]
 
-    def _architectures(self, default: str) -> list[str]:
-        variable = "PYTORCH_ROCM_ARCH" if self.is_rocm_pytorch() else "TORCH_CUDA_ARCH_LIST"
-        return [arch for arch in os.environ.get(variable, default).replace(" ", ";").split(";") if arch]
+    def architectures(self) -> tuple[str, ...]:
+        """Those given or in torch's variable, else the usual ones, else that of a GPU which those leave out."""
+        asked = os.environ.get("PYTORCH_ROCM_ARCH" if self.is_rocm_pytorch() else "TORCH_CUDA_ARCH_LIST", "")
+        chosen = self._only or tuple(arch for arch in re.split("[; ]", asked) if arch)
+        own = None if chosen else self._own_architecture()
+        if self.is_rocm_pytorch():
+            return chosen or ((own,) if own and own not in ROCM_ARCHITECTURES else ROCM_ARCHITECTURES)
+        return chosen or ((own,) if own and float(own) < float(CUDA_ARCHITECTURES[0]) else CUDA_ARCHITECTURES)
 
-    def _gencode(self) -> list[str]:
-        if os.environ.get("TORCH_CUDA_ARCH_LIST"):
-            return []  # torch adds them
-        present = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-        names = {f"{major}{minor}" for major, minor in present} or {
-            a.replace(".", "") for a in CUDA_ARCHITECTURES.split(";")
-        }
-        return [f"-gencode=arch=compute_{name},code=sm_{name}" for name in sorted(names)]
+    def chosen(self, verbose: bool = False) -> jit.Recipe:
+        """As of any op, unless there is a module for this process's GPU alone (``zero-topo build --arch``)."""
+        usual, own = super().chosen(verbose), None if self._only else self._own_architecture()
+        alone = usual if own is None else GPUBuilder((own,)).recipe(verbose)
+        return alone if alone.library().exists() and not usual.library().exists() else usual
+
+    def _own_architecture(self) -> str | None:
+        if not torch.cuda.is_available():
+            return None
+        if self.is_rocm_pytorch():
+            return str(torch.cuda.get_device_properties().gcnArchName).partition(":")[0]
+        return ".".join(map(str, torch.cuda.get_device_capability()))
 
     def with_cuda(self) -> bool:
         """These are kernels for a GPU."""
@@ -228,6 +289,11 @@ class GPUBuilder(TopoBuilder):
         if home is None and shutil.which(compiler) is None:
             return f"there is no {compiler}"
         return super().reason()
+
+
+def originals(pattern: str) -> list[Path]:
+    """Files of csrc, sorted, without translations that an earlier build for ROCm left there."""
+    return sorted(path for path in source_dir().glob(pattern) if not path.stem.endswith("_hip"))
 
 
 BUILDERS: tuple[type[TopoBuilder], ...] = (CPUBuilder, GPUBuilder)

@@ -1,12 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Compiles a builder's sources once per machine and loads what came of it.
+"""Compiles a builder's sources once and loads what came of it.
 
 Note [One compile, no hang]
-    Where a module lies is named by the hash of its sources, flags, compiler and torch, so what is there is right, and
-    ranks that find it load it without a lock. Otherwise one process compiles while the others wait for its ``flock``,
-    which the kernel takes back when the holder dies: it cannot go stale, as the files that torch locks with do. Those
-    are deleted by the holder: whoever left them is dead. On a file system without locks (or after `patience_s`) a rank
-    goes on without the module: other backends give the same bits.
+    Where a module lies is named by the hash of its sources, flags, Python and torch, so what is there is right, and
+    ranks that find it load it without a lock. Otherwise the first rank of each node tries a ``flock``; who gets it
+    compiles, in a directory of its own (some file systems lock within a node only), and moves the library into place.
+    All others look whether it is there, now and then: each rank the less often the more ranks there are, at random
+    moments, so that a shared file system sees about a thousand looks a second from a cluster of any size. The kernel
+    takes the lock back when its holder dies; every rank tries it now and then, so another one goes on. A compile that
+    fails leaves its reason for those that wait. After `patience_s` a rank goes on without the module: other backends
+    give the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import hashlib
 import importlib.util
 import logging
 import os
+import random
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import IO
@@ -30,6 +35,9 @@ logger = logging.getLogger("zero_topo.op_builder")
 
 PATIENCE_S = 900.0
 NEWS_S = 30.0
+LOOK_S, LOOKS_PER_S = 0.2, 1000.0
+LOOKS_PER_TRY = 50  # of the lock
+LOCK, REASON = "zero_topo.lock", "failed.txt"
 _IMPORTING = threading.Lock()
 
 
@@ -60,6 +68,10 @@ class Recipe:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()[:16]
 
+    def library(self) -> Path:
+        """Where the module lies once it is compiled."""
+        return cache_dir() / f"{self.name}_{self.key()}" / f"{self.name}.so"
+
 
 def cache_dir() -> Path:
     """Where modules are kept: below ``TORCH_EXTENSIONS_DIR`` if that is set, else the user's cache."""
@@ -75,29 +87,85 @@ def load(recipe: Recipe, patience_s: float = PATIENCE_S) -> ModuleType:
     Raises:
         BuildError: if it does not compile or load, or another process does not finish compiling it in time.
     """
-    directory = cache_dir() / f"{recipe.name}_{recipe.key()}"
-    library = directory / f"{recipe.name}.so"
-    if not library.exists():
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory / "zero_topo.lock", recipe.name, patience_s):
-                if not library.exists():
-                    _compile(recipe, directory)
-        except OSError as error:
-            raise BuildError(f"cannot build in {directory}: {error}") from error
-    return _imported(recipe.name, library)
+    return _imported(recipe.name, built(recipe, patience_s))
 
 
-def _compile(recipe: Recipe, directory: Path) -> None:
-    for stale in directory.glob("**/lock"):
-        stale.unlink()
-    work = directory / "build"
-    work.mkdir(exist_ok=True)
+def built(recipe: Recipe, patience_s: float = PATIENCE_S) -> Path:
+    """The library, compiled first if it has to be; see Note [One compile, no hang].
+
+    Raises:
+        BuildError: if it does not compile, or another process does not finish compiling it in time.
+    """
+    library = recipe.library()
+    if library.exists():
+        return library
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with (library.parent / LOCK).open("a+") as lock:
+            _compile_or_wait(recipe, lock, patience_s)
+    except OSError as error:
+        raise BuildError(f"cannot build in {library.parent}: {error}") from error
+    return library
+
+
+def _compile_or_wait(recipe: Recipe, lock: IO[str], patience_s: float) -> None:
+    library, reason = recipe.library(), recipe.library().parent / REASON
+    before, began, said = _version(reason), time.monotonic(), 0.0
+    for look in _looks():
+        if library.exists():
+            return
+        if look % LOOKS_PER_TRY == 0 and _try_lock(lock):
+            if not library.exists():
+                _compile(recipe, lock)
+            return
+        waited = time.monotonic() - began
+        if _version(reason) != before:
+            raise BuildError(reason.read_text(encoding="utf-8"))
+        if waited > patience_s:
+            raise BuildError(f"{_holder(lock)} has been compiling {recipe.name} for over {patience_s:.0f} s")
+        if waited - said > NEWS_S:
+            said = waited
+            _say(f"waiting for {_holder(lock)}, which has been compiling {recipe.name} for {waited:.0f} s")
+
+
+def _looks() -> Iterator[int]:
+    """Numbers of this process's looks, from 0 on the first rank of a node; sleeps between them."""
+    world, rank, local = (int(os.environ.get(name) or 0) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    chance, interval = random.Random(), max(LOOK_S, world / LOOKS_PER_S)
+    time.sleep(interval * chance.random() if rank else 0.0)
+    for look in count(1 if local else 0):
+        yield look
+        time.sleep(interval * chance.uniform(0.5, 1.5))
+
+
+def _compile(recipe: Recipe, lock: IO[str]) -> None:
+    library, node, process = recipe.library(), os.uname().nodename, os.getpid()
+    lock.truncate(0)
+    lock.write(f"process {process} on {node}")
+    lock.flush()
+    work = library.parent / f"build-{node}-{process}"
+    shutil.rmtree(work, ignore_errors=True)  # of a dead process with this number
+    work.mkdir()
     began = time.monotonic()
-    _say(f"compiling {recipe.name} into {directory} (about a minute, once)")
-    recipe.compile(work)
-    os.replace(work / f"{recipe.name}.so", directory / f"{recipe.name}.so")  # whole or not there at all
+    _say(f"compiling {recipe.name} into {library.parent} (about a minute, once)")
+    try:
+        recipe.compile(work)
+    except BuildError as error:
+        (work / REASON).write_text(str(error), encoding="utf-8")
+        os.replace(work / REASON, library.parent / REASON)
+        raise
+    os.replace(work / library.name, library)  # whole or not there at all
+    shutil.rmtree(work, ignore_errors=True)
     _say(f"compiled {recipe.name} in {time.monotonic() - began:.0f} s")
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Differs from before if the file has been replaced."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _imported(name: str, library: Path) -> ModuleType:
@@ -114,24 +182,6 @@ def _imported(name: str, library: Path) -> ModuleType:
             raise BuildError(f"{library} does not load: {str(error).splitlines()[0]}") from error
         sys.modules[name] = module
         return module
-
-
-@contextmanager
-def _locked(path: Path, name: str, patience_s: float) -> Iterator[None]:
-    began = said = time.monotonic()
-    with path.open("a+") as file:
-        while not _try_lock(file):
-            now = time.monotonic()
-            if now - began > patience_s:
-                raise BuildError(f"{_holder(file)} has been compiling {name} for over {patience_s:.0f} s")
-            if now - said > NEWS_S:
-                said = now
-                _say(f"waiting for {_holder(file)}, which has been compiling {name} for {now - began:.0f} s")
-            time.sleep(0.2)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
-        yield
 
 
 def _try_lock(file: IO[str]) -> bool:

@@ -78,7 +78,7 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
         ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
-        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}}, "kernels zt_cpu", WARN, "op_builder"),
+        ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "not compiled"}}}, "kernels zt_cpu", WARN, "zero-topo build"),
         ({"torch": lambda: {**TOLD, "kernels": {"zt_cpu": "no ninja"}}}, "kernels zt_cpu", WARN, "no ninja; runs use"),
         ({"torch": lambda: {**GPU, "kernels": {"zt_gpu": "no hipcc"}}}, "kernels zt_gpu", WARN, "Triton's"),
         ({"which": lambda name: None}, "c++", WARN, "g++ and c++ not found"),

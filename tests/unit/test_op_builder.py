@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.utils import cpp_extension
 
+from tests.commands import Run
 from zero_topo.op_builder import jit, source_dir
-from zero_topo.op_builder.builder import BUILDERS, SHARED, CPUBuilder, GPUBuilder
+from zero_topo.op_builder.builder import BUILDERS, SHARED, CPUBuilder, GPUBuilder, TopoBuilder
 
 SOURCE = """
 #include <Python.h>
@@ -52,7 +57,7 @@ def recipe(source: Path, compiles: list[Path], flags: tuple[str, ...] = ()) -> j
 
 
 def test_many_compile_once(toy: Path) -> None:
-    """Ranks that come while one compiles wait for it and load what it made; later ones do not even look at a lock."""
+    """Ranks that come while one compiles wait for it and load what it made."""
     compiles: list[Path] = []
     with ThreadPoolExecutor(5) as ranks:
         loads = [ranks.submit(jit.load, recipe(toy, compiles)) for _ in range(5)]
@@ -70,20 +75,87 @@ def test_another_source_or_flag_is_another_module(toy: Path) -> None:
 def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
     """A process killed while compiling leaves a lock file and torch's own: both are nobody's."""
     wanted = recipe(toy, [])
-    directory = jit.cache_dir() / f"zt_toy_{wanted.key()}"
-    (directory / "build").mkdir(parents=True)
-    (directory / "build" / "lock").touch()
-    (directory / "zero_topo.lock").write_text("process 1 on a machine that was switched off")
+    directory = wanted.library().parent
+    work = directory / f"build-{os.uname().nodename}-{os.getpid()}"  # a process with our number, before a reboot
+    work.mkdir(parents=True)
+    (work / "lock").touch()
+    (directory / jit.LOCK).write_text("process 1 on a machine that was switched off")
     assert jit.load(wanted, patience_s=1.0).answer == 42
-    assert not (directory / "build" / "lock").exists()
+    assert sorted(path.name for path in directory.iterdir()) == [jit.LOCK, "zt_toy.so"]
+
+
+def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others never ask for the lock, they look for the library; it may come from any node."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(jit, "_try_lock", lambda lock: pytest.fail("a second rank of a node asked for the lock"))
+    compiles: list[Path] = []
+    wanted = recipe(toy, compiles)
+    with ThreadPoolExecutor(1) as rank:
+        waiting = rank.submit(jit.load, wanted, 20.0)
+        wanted.library().parent.mkdir(parents=True, exist_ok=True)
+        wanted.compile(toy.parent)
+        os.replace(toy.parent / "zt_toy.so", wanted.library())
+    assert waiting.result().answer == 42
+
+
+def test_when_the_builder_dies_another_rank_goes_on(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits tries the lock now and then, which the kernel takes from the dead."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(jit, "LOOKS_PER_TRY", 3)
+    compiles: list[Path] = []
+    wanted = recipe(toy, compiles)
+    wanted.library().parent.mkdir(parents=True)
+    hold = f"import fcntl; f = open({str(wanted.library().parent / jit.LOCK)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
+    builder = subprocess.Popen([sys.executable, "-c", f"{hold}; print(flush=True); input()"], stdin=-1, stdout=-1)
+    assert builder.stdout and builder.stdout.readline()
+    with ThreadPoolExecutor(1) as rank:
+        waiting = rank.submit(jit.load, wanted, 30.0)
+        time.sleep(1.5)
+        assert not compiles and not waiting.done()
+        builder.kill()
+        assert waiting.result().answer == 42 and len(compiles) == 1
+    builder.communicate()
+
+
+def test_ranks_that_wait_hear_why_a_compile_failed(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on with another backend at once, and do not compile it once more, each in turn."""
+    compiling = threading.Event()
+
+    def fail(directory: Path) -> None:
+        compiling.set()
+        time.sleep(1.0)
+        raise jit.BuildError("zt_toy does not compile: no such luck")
+
+    wanted = jit.Recipe("zt_toy", (toy,), (), fail)
+    with ThreadPoolExecutor(2) as ranks:
+        first = ranks.submit(jit.load, wanted)
+        assert compiling.wait(10)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        began = time.monotonic()
+        second = ranks.submit(jit.load, recipe(toy, []), 60.0)
+        for rank in (first, second):
+            with pytest.raises(jit.BuildError, match="no such luck"):
+                rank.result()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 10.0), (75_264, 1500.0)])
+def test_a_cluster_of_any_size_looks_as_often(ranks: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system sees so many looks a second from all ranks together; no two ranks stay in step."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    slept: list[float] = []
+    monkeypatch.setattr(jit.time, "sleep", slept.append)
+    for _ in zip(range(101), jit._looks(), strict=False):
+        pass
+    waits = slept[1:]
+    assert ranks * len(waits) / sum(waits) < most and len(set(waits)) == len(waits)
 
 
 def test_a_holder_that_does_not_finish_is_named(toy: Path) -> None:
     """After its patience a rank goes on without the module and says who was compiling, instead of waiting for ever."""
     wanted = recipe(toy, [])
-    directory = jit.cache_dir() / f"zt_toy_{wanted.key()}"
-    directory.mkdir(parents=True)
-    with (directory / "zero_topo.lock").open("w") as holder:
+    wanted.library().parent.mkdir(parents=True)
+    with (wanted.library().parent / jit.LOCK).open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         holder.write("process 7 on node001")
         holder.flush()
@@ -142,6 +214,120 @@ def test_builders_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
     assert GPUBuilder().reason() == "this torch is built for CPUs" and not GPUBuilder().wanted()
+
+
+@pytest.fixture
+def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, which builders take for the real ones; torch is for AMD GPUs and compiles nothing."""
+    copy = shutil.copytree(source_dir(), tmp_path / "csrc")
+    monkeypatch.setattr("zero_topo.op_builder.builder.source_dir", lambda: copy)
+    monkeypatch.setattr(cpp_extension, "IS_HIP_EXTENSION", True)
+    monkeypatch.setattr(cpp_extension, "ROCM_HOME", "/opt/rocm")
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: True))
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **given: None)
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *given: None)
+    monkeypatch.setattr(cpp_extension, "library_paths", lambda **given: [])
+    monkeypatch.chdir(tmp_path)
+    return copy
+
+
+def keys() -> list[str]:
+    """Of every builder's module."""
+    return [kind().recipe().key() for kind in BUILDERS]
+
+
+def names(directory: Path) -> set[str]:
+    """Of the files in a directory."""
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("way", ["at first use", "ahead of time"])
+def test_hipify_translates_a_copy(csrc: Path, tmp_path: Path, way: str) -> None:
+    """torch's own hipify leaves the sources and the keys as they were, and translates every kernel."""
+    before, there = keys(), names(csrc)
+    if way == "at first use":
+        made = tmp_path / "work" / "csrc"
+        GPUBuilder().recipe().compile(made.parent)
+    else:
+        made = tmp_path / "build" / "csrc" / "zt_gpu"
+        assert {path.endswith((".hip", "_hip.cpp")) for path in map(str, GPUBuilder().builder().sources)} == {True}
+    assert {f"{path.stem}.hip" for path in source_dir().glob("zt_gpu*.cu")} <= names(made)
+    assert names(csrc) == there and keys() == before
+
+
+def test_what_an_older_build_for_rocm_left_changes_nothing(csrc: Path) -> None:
+    """Translations beside the sources are neither hashed nor compiled."""
+    before, sources = keys(), [kind().sources() for kind in BUILDERS]
+    for path in csrc.iterdir():
+        (csrc / f"{path.stem}_hip{path.suffix}").write_text("translated")
+        path.with_suffix(".hip").write_text("translated")
+    assert keys() == before and [kind().sources() for kind in BUILDERS] == sources
+
+
+def seeing(monkeypatch: pytest.MonkeyPatch, arch: str | None) -> None:
+    """This process sees a GPU of an architecture, or none."""
+    rocm = GPUBuilder.is_rocm_pytorch()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: arch is not None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: SimpleNamespace(gcnArchName=f"{arch}:sramecc+"))
+    if arch is not None and not rocm:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: tuple(map(int, arch.split("."))))
+
+
+@pytest.mark.parametrize(
+    ("rocm", "usual", "other"), [(True, ("gfx90a", "gfx942"), "gfx908"), (False, ("8.0", "8.6", "9.0", "10.0"), "7.0")]
+)
+def test_keys_are_the_same_with_and_without_a_gpu(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, rocm: bool, usual: tuple[str, ...], other: str
+) -> None:
+    """A login node builds what ranks look for; a GPU that the usual architectures leave out has a module of its own.
+
+    A module built for one architecture alone, on any machine, is found by its GPUs.
+    """
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: rocm))
+    for name in ("TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
+        monkeypatch.delenv(name, raising=False)
+    seeing(monkeypatch, None)
+    login, alone = keys(), GPUBuilder([usual[0]]).recipe()
+    for arch in usual:
+        seeing(monkeypatch, arch)
+        assert keys() == login and GPUBuilder().chosen().key() == login[1]
+    alone.library().parent.mkdir(parents=True)
+    alone.library().touch()
+    seeing(monkeypatch, usual[0])
+    assert GPUBuilder().chosen().key() == alone.key() != login[1]
+    seeing(monkeypatch, other)
+    assert GPUBuilder().chosen().key() == GPUBuilder([other]).recipe().key() not in (alone.key(), login[1])
+
+
+def test_what_torchs_variable_asks_for_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another list is another module, with those architectures; a name that torch alone knows is refused."""
+    monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
+    found = set()
+    for wanted in ("8.0", "9.0a", "8.0 9.0+PTX"):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
+        found.add(GPUBuilder().recipe().key())
+    assert len(found) == 3
+    wanted_codes = ["compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"]
+    assert GPUBuilder().nvcc_args()[-3:] == [f"-gencode=arch={code}" for code in wanted_codes]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(jit.BuildError, match="TORCH_CUDA_ARCH_LIST=Hopper: only numbers"):
+        GPUBuilder().jit_load()
+
+
+def test_build_compiles_for_those_that_come(toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`zero-topo build` leaves every library where ranks look; status 1 where what is asked for cannot be built."""
+    monkeypatch.setattr(TopoBuilder, "_compile", lambda self, into, verbose: (into / f"{self.name}.so").touch())
+    assert run("build")[0] == 0 and CPUBuilder().recipe().library().exists()
+    monkeypatch.setattr("torch.version.hip", None)
+    status, out, _ = run("build", "--arch", "sm_90")
+    assert (status, out.splitlines()[1]) == (1, "zt_gpu: not here: this torch is built for CPUs")
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local/cuda")
+    status, out, _ = run("build", "--arch", "sm_90,sm_100")
+    assert status == 0 and out.count("zt_gpu: ") == 2
+    assert all(GPUBuilder([arch]).recipe().library().exists() for arch in ("9.0", "10.0"))
+    status, _, err = run("build", "--arch", "gfx90a")
+    assert status == 2 and "--arch gfx90a: this torch compiles for NVIDIA GPUs" in err
 
 
 def test_gpu_flags_keep_ieee_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

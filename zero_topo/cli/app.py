@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "doctor": "doctor",
         "enable": "enable",
         "disable": "enable",
+        "build": "build",
         "launch": "launch",
         "bench": "bench",
     }

@@ -68,14 +68,9 @@ def _state(builder: Any) -> str:
     from zero_topo.op_builder import jit
 
     ahead = importlib.util.find_spec(builder.absolute_name()) is not None
-    why = builder.reason()
-    if why is not None and not ahead:
-        return str(why)
-    recipe = None if why is not None else builder.recipe()
-    cached = recipe is not None and (jit.cache_dir() / f"{recipe.name}_{recipe.key()}" / f"{recipe.name}.so").exists()
-    if not ahead and not cached:
-        return "not compiled"
     try:
+        if not ahead and not builder.chosen().library().exists():
+            return builder.reason() or "not compiled"
         builder.load()
     except jit.BuildError as error:
         return str(error)

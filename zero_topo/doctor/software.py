@@ -10,7 +10,7 @@ from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 
 PYTHON = (3, 11)
-COMPILE = "compile it now: python -m zero_topo.op_builder"
+COMPILE = "compile it now: zero-topo build"
 GPU_COMPILERS = (("cuda", "nvcc", "load the CUDA toolkit's module"), ("rocm", "hipcc", "load the ROCm module"))
 
 

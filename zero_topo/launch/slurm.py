@@ -19,6 +19,10 @@ from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, Setting, bash_value, without
 
 HEADER = "# Written by zero-topo launch"
+BUILD = (
+    "# -- Kernels: compiled on this node if they are not in the cache yet, so that ranks, which look there, need not.",
+    "python -m zero_topo.cli build || true",
+)
 WORKER = ("python", "-m", "zero_topo.launch.worker", "--")
 DISTRIBUTIONS = {
     "block": "ranks node by node, so that neighbours share a package and then a node",
@@ -104,6 +108,8 @@ def script(job: SlurmJob) -> str:
         *_variables(
             "# -- What `zero-topo doctor` looks for; a comment says why, or what happens without.", machine.doctors
         ),
+        "",
+        *BUILD,
         "",
         *_step(job),
     ]
