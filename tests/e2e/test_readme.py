@@ -21,6 +21,7 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks_command
 from tests.launching import ROOT
+from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.app import run as zero_topo_command
 from zero_topo.config import ROLES, SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
@@ -252,9 +253,23 @@ def quantizer_rows() -> list[str]:
     return rows
 
 
+def paper_rows() -> list[str]:
+    """The README's table of the paper's ratios, from the simulator in the setting that the text states."""
+    columns = [ratios(), ratios(how="full"), ratios(stock=False)]
+    rows = []
+    for name, published in PAPER.items():
+        words = (
+            name.replace("zero", "ZeRO-").replace("-++", "++").replace("paper", "ZeRO-topo").replace(" / ", " over ")
+        )
+        what = "ZeRO-topo from 64 to 384 GCDs" if name == "64 to 384" else f"{words} at 384 GCDs"
+        rows.append(f"| {what} | {published:.2f} | {' | '.join(f'{column[name]:.2f}' for column in columns)} |")
+    return rows
+
+
 @pytest.mark.parametrize(
     ("table", "rows"),
     [
+        ("paper", paper_rows),
         ("schemes", lambda: [scheme_row(name) for name in ROWS]),
         ("cluster", cluster_rows),
         ("convergence", convergence_rows),

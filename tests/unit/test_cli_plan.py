@@ -13,7 +13,6 @@ import pytest
 from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo.config import SCHEMES, ZeroTopoConfig
-from zero_topo.units import GB
 
 FRONTIER = ("--machine", "frontier", "--nodes", "48")
 
@@ -32,7 +31,7 @@ def test_machine_and_nodes_are_the_same_as_topology_and_world_size(run: Run) -> 
 def test_a_recommendation_can_be_pasted_and_fits_and_sparse_modes_are_ranked_on_request(run: Run) -> None:
     report = as_json(run, "--params", "20B", *FRONTIER, "--recommend", "--micro-batches", "4", "--sparse", "oktopk")
     best = report["recommended"]
-    assert sum(best["memory"].values()) <= report["memory_limit"] == int(64 * GB * 0.9)
+    assert sum(best["memory"].values()) <= report["memory_limit"] == int(68_702_699_520 * 0.9)
     config = ZeroTopoConfig.parse(best["block"])
     assert config.topology == "frontier" and best["degrees"]["optimizer"] == 384
     assert 0 < best["seconds"] <= 1.005 * min(plan["seconds"] for plan in report["plans"])

@@ -11,6 +11,7 @@ import pytest
 from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo.cost.simulator import PHASES
+from zero_topo.cost.sweep import _zero
 
 RECORD = str(ROOT / "benchmarks/records/cluster-t8.json")
 SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
@@ -35,7 +36,8 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
 def test_the_table_fits_80_columns(run: Run) -> None:
     status, out, _ = run("simulate", "--gcds", "75264")
     assert status == 0 and "75,264" in out and "paper beats zero++ from" in out
-    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    table = [line.rstrip() for line in out.splitlines() if not line.startswith("- ")]
+    assert max(map(len, table)) <= 80 and "…" not in out
 
 
 def test_plot_and_trace_are_written(run: Run, tmp_path: Path) -> None:
@@ -75,3 +77,44 @@ def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path:
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(slow["rates"]))
     assert json.loads(run(*words, "--rates", str(file))[1]) == slow
+
+
+def test_a_machine_may_be_described_and_latency_set(run: Run, tmp_path: Path) -> None:
+    """A file or an object as the errors offer them; its own ranks count, and its rates must be told."""
+    described = json.loads(run("topology", "--from", "frontier", "--world-size", "32", "--json")[1])
+    file, words = tmp_path / "own.json", ("--schemes", "zero3", "--micro-batches", "1", "--overlap", "none", "--json")
+    file.write_text(json.dumps(described))
+    usual = json.loads(run("simulate", "--machine", "frontier", "--gcds", "32", *words)[1])
+    assert json.loads(run("simulate", "--machine", str(file), *words)[1])["results"] == usual["results"]
+    unknown = json.dumps({**described, "name": "mine"})
+    assert run("simulate", "--machine", unknown, *words)[0] == 2
+    rates = ("--rates", json.dumps(usual["rates"]))
+    assert json.loads(run("simulate", "--machine", unknown, *rates, *words)[1])["results"] == usual["results"]
+    slow = json.loads(run("simulate", "--gcds", "32", "--latency", "1e-3", *words)[1])["results"][0]["step_s"]
+    assert slow > 1.1 * usual["results"][0]["step_s"]
+
+
+def test_who_wins_only_after_days_never_wins(run: Run) -> None:
+    """A break-even beyond a million micro-batches is none."""
+    status, out, _ = run("simulate", "--schemes", "zero3,topo", "--gcds", "64", "--micro-batches", "1")
+    assert status == 0 and "zero3 beats topo never, at 64 ranks" in out
+    assert _zero([1.0, 1.0, 1.0 - 1e-5]) == pytest.approx(100_002)
+    assert _zero([1.0, 1.0, 1.0 - 1e-7]) is None
+
+
+def test_the_figure_has_a_colour_a_scheme_ticks_at_the_ranks_and_names_what_is_assumed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at before it is drawn: lines, ticks, legend, the notes under it."""
+    from matplotlib.figure import Figure
+
+    seen: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_args, **_kwargs: seen.append(self))
+    assert run(*SMALL, "--machine", "lumi-g", "--plot", str(tmp_path / "x.png"))[0] == 0
+    (axes,) = seen[0].axes
+    lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
+    assert len({line.get_color() for line in lines}) == 2 and len({line.get_linestyle() for line in lines}) == 2
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16", "64"]
+    legend = axes.get_legend()
+    assert legend and [text.get_text() for text in legend.get_texts()] == ["zero3", "topo", "K = 1", "K = 2"]
+    assert "assumed for lumi-g: latency" in seen[0].get_supxlabel() and "rings" in seen[0].get_supxlabel()

@@ -22,9 +22,10 @@ from zero_topo.cost.events import COMPUTE, Task, schedule
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.simulator import PHASES, Job, Simulation, simulate
 from zero_topo.cost.step import Program
-from zero_topo.cost.sweep import Sweep, scaling_efficiency
+from zero_topo.cost.sweep import Entry, Sweep, scaling_efficiency
 from zero_topo.cost.time import Network
 from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.uncertainty import overlapping
 from zero_topo.cost.volume import Workload, step_bytes
 from zero_topo.topology import Link, Topology, load_preset
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -205,11 +206,58 @@ def on_frontier(scheme: str, ranks: int, micro_batches: int) -> Simulation:
     return simulate(resolve(load_preset("frontier", ranks), scheme=scheme), Job(NEOX, 1, micro_batches))
 
 
-def test_on_384_gcds_topo_is_fastest_and_the_papers_gain_is_less_than_it_reports() -> None:
-    """It reports 2.40 times ZeRO-3's throughput; with the preset's assumed rates the model says about 1.2."""
+def test_on_384_gcds_topo_is_fastest_and_stock_is_slower_than_the_same_scheme_of_this_engine() -> None:
+    """With all overlapped: stock pays a step of its ring for every rank, this engine one for every node."""
     times = {scheme: on_frontier(scheme, 384, 8).step_s for scheme in COMPARED}
     assert sorted(times, key=times.__getitem__) == ["topo", "paper", "zero++", "zero3"]
-    assert 1.1 < times["zero3"] / times["paper"] < 2.4
+    stock = simulate(resolve(load_preset("frontier", 384), scheme="zero3"), Job(NEOX, 1, 8, stock=True)).step_s
+    assert stock > 1.1 * times["zero3"]
+
+
+PAPER = {"zero++ / zero3": 1.405, "paper / zero++": 1.707, "paper / zero3": 2.398, "64 to 384": 0.94}
+"""ZeRO-topo's own figures, 20 billion parameters: throughput at 384 GCDs, and topo's scaling from 64 to 384."""
+
+
+def in_the_papers_setting(scheme: str, ranks: int, **changed: Any) -> float:
+    """TFLOP/s of a GCD. DeepSpeed's messages, nothing overlapped, no recomputation, K = 6, one sequence of 2048, 45%
+    of peak: none of these is stated in the paper. The links' rates are the preset's, fitted to RCCL's logs."""
+    rates = load_machine("frontier").rates
+    assert rates is not None
+    settings = {
+        "micro_batches": 6,
+        "compute_efficiency": 0.45,
+        "how": "none",
+        "checkpointing": False,
+        "stock": True,
+        **changed,
+    }
+    job = Job(NEOX, 1, settings["micro_batches"], settings["checkpointing"], stock=settings["stock"])
+    step = overlapping(resolve(load_preset("frontier", ranks), scheme=scheme), job, settings["how"])
+    return simulate(*step, replace(rates, compute_efficiency=settings["compute_efficiency"])).tflops_per_gpu
+
+
+def ratios(**changed: Any) -> dict[str, float]:
+    zero3, plus, topo = (in_the_papers_setting(name, 384, **changed) for name in ("zero3", "zero++", "paper"))
+    scaling = topo / in_the_papers_setting("paper", 64, **changed)
+    return {"zero++ / zero3": plus / zero3, "paper / zero++": topo / plus, "paper / zero3": topo / zero3} | {
+        "64 to 384": scaling
+    }
+
+
+def test_the_papers_published_ratios_come_out_within_10_percent() -> None:
+    """With measured links and the settings stated there, the model gives what the paper reports (in fact within 5%)."""
+    assert ratios() == pytest.approx(PAPER, rel=0.1)
+
+
+def test_the_papers_ratios_hang_on_what_it_does_not_state() -> None:
+    """Consistent, not proof: other plausible settings give a gain over ZeRO-3 of 75% to 158%."""
+    found = [
+        ratios(micro_batches=count, compute_efficiency=share, checkpointing=recomputed)["paper / zero3"]
+        for count, share, recomputed in itertools.product((2, 4, 8), (0.35, 0.5), (False, True))
+    ]
+    assert (round(min(found), 2), round(max(found), 2)) == (1.75, 2.58), "the README says so"
+    assert ratios(how="full")["paper / zero3"] < 2
+    assert ratios(how="prefetch")["paper / zero3"] < 2
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(384, 2.0), (75_264, 30.0), (8 * 125_000, 30.0)])
@@ -220,11 +268,17 @@ def test_the_whole_of_frontier_is_simulated_in_seconds(ranks: int, limit: float)
 
 
 def test_scaling_efficiency_and_break_even() -> None:
-    blocks = {name: ZeroTopoConfig.parse({"scheme": name}) for name in COMPARED}
-    sweep = Sweep([load_preset("frontier", ranks) for ranks in (64, 384)], blocks, Job(NEOX, 1, 1), (1, 8))
+    blocks = {name: Entry(ZeroTopoConfig.parse({"scheme": name})) for name in COMPARED}
+    rates = load_machine("frontier").rates
+    assert rates is not None
+    sweep = Sweep([load_preset("frontier", ranks) for ranks in (64, 384)], blocks, Job(NEOX, 1, 1), (1, 8), rates)
     points = sweep.points()
     found = [(point.scheme, point.ranks, point.micro_batches) for point in points]
     assert found == list(itertools.product(COMPARED, (64, 384), (1, 8)))
+    for point in points:
+        assert point.range.low_s < point.simulation.step_s < point.range.high_s
+        assert set(point.range.hangs_on) == {"compute", "memory", "links", "latency", "overlap"}
+        assert all(-1e-9 <= share <= point.range.high_s / point.range.low_s for share in point.range.hangs_on.values())
     rows = scaling_efficiency(points)
     assert len(rows) == 8 and all(0.8 < row["efficiency"] <= 1.01 and row["over"] == 64 for row in rows)
     (row,) = (

@@ -11,26 +11,30 @@ import pytest
 
 from zero_topo.topology import emulated, load_preset, preset_names
 from zero_topo.topology.presets import emulated_from_json, load_machine, machine_of_cluster
-from zero_topo.units import GB
+from zero_topo.units import GB, MIB
+
+GCD = 68_702_699_520
+"""Bytes that a device of an MI250X reports."""
 
 
 def test_the_presets_are_these() -> None:
-    assert preset_names() == ["dgx-a100", "dgx-h100", "emulated-t8", "frontier", "lumi-g", "single-node"]
+    assert preset_names() == ["dgx-a100", "dgx-h100", "emulated-t8", "frontier", "lumi-g", "perlmutter", "single-node"]
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "dies", "memory", "links"),
     [
-        ("frontier", 4, 2, 64 * GB, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
-        ("lumi-g", 4, 2, 64 * GB, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
-        ("dgx-a100", 8, 1, 80 * GB, {"node": 300 * GB, "world": 25 * GB}),
-        ("dgx-h100", 8, 1, 80 * GB, {"node": 450 * GB, "world": 50 * GB}),
+        ("frontier", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
+        ("lumi-g", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
+        ("dgx-a100", 8, 1, 81049 * MIB, {"node": 300 * GB, "world": 25 * GB}),
+        ("dgx-h100", 8, 1, 81559 * MIB, {"node": 450 * GB, "world": 50 * GB}),
+        ("perlmutter", 4, 1, 42_298_834_944, {"node": 300 * GB, "world": 25 * GB}),
     ],
 )
 def test_a_machine_has_its_published_shape_and_rates(
     name: str, gpus: int, dies: int, memory: int, links: dict[str, float]
 ) -> None:
-    topology = load_preset(name, 16)
+    topology = load_preset(name, 2 * gpus * dies)
     assert (topology.nodes, topology.gpus_per_node, topology.ranks_per_gpu) == (2, gpus, dies)
     assert topology.memory_per_rank == memory
     assert {domain: link.bandwidth for domain, link in topology.links.items()} == links

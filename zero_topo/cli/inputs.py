@@ -32,6 +32,21 @@ def read_count(text: str, what: str) -> int:
     return int(value)
 
 
+def read_json(text: str, what: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: if the text is none.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what}: must be a JSON object, got {found!r}")
+    return found
+
+
 def words_of(text: str) -> list[str]:
     """The words of a list with commas between them."""
     return [word.strip() for word in text.split(",") if word.strip()]

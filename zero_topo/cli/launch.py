@@ -27,7 +27,9 @@ launch = typer.Typer(
 )
 
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Program of a rank and its arguments.")]
-MachineName = Annotated[str, typer.Option(metavar="NAME|FILE", help="frontier, lumi-g, dgx-a100, dgx-h100, generic.")]
+MachineName = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic.")
+]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the rendezvous.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print it, do nothing.")]
 

@@ -1,45 +1,66 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo simulate``: how long a step takes under each scheme, and how well that agrees with measurements."""
+"""``zero-topo simulate``: how long a step takes under each scheme, how far that may be off, and on what it hangs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Table
 
-from zero_topo.bench.schemes import BenchScheme, schemes_named
-from zero_topo.cli.inputs import read_count, words_of
+from zero_topo.bench.schemes import KNOWN
+from zero_topo.cli.fitting import FitOptions, fit
+from zero_topo.cli.inputs import machine, read_count, read_json, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.tables import show
 from zero_topo.config import ZeroTopoConfig
-from zero_topo.cost import calibrate
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.simulator import PHASES, Job, Simulation
-from zero_topo.cost.sweep import Point, Sweep, scaling_efficiency
-from zero_topo.cost.time import rates_of
+from zero_topo.cost.simulator import Job
+from zero_topo.cost.sweep import Entry, Point, Sweep, scaling_efficiency
+from zero_topo.cost.time import known_rates, rates_of
+from zero_topo.cost.uncertainty import OVERLAPS, Overlap
 from zero_topo.observe.console import figures_table
-from zero_topo.strict import read, to_json
-from zero_topo.topology import load_preset
+from zero_topo.strict import did_you_mean, read, to_json
+from zero_topo.topology import Topology, preset_names
+from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_seconds
+
+GCDS = "64,128,256,384"
+STOCK = "stock"
+SHOWN = (("compute", "optimizer"), ("gather_forward", "gather_backward"), ("scatter",), ("sync", "publish"))
+"""Phases of each column of the table."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Of ``simulate``."""
 
-    machine: Annotated[str, typer.Option(metavar="PRESET", help="The machine.")] = "frontier"
+    machine: Annotated[
+        str, typer.Option(metavar="PRESET|FILE|JSON", help="The machine; of a description, its own ranks count.")
+    ] = "frontier"
     model: Annotated[str, typer.Option(metavar="NAME|FILE", help="The model.")] = "gpt-neox-20b"
-    gcds: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "64,128,256,384"
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo"
+    gcds: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.", show_default=GCDS)] = None
+    schemes: Annotated[
+        str, typer.Option(help="Comma-separated; stock-zero3 and so on are as DeepSpeed's own engine sends.")
+    ] = "zero3,zero++,paper,topo"
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of each rank's micro-batch.")] = 1
     prefetch: Annotated[int, typer.Option(min=0, help="Modules gathered ahead.")] = 1
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's.")] = None
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|prefetch|full", help="Communication that is hidden; default: all, and none in the ranges."
+        ),
+    ] = None
+    latency: Annotated[
+        float | None, typer.Option(min=0, help="Seconds of a ring's step or a message, not the machine's.")
+    ] = None
     checkpointing: Annotated[bool, typer.Option(help="Layers run forward again before their backward.")] = True
     rates: Annotated[
         str, typer.Option(metavar="FILE|JSON", help="Rates in place of the preset's, some or all of their keys.")
@@ -51,7 +72,12 @@ class Options:
         typer.Option(metavar="FILE.json", help="One step of each scheme for a trace viewer, and FILE.png beside it."),
     ] = None
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="RECORD.json", help="Fit rates to a record of 'benchmarks cluster' instead.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Fit rates instead: to a record of 'benchmarks cluster', or to outputs of rccl-tests or nccl-tests, "
+            "any number of them.",
+        ),
     ] = None
     on: Annotated[str, typer.Option(help="With --calibrate: schemes to fit.")] = "zero3,topo"
     predict: Annotated[str, typer.Option(help="With --calibrate: schemes to predict; default: all others.")] = ""
@@ -60,8 +86,8 @@ class Options:
 @taking(Options)
 def simulate(options: Options) -> None:
     """Simulate optimizer steps: seconds, TFLOP/s per rank, what waits for what, and from when a scheme wins."""
-    if options.calibrate is not None:
-        _calibrate(options, options.calibrate)
+    if options.calibrate:
+        fit(FitOptions(options.calibrate, options.on, options.predict, options.as_json))
         return
     sweep = _sweep(options)
     points = sweep.points()
@@ -69,12 +95,14 @@ def simulate(options: Options) -> None:
         "machine": options.machine,
         "model": options.model,
         "params": sweep.job.model.params,
-        "rates": to_json(sweep.rates) if sweep.rates else None,
+        "overlap": options.overlap,
+        "rates": to_json(sweep.rates),
+        "assumed": assumptions(sweep.machines[0].name),
         "results": [point.to_json() for point in points],
         "scaling_efficiency": scaling_efficiency(points),
         "break_even": sweep.break_even(),
     }
-    written = [*_draw(options, points), *_trace(options, points)]
+    written = [*_draw(options, points, content), *_trace(options, points)]
     if options.as_json:
         print(json.dumps(content, indent=2))
         return
@@ -84,40 +112,68 @@ def simulate(options: Options) -> None:
 
 
 def _sweep(options: Options) -> Sweep:
-    job = Job(load_model(options.model), options.micro_batch, 1, options.checkpointing, prefetch=options.prefetch)
-    machines = [load_preset(options.machine, ranks) for ranks in _counts(options.gcds, "--gcds")]
+    model = load_model(options.model)
+    model = model if options.seq is None else replace(model, sequence=options.seq)
+    job = Job(model, options.micro_batch, 1, options.checkpointing, prefetch=options.prefetch)
+    machines, rates = _machines(options)
     return Sweep(
         machines=machines,
-        schemes={scheme.name: _config(scheme) for scheme in schemes_named(words_of(options.schemes))},
+        schemes=_schemes(words_of(options.schemes)),
         job=job,
         micro_batches=_counts(options.micro_batches, "--micro-batches"),
-        rates=_rates(options.rates, rates_of(machines[0])),
+        rates=rates,
+        overlap=_overlap(options.overlap),
     )
 
 
-def _rates(text: str, preset: Rates) -> Rates:
+def _machines(options: Options) -> tuple[list[Topology], Rates]:
+    """The machine with each number of ranks, and how fast a rank is; the user's latency in place of its own."""
+    preset = options.machine in preset_names()
+    counts = _counts(options.gcds or GCDS, "--gcds") if preset or options.gcds else [None]
+    machines = [machine(options.machine, count) for count in counts]
+    known = known_rates(machines[0])
+    rates = _rates(options.rates, known) if known or options.rates != "{}" else rates_of(machines[0])
+    if options.latency is None:
+        return machines, rates
+    links = [{name: replace(link, latency=options.latency) for name, link in m.links.items()} for m in machines]
+    rings = {
+        collective: {name: replace(ring, step=options.latency, small_step=None) for name, ring in of.items()}
+        for collective, of in rates.rings.items()
+    }
+    return [replace(m, links=of) for m, of in zip(machines, links, strict=True)], replace(rates, rings=rings)
+
+
+def _overlap(word: str | None) -> Overlap | None:
+    if word is None or word in OVERLAPS:
+        return word
+    raise ValueError(f"--overlap {word!r}{did_you_mean(word, OVERLAPS)} (choose one of {', '.join(OVERLAPS)})")
+
+
+def _rates(text: str, preset: Rates | None) -> Rates:
     """The preset's rates with the keys that the user gave; of ``link_efficiency``, with the domains."""
-    given = _read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
-    known = to_json(preset)
+    given = read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
+    known = {} if preset is None else to_json(preset)
     links = given.get("link_efficiency", {})
-    merged = {**known["link_efficiency"], **links} if isinstance(links, dict) else links
-    return read(Rates, "--rates", {**known, **given, "link_efficiency": merged})
+    merged = {**known.get("link_efficiency", {}), **links} if isinstance(links, dict) else links
+    return cast("Rates", read(Rates, "--rates", {**known, **given, "link_efficiency": merged}))
 
 
-def _read_json(text: str, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what}: must be a JSON object, got {found!r}")
-    return found
+def _schemes(names: Sequence[str]) -> dict[str, Entry]:
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"schemes {list(names)} must be at least one, each named once")
+    return {name: _entry(name) for name in names}
 
 
-def _config(scheme: BenchScheme) -> ZeroTopoConfig:
-    if scheme.block is None:
-        raise ValueError(f"scheme {scheme.name!r} is stock DeepSpeed, which the model does not know; take 'zero3'")
-    return ZeroTopoConfig.parse(scheme.block)
+def _entry(name: str) -> Entry:
+    """A scheme by name; one of stock is what follows ``stock-``, by itself ZeRO-3."""
+    known = {known: scheme.block for known, scheme in KNOWN.items() if scheme.block is not None}
+    plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
+    if plain not in known:
+        near = did_you_mean(name, [*known, *(f"{STOCK}-{other}" for other in known)])
+        raise ValueError(
+            f"unknown scheme {name!r}{near} (known: {', '.join(known)}, each also with 'stock-' before it)"
+        )
+    return Entry(ZeroTopoConfig.parse(known[plain]), stock=plain != name)
 
 
 def _counts(text: str, what: str) -> list[int]:
@@ -127,12 +183,16 @@ def _counts(text: str, what: str) -> list[int]:
     return counts
 
 
-def _draw(options: Options, points: Sequence[Point]) -> list[Path]:
+def _draw(options: Options, points: Sequence[Point], content: Mapping[str, Any]) -> list[Path]:
     if options.plot is None:
         return []
     from zero_topo.observe.timeline import scaling
 
-    scaling(points, f"{options.model} on {options.machine}", options.plot)
+    worst = "at their worst" if options.overlap else "at their worst with nothing overlapping"
+    notes = [f"overlap: {options.overlap or 'full'}; bars: rates at their best, and {worst}"]
+    if content["assumed"]:
+        notes.append(f"assumed for {options.machine}: {', '.join(content['assumed'])}")
+    scaling(points, f"{options.model} on {options.machine}", "\n".join(notes), options.plot)
     return [options.plot]
 
 
@@ -155,43 +215,28 @@ def _show(options: Options, points: Sequence[Point], content: Mapping[str, Any])
         title = f"{options.model} on {options.machine}, {count} x {options.micro_batch} sequences a step, simulated"
         show(_steps_table([point for point in points if point.micro_batches == count], title))
     for row in content["break_even"]:
-        if row["break_even"] is not None and row["ranks"] == content["break_even"][-1]["ranks"]:
-            ahead, behind = row["ahead_at_1"], row["behind_at_1"]
-            print(f"- {behind} beats {ahead} from {row['break_even']:.1f} micro-batches on, at {row['ranks']:,} ranks")
+        if row["ranks"] == content["break_even"][-1]["ranks"]:
+            ahead, behind, count = row["ahead_at_1"], row["behind_at_1"], row["break_even"]
+            when = "never" if count is None else f"from {count:.1f} micro-batches on"
+            print(f"- {behind} beats {ahead} {when}, at {row['ranks']:,} ranks")
+    last = points[-1]
+    for point in points:
+        if (point.ranks, point.micro_batches) == (last.ranks, last.micro_batches):
+            print(f"- {point.scheme} at {point.ranks:,} ranks hangs on {point.range.sentence()}")
+    if content["assumed"]:
+        print(f"- assumed, not measured, for {options.machine}: {', '.join(content['assumed'])}")
 
 
 def _steps_table(points: Sequence[Point], title: str) -> Table:
-    """Scheme and ranks by seconds of a step, TFLOP/s, and the share of the step that each phase takes."""
-    columns = ["", "ranks", "step", "TFLOP/s", "comp.", "fwd", "bwd", "scat.", "sync", "publ.", "opt."]
+    """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
+    columns = ["", "ranks", "step", "TFLOP/s", "range", "compute", "gather", "scatter", "sync"]
     table = figures_table(columns, title)
     for point in points:
-        found: Simulation = point.simulation
-        shares = (found.breakdown[phase] / found.step_s for phase in PHASES)
+        found, within = point.simulation, point.range
+        shares = (sum(found.breakdown[phase] for phase in phases) / found.step_s for phases in SHOWN)
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
+        flops = found.tflops_per_gpu * found.step_s
+        spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
         step, speed = format_seconds(found.step_s), f"{found.tflops_per_gpu:.1f}"
-        table.add_row(point.scheme, f"{point.ranks:,}", step, speed, *cells)
+        table.add_row(point.scheme, f"{point.ranks:,}", step, speed, spread, *cells)
     return table
-
-
-def _calibrate(options: Options, path: Path) -> None:
-    record = _read_json(path.read_text(encoding="utf-8"), f"record {path}")
-    measured = calibrate.read_record(record)
-    on = words_of(options.on)
-    wanted = words_of(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
-    fitting, others = calibrate.measured_schemes(measured, on), calibrate.measured_schemes(measured, wanted)
-    if not fitting:
-        raise ValueError(f"--on {options.on!r} names no scheme; give one or more of the record's")
-    rates = calibrate.fit(fitting, calibrate.host_rates(record))
-    fitted, predicted = calibrate.predict(fitting, rates), calibrate.predict(others, rates)
-    if options.as_json:
-        told = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
-        print(json.dumps({"rates": to_json(rates), "results": told}, indent=2))
-        return
-    table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
-    for rows, what in ((fitted, "fitted"), (predicted, "predicted")):
-        for row in rows:
-            cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)
-            table.add_row(row.scheme, str(row.micro_batches), *cells)
-    show(table)
-    links = ", ".join(f"{domain} {share:.2f}" for domain, share in rates.link_efficiency.items())
-    print(f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' rates: {links}")

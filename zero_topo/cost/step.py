@@ -11,20 +11,31 @@ Note [A step]
     4. The optimizer.
     Every collective is packed (quantized) before it is sent and unpacked after, over memory.
     Gathers, scatters, and sync with publish have a stream each; links are what they have in common.
+
+Note [Stock]
+    DeepSpeed's own ZeRO-3 and ZeRO++ send otherwise than this engine: all ranks are one ring, whatever the machine (no
+    two hops, but for ZeRO++'s quantized scatter, which has them by design); each linear layer fetches its weights by
+    itself, so a layer makes a gather for each of its matrices, and one more for each matrix's scales if it is quantized
+    (``partition_parameters.py``); a gradient that fills ``reduce_bucket_size`` alone, as matrices do with the 10^7 of
+    DeepSpeed's ZeRO++ tutorial, is reduced by itself, by a ring if it is not quantized. Vectors go with a matrix here;
+    DeepSpeed keeps them whole (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each by itself, which is
+    left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, gather_spec, phase_moves
+from zero_topo.cost.volume import ITEMSIZES, Move, gather_spec, phase_moves
 
+PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
+SCALES_PER_BYTES = 256 // 4  # bytes of values to a byte of their scales
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 
 
@@ -51,6 +62,7 @@ class Job:
         itemsize: bytes per weight and gradient.
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
         overlap_scatter: whether the backward pass goes on beside scatters (DeepSpeed's ``overlap_comm``).
+        stock: whether everything is sent as DeepSpeed's own engine does, see Note [Stock].
 
     Raises:
         ValueError: if a number is out of range.
@@ -63,6 +75,7 @@ class Job:
     itemsize: int = 2
     prefetch: int = 1
     overlap_scatter: bool = True
+    stock: bool = False
 
     def __post_init__(self) -> None:
         for key, least in (("micro_batch", 1), ("micro_batches", 1), ("itemsize", 1), ("prefetch", 0)):
@@ -111,14 +124,37 @@ class Packets:
         return self._known[phase, numels]
 
     def _packet(self, phase: str, widths: Sequence[int]) -> Packet:
-        moves, message = phase_moves(self.config, phase, widths, self._itemsize(phase))
+        config, itemsize, rates = self._sent_by(phase), self._itemsize(phase), self.network.rates
+        moves, message = phase_moves(config, phase, widths, itemsize)
         found = [move for move in moves if move.sent]
         if not found:
             return Packet(phase, 0.0, 0.0, ())
-        rates = self.network.rates
-        hops = (self.network.hop(m.lo, m.hi, float(m.sent), rates.gather if m.gathers else "direct") for m in found)
         before, after = self._touched(phase, sum(widths), message, sum(move.sent for move in found))
+        if self.job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
+            apart = [phase_moves(config, phase, [width], itemsize)[0] for width in self._matrices(widths)]
+            scaled = phase != "scatter" and gather_spec(config, phase) is not None
+            scales = [[move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart]
+            found = [move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent]
+        hops = (self.network.hop(m.lo, m.hi, float(m.sent), self._pattern(phase, m)) for m in found)
         return Packet(phase, before / rates.memory, after / rates.memory, tuple(hops))
+
+    def _sent_by(self, phase: str) -> ResolvedConfig:
+        """The config by whose routes a phase goes: those of stock are straight but for a quantized scatter."""
+        config = self.config
+        if not self.job.stock or (phase == "scatter" and config.gradients_spec is not None):
+            return config
+        return replace(config, plan=replace(config.plan, inner=None))
+
+    def _pattern(self, phase: str, move: Move) -> str:
+        exact = phase == "sync" or self.config.gradients_spec is None
+        reduces = "reduce ring" if self.job.stock and exact else "direct"
+        return self.network.rates.gather if move.gathers else reduces
+
+    def _matrices(self, widths: Sequence[int]) -> list[int]:
+        """Columns that each message of stock is about; vectors go with the first matrix."""
+        least = PERSISTENT / self.config.plan.world_size
+        large = [width for width in widths if width > least] or [sum(widths)]
+        return [large[0] + sum(width for width in widths if width <= least), *large[1:]] if len(large) > 1 else large
 
     def _itemsize(self, phase: str) -> int:
         config = self.config

@@ -14,20 +14,33 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.simulator import Job, Simulation, simulate
+from zero_topo.cost.uncertainty import Overlap, Range, overlapping, step_range
 from zero_topo.topology.model import Topology
 from zero_topo.topology.rates import Rates
+
+NEVER = 10**6
+"""Micro-batches beyond which nobody breaks even: a step of so many takes days."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A scheme to simulate: its block, and whether DeepSpeed's own engine sends it (Note [Stock] in ``step.py``)."""
+
+    block: ZeroTopoConfig
+    stock: bool = False
 
 
 @dataclass(frozen=True)
 class Point:
-    """One simulated step."""
+    """One simulated step, and how far it may be off."""
 
     scheme: str
     ranks: int
     micro_batches: int
     simulation: Simulation
+    range: Range
 
     def to_json(self) -> dict[str, Any]:
         """In JSON types, without the events."""
@@ -39,6 +52,7 @@ class Point:
             "step_s": found.step_s,
             "tflops_per_gpu": found.tflops_per_gpu,
             "breakdown": dict(found.breakdown),
+            "range": self.range.to_json(),
         }
 
 
@@ -48,17 +62,19 @@ class Sweep:
 
     Attributes:
         machines: topologies, from few ranks to many.
-        schemes: name -> its config.
+        schemes: name -> what it is.
         job: what is trained; its micro-batches are replaced.
         micro_batches: per optimizer step.
-        rates: of a rank; None takes the preset's.
+        rates: of a rank.
+        overlap: how much communication is hidden; None is all of it, as the best case of what is not known.
     """
 
     machines: Sequence[Topology]
-    schemes: Mapping[str, ZeroTopoConfig]
+    schemes: Mapping[str, Entry]
     job: Job
     micro_batches: Sequence[int]
-    rates: Rates | None = None
+    rates: Rates
+    overlap: Overlap | None = None
 
     def points(self) -> list[Point]:
         """All combinations, by scheme, ranks and micro-batches.
@@ -67,11 +83,16 @@ class Sweep:
             ValueError: if a scheme does not fit a machine or the machine's rates are not known.
         """
         return [
-            Point(name, machine.world_size, count, self._simulate(name, machine, count))
+            self._point(name, machine, count)
             for name in self.schemes
             for machine in self.machines
             for count in self.micro_batches
         ]
+
+    def _point(self, name: str, machine: Topology, count: int) -> Point:
+        config, job = self._step(name, machine, count)
+        within = step_range(config, job, self.rates, self.overlap is not None)
+        return Point(name, machine.world_size, count, simulate(config, job, self.rates), within)
 
     def break_even(self) -> list[dict[str, Any]]:
         """For each machine and pair of schemes: from how many micro-batches on the one that is slower at 1 wins."""
@@ -86,15 +107,21 @@ class Sweep:
         return rows
 
     def _simulate(self, name: str, machine: Topology, count: int) -> Simulation:
-        return simulate(resolve_config(self.schemes[name], machine), replace(self.job, micro_batches=count), self.rates)
+        return simulate(*self._step(name, machine, count), self.rates)
+
+    def _step(self, name: str, machine: Topology, count: int) -> tuple[ResolvedConfig, Job]:
+        entry = self.schemes[name]
+        job = replace(self.job, micro_batches=count, stock=entry.stock)
+        return overlapping(resolve_config(entry.block, machine), job, self.overlap or "full")
 
 
 def _zero(gaps: Sequence[float]) -> float | None:
-    """Where a gap at 1, 2 and 3, and straight on, becomes zero; None if never."""
+    """Where a gap at 1, 2 and 3, and straight on, becomes zero; None if never, or beyond :data:`NEVER`."""
     first, second, third = gaps
     if second < 0:
         return 1 + first / (first - second)
-    return 2 + second / (second - third) if third < second else None
+    found = 2 + second / (second - third) if third < second else None
+    return found if found is not None and found <= NEVER else None
 
 
 def scaling_efficiency(points: Sequence[Point]) -> list[dict[str, Any]]:

@@ -14,6 +14,12 @@ Note [Patterns]
     latency is paid once. *ring*, all to the next member, as NCCL and RCCL gather: each unit's link carries ``B`` for
     each group, and latencies add up around the ring.
 
+Note [Measured rings]
+    Where a machine's rings were measured (``Rates.rings``), these rates count in place of the links'. They are of one
+    ring through all ranks of a unit, which has all of its links; of ``L`` ranks of a unit, ``g`` of them in each ring,
+    ``L / g`` rings run beside each other and share them. The widest domain's step is paid by every rank of the ring
+    but one: all pass on at once, and the slowest pair sets the pace.
+
 Source: the alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH" (2005), per level of the tree.
 """
@@ -22,11 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import load_machine, preset_names
-from zero_topo.topology.rates import Rates
+from zero_topo.topology.rates import Collective, Rates
 
 BELOW: Mapping[str, str] = MappingProxyType({"gpu": "rank", "node": "gpu", "world": "node"})
 
@@ -88,7 +95,7 @@ class Network:
         Args:
             lo, hi: the hop.
             sent: bytes, to all other members together.
-            pattern: "direct" or "ring", see Note [Patterns].
+            pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
 
         Raises:
             ValueError: for a link without a bandwidth.
@@ -136,18 +143,27 @@ def _direct(network: Network, group: _Group, sent: float) -> HopTime:
     return HopTime(group.widest, latency, busy, sent)
 
 
-def _ring(network: Network, group: _Group, sent: float) -> HopTime:
+def _ring(network: Network, group: _Group, sent: float, collective: Collective = "gather") -> HopTime:
+    measured, rates = network.rates.rings.get(collective, {}), network.rates
     busy, latency, size = {}, 0.0, group.size
     for domain, inner, outer in group.crossed():
+        ring = measured.get(domain)
+        if ring is not None:
+            unit = "gpu" if domain == "gpu" else "node"
+            busy[domain] = sent * network.topology.degree(unit) / (group.inside(unit) * ring.bandwidth)
+            latency = ring.latency(size, sent / (size - 1))
+            continue
         link = network.link(domain)
-        times = inner if domain in network.rates.shared else 1
+        times = inner if domain in rates.shared else 1
         busy[domain] = sent / (times * link.bandwidth)
         steps = size // inner - (size // outer if outer < size else 0)
         latency += steps * link.latency * (size - 1) / size
     return HopTime(group.widest, latency, busy, sent)
 
 
-_TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxyType({"direct": _direct, "ring": _ring})
+_TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxyType(
+    {"direct": _direct, "ring": _ring, "reduce ring": partial(_ring, collective="reduce")}
+)
 
 
 def known_rates(topology: Topology) -> Rates | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero_topo.cost.events import COMPUTE
 from zero_topo.cost.simulator import Simulation
@@ -18,7 +18,10 @@ STREAMS = (COMPUTE, "pack", *LINKED_DOMAINS)
 MICROSECONDS = 10**6
 _OWN = {COMPUTE: "#555555", "optimizer": "#b3476b"}
 _LINES = ("#2f6db5", "#d9822b", "#3f9c55", "#b3476b", "#7a5fb0", "#8c6d46")
-_STYLES = ("-", "--", ":", "-.")
+_STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+
+
+APART = 1.015
 
 
 def write_trace(steps: Mapping[str, Simulation], path: Path) -> None:
@@ -91,34 +94,49 @@ def _colour(phase: str) -> str:
     return _OWN.get(phase) or COLOURS.get(phase, OTHER)
 
 
-def scaling(points: Sequence[Point], title: str, path: Path) -> None:
-    """TFLOP/s per rank over ranks, a line for each scheme and number of micro-batches, as PNG.
+def scaling(points: Sequence[Point], title: str, notes: str, path: Path) -> None:
+    """TFLOP/s per rank over ranks as PNG: a colour for each scheme, a style for each number of micro-batches.
+
+    A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
 
     Args:
         points: simulated steps.
         title: above the picture.
+        notes: under it: what is assumed.
         path: where to.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.add_subplot()
-    schemes = list(dict.fromkeys(point.scheme for point in points))
-    counts = list(dict.fromkeys(point.micro_batches for point in points))
-    for count, style in zip(counts, _STYLES * len(counts), strict=False):
-        for scheme, colour in zip(schemes, _LINES * len(schemes), strict=False):
-            line = [point for point in points if (point.scheme, point.micro_batches) == (scheme, count)]
-            axes.plot(
-                [point.ranks for point in line],
-                [point.simulation.tflops_per_gpu for point in line],
-                style,
-                marker="o",
-                markersize=3,
-                color=colour,
-                label=f"{scheme}, K = {count}",
-            )
-    axes.set(xlabel="ranks", ylabel="TFLOP/s per rank (simulated)", title=title)
+    colours = dict(zip(dict.fromkeys(point.scheme for point in points), _LINES * len(points), strict=False))
+    styles = dict(zip(dict.fromkeys(point.micro_batches for point in points), _STYLES * len(points), strict=False))
+    for place, ((scheme, count), line) in enumerate(_lines(points).items()):
+        ranks = [point.ranks * APART**place for point in line]
+        speeds = [point.simulation.tflops_per_gpu for point in line]
+        bounds = [(p.simulation.step_s / p.range.high_s, p.simulation.step_s / p.range.low_s) for p in line]
+        off = [[v * (1 - low) for v, (low, _) in zip(speeds, bounds, strict=True)]]
+        off += [[v * (high - 1) for v, (_, high) in zip(speeds, bounds, strict=True)]]
+        colour = colours[scheme]
+        axes.plot(ranks, speeds, linestyle=styles[count], marker="o", markersize=3, color=colour)
+        axes.errorbar(ranks, speeds, off, fmt="none", ecolor=colour, alpha=0.4, linewidth=0.8, capsize=1.5)
+    axes.set(xlabel="ranks", ylabel="TFLOP/s per rank (simulated)", title=title, xscale="log")
+    ticks = sorted({point.ranks for point in points})
+    axes.set_xticks(ticks, [f"{rank:,}" for rank in ticks])
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
+    handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
+    handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
+    axes.legend(handles=handles, frameon=False, fontsize=8)
+    figure.supxlabel(notes, fontsize=6, x=0.01, ha="left")
+    figure.savefig(path, dpi=200)
+
+
+def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
+    """The points of each scheme and number of micro-batches."""
+    found: dict[tuple[str, int], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.scheme, point.micro_batches), []).append(point)
+    return found

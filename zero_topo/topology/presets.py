@@ -83,6 +83,12 @@ def machine_of_cluster(cluster: str) -> Machine | None:
     return next((machine for machine in machines if cluster.lower() in machine.clusters), None)
 
 
+def assumptions(name: str) -> list[str]:
+    """The facts of a preset that are assumed and not published or measured; none for what is no preset."""
+    sources = load_machine(name).sources if name in preset_names() else {}
+    return [key.removeprefix("rates.") for key, said in sources.items() if said.startswith("assumed")]
+
+
 def load_preset(name: str, world_size: int) -> Topology:
     """The topology of a known machine with as many nodes as ``world_size`` ranks fill.
 

@@ -1,0 +1,83 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo simulate --calibrate``: rates fitted to what was measured, steps of a cluster or single collectives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zero_topo.cli.inputs import read_json, words_of
+from zero_topo.cli.tables import show
+from zero_topo.cost import calibrate
+from zero_topo.cost.collectives import fit_rings, read_tests
+from zero_topo.observe.console import figures_table
+from zero_topo.strict import to_json
+from zero_topo.units import format_rate, format_seconds
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What to fit to: files, and of a record the schemes to fit to and to predict, comma-separated."""
+
+    files: Sequence[Path]
+    on: str
+    predict: str
+    as_json: bool
+
+
+def fit(options: FitOptions) -> None:
+    """Fit rates and print them with how well they explain what was measured.
+
+    Raises:
+        ValueError: if a file is neither a record nor output of rccl-tests, or the two are mixed.
+    """
+    records = [path for path in options.files if path.suffix == ".json"]
+    if records and len(options.files) > 1:
+        raise ValueError(f"--calibrate: {records[0]} is a record, which is fitted by itself; give it alone")
+    (_fit_record if records else _fit_collectives)(options)
+
+
+def _fit_collectives(options: FitOptions) -> None:
+    timed = [row for path in options.files for row in read_tests(path)]
+    rings = fit_rings(timed)
+    if options.as_json:
+        told = {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}
+        print(json.dumps({"rates": {"rings": told}, "measurements": len(timed)}, indent=2))
+        return
+    table = figures_table(["", "", "bandwidth", "step", "small", "its step", "error"], "Rings, as measured")
+    for name, of in rings.items():
+        for domain, ring in of.items():
+            few = (format_seconds(ring.small_step), f"{ring.small:,} B") if ring.small_step else ("-", "-")
+            cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
+            table.add_row(name, domain, *cells)
+    show(table)
+    written = {"rings": {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}}
+    print(f"From {len(timed)} measurements. For 'simulate --rates FILE', or a machine's \"rates\":")
+    print(json.dumps(written, indent=2))
+
+
+def _fit_record(options: FitOptions) -> None:
+    (path,) = options.files
+    record = read_json(path.read_text(encoding="utf-8"), f"record {path}")
+    measured = calibrate.read_record(record)
+    on = words_of(options.on)
+    wanted = words_of(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
+    fitting, others = calibrate.measured_schemes(measured, on), calibrate.measured_schemes(measured, wanted)
+    if not fitting:
+        raise ValueError(f"--on {options.on!r} names no scheme; give one or more of the record's")
+    rates = calibrate.fit(fitting, calibrate.host_rates(record))
+    fitted, predicted = calibrate.predict(fitting, rates), calibrate.predict(others, rates)
+    if options.as_json:
+        told = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
+        print(json.dumps({"rates": to_json(rates), "results": told}, indent=2))
+        return
+    table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
+    for rows, what in ((fitted, "fitted"), (predicted, "predicted")):
+        for row in rows:
+            cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)
+            table.add_row(row.scheme, str(row.micro_batches), *cells)
+    show(table)
+    links = ", ".join(f"{domain} {share:.2f}" for domain, share in rates.link_efficiency.items())
+    print(f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' rates: {links}")

@@ -1,0 +1,124 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Measured collectives, as rccl-tests and nccl-tests print them, and the rings that explain them best.
+
+Note [Rings of a machine]
+    ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each step of the ring,
+    ``B`` bytes/s. ``B`` is fitted by itself inside a node and across nodes; ``a`` is one number, and another one for
+    small messages, which RCCL and NCCL send by a protocol of their own (LL) up to a size that is fitted too. The sum of
+    squared logarithms of model over measured is made least, so that a short message counts as much as a long one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zero_topo.cost.calibrate import least
+from zero_topo.topology.rates import Collective, Ring
+
+COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter": "reduce"}
+SMALL_CLASSES = (0, 2**14, 2**15, 2**16)
+"""Bytes of a rank's message up to which the faster protocol may reach."""
+
+START = (math.log(20e-6), math.log(80e9), math.log(80e9), math.log(10e-6))
+ENOUGH_POINTS = 4
+RESTARTS = 4
+
+_NAME = re.compile(r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf")
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s", re.MULTILINE)
+_ROW = re.compile(r"^\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One measured collective: ``ranks`` on ``nodes`` nodes, ``nbytes`` in all, ``seconds``."""
+
+    collective: Collective
+    ranks: int
+    nodes: int
+    nbytes: float
+    seconds: float
+
+
+def read_tests(path: Path) -> list[Timed]:
+    """The rows of one output of ``all_gather_perf`` or ``reduce_scatter_perf``, out of place.
+
+    Raises:
+        ValueError: if the file is neither, or lacks the list of ranks.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    named = _NAME.search(text) or _NAME.search(path.name)
+    ranks = dict(_RANK.findall(text))
+    rows = [(int(nbytes), float(us)) for nbytes, us in _ROW.findall(text)]
+    if named is None or named[1] is None or not rows or not ranks:
+        missing = "rows of times" if not rows else "its '# Rank' lines" if not ranks else "the name of its collective"
+        what = f"of {named[2]}" if named and named[2] else f"without {missing}"
+        raise ValueError(
+            f"{path}: output {what}, which tells no ring; give outputs of all_gather_perf or reduce_scatter_perf of "
+            "rccl-tests or nccl-tests, with the collective in their text or file name"
+        )
+    world, nodes, collective = len(ranks), len(set(ranks.values())), COLLECTIVES[named[1]]
+    if world != 1 + max(map(int, ranks)):
+        raise ValueError(f"{path}: lists {world} of {1 + max(map(int, ranks))} ranks; give the whole output")
+    return [Timed(collective, world, nodes, float(nbytes), us * 1e-6) for nbytes, us in rows if nbytes]
+
+
+def fit_rings(timed: Iterable[Timed]) -> dict[Collective, dict[str, Ring]]:
+    """The rings that explain measured collectives best, by collective and domain; see Note [Rings of a machine].
+
+    Raises:
+        ValueError: if a collective has too few measurements for the numbers sought.
+    """
+    of: dict[Collective, list[Timed]] = {}
+    for row in timed:
+        of.setdefault(row.collective, []).append(row)
+    return {collective: _fit(rows) for collective, rows in of.items()}
+
+
+def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
+    rows = [row for row in rows if row.ranks > 1]
+    if len(rows) < ENOUGH_POINTS or len({row.nbytes for row in rows}) < ENOUGH_POINTS:
+        raise ValueError(
+            f"{len(rows)} measurements of a collective do not tell latency from bandwidth; measure at least "
+            f"{ENOUGH_POINTS} sizes, such as with `-b 1M -e 1G -f 4`"
+        )
+    found = min((_fit_class(rows, small) for small in SMALL_CLASSES), key=lambda tried: tried[0])[1]
+    domains = {_domain(row) for row in rows}
+    shares = {name: [_off(found[name], row) for row in rows if _domain(row) == name] for name in domains}
+    return {name: replace(found[name], spread=min(1.0, sum(off) / len(off) or 1e-9)) for name, off in shares.items()}
+
+
+def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring]]:
+    """The least error, and the rings, if messages up to ``small`` bytes have a step of their own."""
+    least_message = min(row.nbytes / row.ranks for row in rows)
+    count = 4 if least_message <= small else 3
+
+    def error(point: tuple[float, ...]) -> float:
+        rings = _rings(point, small)
+        return sum(math.log(_seconds(rings[_domain(row)], row) / row.seconds) ** 2 for row in rows)
+
+    point = START[:count]
+    for _ in range(RESTARTS):
+        point = least(error, point)
+    return error(point), _rings(point, small)
+
+
+def _rings(point: tuple[float, ...], small: int) -> dict[str, Ring]:
+    step, node, world, *of_small = map(math.exp, point)
+    below = {"small": small, "small_step": min(step, of_small[0])} if of_small else {}
+    return {"node": Ring(node, step, **below), "world": Ring(world, step, **below)}  # type: ignore[arg-type]
+
+
+def _domain(row: Timed) -> str:
+    return "world" if row.nodes > 1 else "node"
+
+
+def _seconds(ring: Ring, row: Timed) -> float:
+    return ring.seconds(row.ranks, row.nbytes / row.ranks)
+
+
+def _off(ring: Ring, row: Timed) -> float:
+    return abs(_seconds(ring, row) / row.seconds - 1)
