@@ -125,7 +125,8 @@ def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, 
     tiles, sources, members = -(-numel // TILE.value), messages.table.shape[0], messages.members
     skipped = members if messages.without_member is None else messages.without_member
     hole = sources if messages.without_source is None else messages.without_source
-    work = Work(tiles, skipped, sources - (hole < sources), hole, factor)
+    numbers = tiles, skipped, sources - (hole < sources), hole
+    work = Work._make([*(4 * number + 2 for number in numbers), factor])
     return work, tiles * (members - (skipped < members))
 
 

@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is to be done; no kernel is compiled for certain numbers.
+    """What is to be done. Numbers are times 4 plus 2: for 1 and for multiples of 16, Triton compiles other kernels.
 
     Attributes:
         tiles: of each member.
@@ -101,9 +101,9 @@ class Work(NamedTuple):
 
     tiles: int
     skipped: int
-    sources: int = 1
-    hole: int = 1
-    factor: float = 1.0
+    sources: int
+    hole: int
+    factor: float
 
 
 @triton.constexpr_function
@@ -118,7 +118,7 @@ def _float(spec: Cast) -> tl.dtype:
     return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[spec.dtype]
 
 
-@triton.jit(do_not_specialize=["work"])
+@triton.jit
 def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr) -> None:
     """A tile of a piece -> its blocks of the message."""
     tile, member = _mine(work)
@@ -127,7 +127,7 @@ def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, 
     _encode(x, message, work, place.numel, SPEC)
 
 
-@triton.jit(do_not_specialize=["work"])
+@triton.jit
 def reduce_tile(
     place: Place, messages: Table, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr, ACCUMULATE: tl.constexpr
 ) -> None:
@@ -141,7 +141,7 @@ def reduce_tile(
     _stored(pointers, total, exists, whole)
 
 
-@triton.jit(do_not_specialize=["work"])
+@triton.jit
 def requantize_tile(
     message: Table, messages: Table, numel: int, work: Work, SOURCE: tl.constexpr, SPEC: tl.constexpr
 ) -> None:
@@ -154,9 +154,10 @@ def requantize_tile(
 @triton.jit
 def _mine(work: Work) -> tl.tuple:
     """The program's tile, int64, and member."""
-    member = tl.program_id(0) // work.tiles
-    tile = tl.program_id(0) - member * work.tiles
-    return tile.to(tl.int64), member + (member >= work.skipped).to(tl.int32)
+    tiles, skipped = work.tiles >> 2, work.skipped >> 2
+    member = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - member * tiles
+    return tile.to(tl.int64), member + (member >= skipped).to(tl.int32)
 
 
 @triton.jit
@@ -274,7 +275,7 @@ def _store_plane(plane: tl.tensor, values: tl.tensor, size: int, work: Work, num
     tile, _ = _mine(work)
     block = _blocks(tile, SPEC)
     tl.store(floats + block, values, mask=block * SPEC.block_size < numel)
-    if tile == work.tiles - 1:
+    if tile == (work.tiles >> 2) - 1:
         end = tl.cast(size // 4 - 32, tl.int64) + tl.arange(0, 32)
         tl.store(floats + end, tl.zeros((32,), tl.float32), mask=end * SPEC.block_size >= numel)
 
@@ -285,8 +286,8 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
     tile, member = _mine(work)
     # -0 + x is x, whatever x; but -0.0 for a number would be taken for 0.
     total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(tl.float32, bitcast=True)
-    for number in tl.range(work.sources):
-        message = _address(messages, number + (number >= work.hole), member)
+    for number in tl.range(work.sources >> 2):
+        message = _address(messages, number + (number >= (work.hole >> 2)), member)
         if SPEC.block_size == 1:
             index = _index(tile, SPEC)
             pointers = message.to(tl.pointer_type(_float(SPEC))) + index
