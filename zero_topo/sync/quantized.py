@@ -95,7 +95,6 @@ class Quantized(Crossing[_Sent]):
         owing = self.residual is not None and spans not in self._paid
         numel = total_numel(self._pieces(rows, places))
         messages = torch.empty(self.peers.size, self.wire.nbytes(numel), dtype=torch.uint8, device=rows.device)
-        messages[self.peers.index].zero_()  # the others are written whole
         run = _Sent(spans, rows, places, messages, scale, owing)
         sent, columns = (self._wanted(run), places_of(spans)) if owing else (rows, places)
         self.wire.encode(self._pieces(sent, columns), messages, without=self.peers.index)
@@ -115,9 +114,11 @@ class Quantized(Crossing[_Sent]):
         wanted = self.columns(run.rows, run.places)
         if run.owing:
             assert self.residual is not None
-            owed = self.columns(self.residual, run.spans).mul_(run.scale)
-            for others, rows in self._halves():
-                wanted[others] += owed[rows]
+            spans, add = merged(run.spans), Reduce(run.scale, accumulate=True)
+            for (begin, end), place in zip(spans, places_of(spans), strict=True):
+                owed = self.residual[:, begin:end].view(torch.uint8)
+                for others, rows in self._halves():
+                    exact(self.context).decode(owed[rows], span_pieces(wanted[others, None], [place]), add)
         return wanted
 
     def _lost(self, run: _Sent) -> Tensor:
@@ -144,7 +145,9 @@ class Quantized(Crossing[_Sent]):
         """What quantization took away, without the loss scale."""
         if self.residual is None:
             return
-        lost = self._lost(run).div_(run.scale)
+        lost = self._lost(run)
+        if run.scale != 1:
+            lost.div_(run.scale)
         for others, rows in self._halves():
             self._put(self.residual[rows], run.spans, lost[others])
 
