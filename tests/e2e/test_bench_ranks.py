@@ -9,6 +9,8 @@ import pytest
 
 from tests.launching import free_port
 from zero_topo.bench.ranks import Address, Place, Ranks, place
+from zero_topo.bench.scale import PROGRAM
+from zero_topo.bench.schemes import KNOWN
 
 PROGRAMS = "tests.e2e.programs.bench_ranks"
 
@@ -45,3 +47,14 @@ def test_ranks_end_with_the_benchmark() -> None:
     with Ranks(f"{PROGRAMS}:failing", {"words": "soon"}, places(1)):
         pass
     assert time.monotonic() - began < 60
+
+
+def test_deepspeeds_own_launches_are_counted() -> None:
+    """Stock ZeRO-3 gathers each parameter twice and scatters all at once; ours, beside it, calls kernels too."""
+    topology = {"nodes": 1, "gpus_per_node": 1, "ranks_per_gpu": 2}
+    jobs = [KNOWN[name].job_on(topology) for name in ("stock", "topo")]
+    with Ranks(PROGRAM, {"params": 4, "jobs": jobs}, places(2)) as ranks:
+        stock, topo = (found["phases"] for _, found in ranks.results(jobs, lambda *_: None))
+    assert [stock[phase]["collectives"] for phase in ("forward", "backward")] == [4, 5]
+    assert not any(counts["kernels"] for counts in stock.values()) and stock["step"]["operations"] > 0
+    assert topo["forward"]["kernels"] >= 4 and topo["forward"]["collectives"] >= 4

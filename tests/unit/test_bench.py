@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.commands import Run
-from zero_topo.bench import quantizers, records, sparse_report
+from zero_topo.bench import quantizers, records, scale_report, sparse_report
 from zero_topo.bench.sparse import MODES, SparseBench
 from zero_topo.bench.sparse_ranks import model_for
 from zero_topo.cli.recording import save
@@ -109,3 +109,44 @@ def test_what_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_spread_is_median_and_extremes() -> None:
     """Of an even number of values the median is the mean of the middle two."""
     assert records.Spread.of([4.0, 1.0, 2.0, 10.0]) == records.Spread(median=3.0, min=1.0, max=10.0, repeats=4)
+
+
+def test_what_a_step_launches_is_shown_beside_deepspeeds_own(run: Run, tmp_path: Path) -> None:
+    """A column for each number of ranks, phases by scheme, what was counted on real ranks, and the picture."""
+    file = tmp_path / "record.json"
+    words = (
+        "bench scale --ranks 8,16 --schemes topo,topo-q4 --params 2 --numel 1024 --repeats 1 --real-ranks 0 --record"
+    )
+    status, out, _ = run(*words.split(), str(file))
+    assert status == 0 and "topo-q4" in out and (tmp_path / "scale.png").stat().st_size > 1000
+    content = json.loads(file.read_text())
+    assert [(row["scheme"], row["ranks"]) for row in content["results"]] == [
+        (scheme, ranks) for ranks in (8, 16) for scheme in ("topo", "topo-q4")
+    ]
+    for row in content["results"]:
+        phases = row["phases"].values()
+        launched = sum(counts["operations"] + counts["kernels"] + counts["collectives"] for counts in phases)
+        assert row["launches_per_parameter"] == launched / 2 and row["phases"]["sync"]["seconds"]["repeats"] == 1
+        assert row["phases"]["gather_forward"]["allocated_bytes"] >= 2 * 2 * 1024 and row["sent"]
+    counted = {"operations": 10, "kernels": 0, "collectives": 4, "syncs": 2}
+    real = {"scheme": "stock", "ranks": 8, "phases": {"step": counted}, "plain": {"step": counted}}
+    console = Console(record=True, width=80, file=(tmp_path / "out").open("w"))
+    scale_report.show({**content, "real": [real]}, console)
+    assert "stock inside DeepSpeed's engine on 8 real ranks: 7.0 launches per parameter" in console.export_text()
+    (picture,) = save(scale_report.draw({**content, "real": [real]}), tmp_path)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--ranks 12", "12 ranks fill no nodes of 8"),
+        ("--schemes stock", "'stock' is measured on real ranks"),
+        ("--schemes topoo", "unknown scheme 'topoo'"),
+        ("--numel 0", "0"),
+    ],
+)
+def test_worlds_that_cannot_be_pretended_are_refused(run: Run, words: str, why: str) -> None:
+    """Before anything is measured, with the value and the way out."""
+    status, _, err = run(*f"bench scale {words}".split())
+    assert status and why in err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks import convergence_report
 from benchmarks.convergence import CHANGE, Convergence, compare
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
+from tests.launching import ROOT
 from zero_topo.bench.schemes import schemes_named
 from zero_topo.cli.recording import save
 from zero_topo.examples.train_gpt import warm_up_and_cosine
@@ -92,3 +94,11 @@ def test_the_table_and_the_picture_are_made_of_a_record(tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert "20 optimizer steps, 2 seeds" in out and out.count("+2.00%") == 6 and out.count("+0.10%") == 6
     assert [path.stat().st_size > 10_000 for path in save(convergence_report.draw(content), tmp_path)] == [True]
+
+
+def test_the_committed_record_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what was measured before a column of the table existed."""
+    content = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())
+    convergence_report.show(content)
+    shown = capsys.readouterr().out
+    assert all(row["scheme"] in shown for row in content["results"])

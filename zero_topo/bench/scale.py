@@ -73,10 +73,10 @@ class ScaleBench:
             raise ValueError(
                 f"{scheme.name!r} is measured on real ranks, beside the others: choose a scheme of zero_topo"
             )
-        sync = dict(scheme.block.get("sync", {}))
-        sync |= SOON.get(sync.get("mode", ""), {})
-        block = ZeroTopoConfig.parse({**scheme.block, "sync": sync, "overlap": False})
-        return resolve_config(block, machine(ranks))
+        block = {**scheme.block, "overlap": False}
+        if "sync" in block:
+            block["sync"] = {**block["sync"], **SOON.get(block["sync"].get("mode"), {})}
+        return resolve_config(ZeroTopoConfig.parse(block), machine(ranks))
 
     def ticks(self) -> int:
         """Measurements that :func:`run` announces, one tick each."""

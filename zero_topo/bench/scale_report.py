@@ -26,10 +26,10 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     params, results = content["settings"]["params"], content["results"]
     for row in content["real"]:
         syncs = sum(counts["syncs"] for counts in row["phases"].values())
-        own = sum(counts[kind] for counts in row["plain"].values() for kind in LAUNCHING)
+        added, own = (launches(row[part]) / params for part in ("phases", "plain"))
         console.print(
-            f"{row['scheme']} inside DeepSpeed's engine on {row['ranks']} real ranks: {real_launches(row) / params:.1f} "
-            f"launches per parameter, {syncs} host syncs, beyond the model's and AdamW's {own / params:.1f}"
+            f"{row['scheme']} inside DeepSpeed's engine on {row['ranks']} real ranks: {added:.1f} launches per "
+            f"parameter and {syncs} host syncs, beyond the model's and AdamW's {own:.1f}"
         )
     if results:
         console.print(by_ranks(results, "launches per parameter and step, by ranks", _launches))
@@ -38,9 +38,9 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     console.print(NOTE)
 
 
-def real_launches(row: Mapping[str, Any]) -> int:
-    """Launches of a step that was counted on real ranks."""
-    return sum(counts[kind] for counts in row["phases"].values() for kind in LAUNCHING)
+def launches(phases: Mapping[str, Any]) -> int:
+    """Of all phases of a step."""
+    return sum(counts[kind] for counts in phases.values() for kind in LAUNCHING)
 
 
 def by_ranks(results: Sequence[Mapping[str, Any]], title: str, cell: Callable[[Mapping[str, Any]], str]) -> Table:
@@ -60,7 +60,7 @@ def by_phase(results: Sequence[Mapping[str, Any]], params: int) -> Table:
     made = figures_table(words, "launches per parameter, by phase")
     most = {row["scheme"]: row for row in sorted(results, key=lambda row: int(row["ranks"]))}
     for scheme, row in most.items():
-        found = [sum(row["phases"][phase][kind] for kind in LAUNCHING) / params for phase in phases]
+        found = [launches({phase: row["phases"][phase]}) / params for phase in phases]
         syncs = sum(counts["syncs"] for counts in row["phases"].values())
         cells = [f"{value:.1f}" for value in found]
         made.add_row(scheme, f"{row['ranks']:,}", *cells, str(syncs), str(row["communicators"]))
@@ -79,7 +79,7 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
         right.plot(sizes, [1000 * row["step_s"]["median"] for row in rows], "o-", label=scheme)
     for row in content["real"]:
         if row["scheme"] == "stock":
-            height = real_launches(row) / content["settings"]["params"]
+            height = launches(row["phases"]) / content["settings"]["params"]
             left.axhline(height, color="black", linestyle=":", label=f"stock, {row['ranks']} real ranks")
     left.set(ylabel="launches per parameter and step")
     right.set(ylabel="host milliseconds per step")

@@ -106,7 +106,7 @@ class TopoStage3(Stock):
             numels=tuple(param.ds_numel for param in params),
             names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
             dims=tuple(len(param.ds_shape) for param in params),
-            like=self.lp_param_buffer,
+            like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
