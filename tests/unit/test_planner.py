@@ -15,7 +15,7 @@ from tests.plans import TREE, resolve
 from zero_topo.config import AUTO, SCHEMES, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import explain, recommend
-from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, predict_memory
+from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request, max_params, rank_plans
@@ -49,15 +49,16 @@ def test_predicted_memory_begins_with_the_shards_to_the_byte() -> None:
     held = predict_memory(config, work, Job(NEOX, 1, 1))
     shards = memory_bytes(config, work, accumulation_itemsize=2)
     assert {role: held[role] for role in shards} == shards
-    assert set(held) - set(shards) == {"gathered", "bucket", "step", "activations"}
+    assert set(held) - set(shards) == {"gathered", "bucket", "messages", "activations"}
 
 
 def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
     config, work = resolve(scheme="zero3"), Workload.uniform([8192], itemsize=4)
-    held = predict_memory(config, work, Job(load_model("gpt2"), 1, 1, itemsize=4))
+    job = Job(load_model("gpt2"), 1, 1, itemsize=4)
+    held = predict_memory(config, work, job)
     shards = {"weights": 4 * 1024, "secondary": 0, "gradients": 4 * 1024, "optimizer": 8 * 1024}
-    assert {role: held[role] for role in shards} == shards and "step" not in held
-    assert predict_memory(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))["step"] == 4 * 1024
+    assert {role: held[role] for role in shards} == shards and not moments(config, work, job)[3]["step"]
+    assert moments(config, Workload.uniform([8192]), Job(load_model("gpt2"), 1, 1))[3]["step"] == 4 * 1024
 
 
 def test_activations_by_hand() -> None:
@@ -72,9 +73,11 @@ def test_activations_by_hand() -> None:
 def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() -> None:
     config = resolve(FRONTIER, scheme="zero3")
     small, large = load_model("gpt2"), load_model("llama-3-405b")
-    assert gathered_bytes(config, small, 2) == 2 * small.params + 2 * (50257 + 1024) * 768
+    assert gathered_bytes(config, small, 2)[0] == 2 * small.params + 2 * (50257 + 1024) * 768
     layer = sum(large.modules()[1][1])
-    assert gathered_bytes(config, large, 2) == 2 * (2 * layer) + 2 * layer
+    complete, coming = gathered_bytes(config, large, 2)
+    assert complete == 2 * (2 * layer) + 2 * layer
+    assert coming == 2 * (2 * layer) + 2 * layer * (1 + 48) // 384  # the rank's own message, and one of each node
 
 
 def test_deepspeeds_own_settings_count() -> None:
@@ -84,9 +87,10 @@ def test_deepspeeds_own_settings_count() -> None:
     assert flight == InFlight(live=0, bucket=50_000_000, sub_group=1000)
     held, usual = (predict_memory(config, work, Job(NEOX, 1, 1), which) for which in (flight, DEFAULTS))
     assert (held["bucket"], usual["bucket"]) == (100_000_000, 1_000_000_000)
-    assert held["step"] == 4000 and held["gathered"] < usual["gathered"]
-    offloaded = predict_memory(config, work, Job(NEOX, 1, 1), InFlight.read({"offload_optimizer": {"device": "cpu"}}))
-    assert offloaded == {role: n for role, n in usual.items() if role != "step"} | {"optimizer": 0}
+    assert moments(config, work, Job(NEOX, 1, 1), flight)[3]["step"] == 4000 and held["gathered"] < usual["gathered"]
+    offload = InFlight.read({"offload_optimizer": {"device": "cpu"}})
+    assert predict_memory(config, work, Job(NEOX, 1, 1), offload) == usual | {"optimizer": 0}
+    assert not moments(config, work, Job(NEOX, 1, 1), offload)[3]["step"]
     assert InFlight.read({"reduce_bucket_size": "auto", "offload_optimizer": None}) == DEFAULTS
     with pytest.raises(ValueError, match=r"zero_optimization\.reduce_bucket_size is 'x'; it must be a number"):
         InFlight.read({"reduce_bucket_size": "x"})

@@ -20,13 +20,14 @@ Note [In flight]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes
+from zero_topo.cost.messages import publish_bytes, scatter_bytes, sync_bytes
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, Workload
+from zero_topo.cost.volume import ITEMSIZES, Workload, gather_spec, message_bytes
 
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
@@ -78,31 +79,63 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
         flight: DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes, "gathered" parameters,
-        "bucket" of gradients, "step" (FP32 gradients of the optimizer's step) and "activations"; roles of zero bytes
-        but the four shards are left out.
+        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes, the "bucket" of
+        gradients, and those of the moment, see :func:`moments`, that holds most; roles of zero bytes but the four
+        shards are left out.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
     held = memory_bytes(config, work, accumulated, states)
-    plan = config.plan
-    columns = sum(plan.shard_numel(m) for m in work.numels)
-    copied = work.itemsize < 4 and not flight.offload
+    columns = sum(config.plan.shard_numel(m) for m in work.numels)
     held |= {"optimizer": 0} if flight.offload else {}
-    beside = {
-        "masks": mask_bytes(config.sync, plan, columns),
-        "gathered": gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live),
-        "bucket": flight.bucket * work.itemsize,
-        "step": min(flight.sub_group, plan.world_size // plan.optimizer * columns) * 4 if copied else 0,
-        "activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize),
-    }
+    most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
+    beside = {"masks": mask_bytes(config.sync, config.plan, columns), "bucket": flight.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
+
+
+def moments(
+    config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS
+) -> tuple[dict[str, int], ...]:
+    """What is there beside the shards at each moment of a step that may hold most.
+
+    Args:
+        config: plan and formats.
+        work: the parameters.
+        job: the model's shape and the micro-batch.
+        flight: DeepSpeed's settings.
+
+    Returns:
+        A backward pass: "gathered" parameters, "activations", and "messages" of sync if that runs under it. The same
+        when a bucket is scattered. Sync after it. The optimizer's step: "step", its FP32 gradients, beside "messages"
+        that sync keeps, and of publish if that runs beside it. Publish after it. The end, when sync keeps what its
+        messages left out.
+    """
+    plan, work = config.plan, replace(work, run_numel=flight.bucket)
+    accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
+    dense = getattr(config.sync, "dtype", None)
+    sync = sync_bytes(config.sync, config, work, ITEMSIZES[dense] if dense else accumulated)
+    publish = publish_bytes(config, work)
+    rows = plan.world_size // plan.optimizer * sum(plan.shard_numel(m) for m in work.numels)
+    copied = work.itemsize < 4 and not flight.offload
+    scatter = scatter_bytes(config, flight.bucket, work.scatter_itemsize)
+    complete, coming = gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live)
+    computing = {"activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize)}
+    beside = sync.peak if config.overlap else 0
+    step = {"step": min(flight.sub_group, rows) * 4 if copied else 0}
+    return (
+        {"gathered": complete, **computing, "messages": beside},
+        {"gathered": coming, **computing, "messages": scatter + beside},
+        {"messages": sync.peak},
+        {**step, "messages": sync.kept + (publish if config.overlap else 0)},
+        {"messages": sync.kept + publish},
+        {"messages": sync.kept + sync.commit},
+    )
 
 
 def gathered_bytes(
     config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
-) -> int:
-    """Bytes of whole parameters on a rank and of the messages they come in; see Note [In flight].
+) -> tuple[int, int]:
+    """Bytes of whole parameters on a rank and of what they come in; see Note [In flight].
 
     Args:
         config: the wire formats.
@@ -110,15 +143,21 @@ def gathered_bytes(
         itemsize: bytes per weight.
         prefetch: modules gathered ahead.
         live: elements that may be whole at once.
+
+    Returns:
+        While one module is put together from the messages of all ranks; and while one more is on its way, of which
+        there are this rank's message and what has come, of two hops by the first.
     """
     sizes = [sum(numels) for _, numels in model.modules()]
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
-    whole = min(model.params, max(live, ahead))
-    if config.plan.weights == 1:
-        return whole * itemsize
-    spec = config.weights_spec
-    message = max(sizes) * itemsize if spec is None else spec.nbytes(max(sizes))
-    return whole * itemsize + message
+    whole = min(model.params, max(live, ahead)) * itemsize
+    complete = coming = 0
+    for phase in ("gather_forward", "gather_backward") if config.plan.weights > 1 else ():
+        members, (lo, hi) = config.plan.hop(phase)[1], config.plan.route(*config.plan.hop(phase))[-1]
+        message = message_bytes(max(sizes), gather_spec(config, phase), itemsize)
+        complete = max(complete, message)
+        coming = max(coming, message * (1 + hi // lo) // members)
+    return whole + complete, whole + coming
 
 
 def activation_bytes(model: Transformer, micro_batch: int, checkpointing: bool, itemsize: int = 2) -> int:

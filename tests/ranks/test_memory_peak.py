@@ -1,0 +1,86 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a step holds at its peak, tensor by tensor, is what ``predict_memory`` says, within 5%."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.plans import resolve
+from tests.ranks.test_launch_budget import CASES, SPARSE
+from zero_topo.bench.bare import bare_setup, fake_world
+from zero_topo.bench.counting import Allocations
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost.footprint import InFlight, predict_memory
+from zero_topo.cost.step import Job
+from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.volume import Workload
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.topology.presets import emulated
+
+MODEL = Transformer("small", 4, hidden=512, heads=8, kv_heads=8, vocab=2048, sequence=16, intermediate=2048)
+ENDS = [len(numels) for _, numels in MODEL.modules()]
+MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), strict=True)]
+LAYER = sum(MODEL.modules()[1][1])
+
+
+def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
+    """A step as DeepSpeed takes it: a layer is whole, the next on its way, while a bucket of whole layers is scattered.
+
+    There are no activations.
+    """
+    for module in MODULES:
+        engine.weights.gather(module, "gather_forward").wait()
+    coming, ready = engine.weights.gather(MODULES[-1], "gather_backward"), list[int]()
+    for index, module in reversed(list(enumerate(MODULES))):
+        whole = coming.wait()
+        coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
+        ready += module
+        sizes = [engine.setup.numels[slot] for slot in ready]
+        if not index or sum(sizes) + LAYER > bucket.numel() or index == len(MODULES) - 1:
+            engine.gradients.scatter(ready, bucket[: sum(sizes)].split(sizes), last=not index)
+            ready = []
+        del whole
+    del coming
+    engine.gradients.sync()
+    gradient = engine.gradients.optimizer_rows().to(torch.float32, copy=True)
+    masters.sub_(gradient)
+    del gradient
+    engine.weights.publish(masters=masters if engine.weights.publishes_differences else None)
+    engine.weights.finish()
+    engine.end_step(skipped=False)
+
+
+def peak(config: ResolvedConfig, bucket: int) -> int:
+    """Bytes that a rank holds at once in two steps."""
+    allocations = Allocations()
+    with fake_world(config.plan.world_size), allocations:
+        engine = Stage3(config, bare_setup(MODEL.numels(), torch.bfloat16, bucket))
+        masters, *_moments = (torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3))
+        buffer = torch.zeros(bucket, dtype=torch.bfloat16)
+        engine.weights.publish_world()
+        allocations.reset()
+        for _ in range(2):
+            step(engine, masters, buffer)
+    return allocations.peak
+
+
+def predicted(config: ResolvedConfig, bucket: int) -> int:
+    """The formula's sum for the smallest micro-batch there is, less its activations."""
+    work = Workload.uniform(MODEL.numels())
+    job, flight = Job(MODEL, 1, 1, prefetch=0), InFlight(live=0, bucket=bucket)
+    held = predict_memory(config, work, job, flight)
+    return sum(held.values()) - held.get("activations", 0)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] not in SPARSE])
+def test_the_peak_is_as_predicted(name: str, layers: int) -> None:
+    """Of all schemes and of dense and quantized modes, in one collective or in several."""
+    block: dict[str, Any] = CASES[name]
+    config = resolve(emulated(2, 4, 2), **block, overlap=False)
+    assert peak(config, layers * LAYER) == pytest.approx(predicted(config, layers * LAYER), rel=0.05)

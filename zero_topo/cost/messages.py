@@ -1,0 +1,111 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Bytes of the messages that a rank holds at once in each phase: what it sends, what comes, and FP32 tables between.
+
+Sync and publish carry a run of parameters at a time (``packed_runs``). A route of two hops holds most in its first, for
+a reduction, and in its last, for a gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+
+from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
+from zero_topo.cost.volume import ITEMSIZES, Workload, message_bytes, rows_message, sync_hops
+from zero_topo.plan import packed_runs
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class SyncBytes:
+    """What sync holds beside shards and residuals.
+
+    Attributes:
+        peak: the most at once, of all that follow too.
+        kept: until the step is decided.
+        commit: then, beside what was kept.
+    """
+
+    peak: int = 0
+    kept: int = 0
+    commit: int = 0
+
+
+def scatter_bytes(config: ResolvedConfig, bucket: int, itemsize: int) -> int:
+    """Of a bucket of so many elements: messages to all members, and what comes from them.
+
+    Args:
+        config: plan and formats.
+        bucket: elements.
+        itemsize: bytes of each, unquantized.
+    """
+    if config.plan.gradients == 1:
+        return bucket * FP32
+    return 2 * message_bytes(bucket, config.gradients_spec, itemsize)
+
+
+def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
+    """Of a run of weights: differences, the message made of them, and what comes from all members."""
+    plan, spec = config.plan, config.publish.spec
+    rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
+    widths = widest_run(config, work)
+    itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
+    own = rows_message(rows, widths, spec, itemsize)
+    differences = 0 if spec is None else FP32 * rows * sum(widths)
+    if size == 1:
+        return 0 if spec is None else differences + own
+    route = plan.route(plan.weights, plan.optimizer)
+    if len(route) == 1:
+        return differences + own + own * size
+    came = own * (route[-1][1] // route[-1][0])
+    return max(differences + own + came if spec else 0, came + own * size)
+
+
+def widest_run(config: ResolvedConfig, work: Workload) -> list[int]:
+    """Columns of each parameter of the run that has most."""
+    plan = config.plan
+    widths = [plan.shard_numel(numel) for numel in work.numels]
+    runs = packed_runs([plan.world_size * width for width in widths], work.run_numel)
+    return max(([widths[slot] for slot in run] for run in runs), key=sum, default=[])
+
+
+@singledispatch
+def sync_bytes(mode: object, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
+    """Of a mode of sync; dispatches on its settings.
+
+    Args:
+        mode: the settings.
+        config: the plan.
+        work: the parameters, and how many are synced at a time.
+        itemsize: bytes of a gradient that travels densely.
+    """
+    return SyncBytes()
+
+
+@sync_bytes.register
+def _(mode: DenseSync, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
+    """Messages to the owners of all rows, and as much from them."""
+    plan = config.plan
+    rows = plan.world_size // plan.gradients
+    return SyncBytes() if rows == 1 else SyncBytes(peak=2 * rows * sum(widest_run(config, work)) * itemsize)
+
+
+@sync_bytes.register
+def _(mode: QuantizedSync, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
+    """Rows plus residual in FP32 and the messages made of them; messages are kept, to know what they left out."""
+    plan, (inner, (lo, hi)) = config.plan, sync_hops(config.plan)
+    peers, widths = hi // lo, widest_run(config, work)
+    if peers == 1:
+        return SyncBytes()
+    every = [plan.shard_numel(numel) for numel in work.numels]
+    table, tables = FP32 * peers * sum(widths), FP32 * peers * sum(every)
+    message, messages = (rows_message(peers, of, mode.spec, itemsize) for of in (widths, every))
+    copied = inner is not None or plan.optimizer < plan.world_size
+    residual = FP32 * (peers - 1) * sum(widths) if mode.error_feedback else 0
+    wanted = table + residual if mode.error_feedback else 0
+    summed = 2 * plan.world_size // plan.gradients * sum(widths) * itemsize if inner else 0
+    before = messages - message + (tables - table if copied else 0)
+    held = table if copied else 0
+    peak = before + held + max(summed, wanted + message, 2 * message)
+    return SyncBytes(peak, messages + (tables if copied else 0), wanted)
