@@ -14,6 +14,7 @@ import zero_topo
 from tests.launcher.training import Job, advance, block, running
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes, padding_bytes
 from zero_topo.cost.volume import step_bytes
+from zero_topo.engine.seam import Stock
 from zero_topo.engine.stage3 import Stats
 
 pytestmark = pytest.mark.eight_ranks
@@ -98,6 +99,22 @@ def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
         advance(run, engine, 0, 1)
     gc.collect()
     assert held() is None
+
+
+def test_nothing_keeps_deepspeeds_flat_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed has flattened is copied into our rows; the old buffer, as large as a world shard, is freed."""
+    name = "_create_fp16_partitions_with_defragmentation"
+    old: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def flattened(self: Any, *args: Any) -> None:
+        flatten(self, *args)
+        old.append(weakref.ref(self.lp_param_buffer.untyped_storage()))
+
+    flatten = getattr(Stock, name)
+    monkeypatch.setattr(Stock, name, flattened)
+    with running(Job(zero_topo=block("topo"), dtype="bf16")):
+        gc.collect()
+        assert [buffer() for buffer in old] == [None]
 
 
 def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:

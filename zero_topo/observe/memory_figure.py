@@ -18,6 +18,7 @@ COLOURS = {
     "gathered": "#c5daf0",
     "bucket": "#f2c99a",
     "step": "#a5d6a0",
+    "messages": "#d9a3a3",
     "activations": "#bbbbbb",
 }
 OTHER = "#777777"
