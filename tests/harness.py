@@ -31,8 +31,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+from zero_topo.bench.bare import fake_world
 
 R = TypeVar("R")
 
@@ -238,3 +241,63 @@ def run_threads(world_size: int, fn: Callable[..., R], *args: Any, timeout: floa
         ProcessLocalGroup.reset()
     ranks.raise_first()
     return ranks.results
+
+
+GROUP: Any = dist.ProcessGroup  # declared with C++'s signatures, of which the stand-in needs few arguments
+
+
+class SplittingGroup(GROUP):
+    """A world bound to a device, or a group split off it: stands in for NCCL's under torch's own ``split_group``."""
+
+    supports_splitting = True
+    options = None
+    group_desc = "pretended"
+    group_name = ""
+
+    def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
+        super().__init__(rank, size)
+        self.splits: list[list[int]] = []
+        self.group_name, self.unequal = name, unequal
+
+    def name(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: torch.device) -> SplittingGroup:
+        return self
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> FakeWork:
+        """Of the numbers of groups: another rank is in one more, if that is pretended."""
+        tensors[0][0] += self.unequal
+        return FakeWork()
+
+    def all_gather_single(self, table: torch.Tensor, own: torch.Tensor, options: Any = None) -> FakeWork:
+        """All others have what this rank has."""
+        table.view(self.size(), -1).copy_(own)
+        return FakeWork()
+
+    def split_group(self, ranks: list[int], **options: Any) -> SplittingGroup:
+        assert options["device_types"] == [torch.device("cuda")]
+        self.splits.append(ranks)
+        return SplittingGroup(ranks.index(self.rank()), len(ranks), options["group_name"])
+
+    def get_group_store(self) -> dist.Store:
+        return dist.HashStore()
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+
+@contextmanager
+def bound_world(size: int, rank: int, unequal: bool = False) -> Iterator[SplittingGroup]:
+    """A pretended world as DeepSpeed makes it on GPUs: NCCL's, bound to a device (which is the host)."""
+    world = SplittingGroup(rank, size, unequal=unequal)
+    world.bound_device_id = torch.device("cpu", 0)
+    known = dist.distributed_c10d._world
+    with fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
+        accelerator.current_accelerator.return_value = torch.device("cuda")
+        known.pg_group_ranks[world] = {r: r for r in range(size)}
+        known.pg_map[world] = ("cpu:gloo,cuda:nccl", dist.HashStore())
+        fake, known.default_pg = known.default_pg, world
+        try:
+            yield world
+        finally:
+            known.default_pg = fake

@@ -116,13 +116,34 @@ def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
     assert [ways["without_block"] for ways in refused[1]] == [stock] * RANKS
 
 
-def test_ranks_with_different_configs_are_told_alike(refused: Refused) -> None:
-    """A rank that read another JSON is named on every rank, and none waits for it."""
-    said = [ways["odd_rank"] for ways in refused[1]]
+ODD = {
+    "block": "zero_topo.seed 1 in place of 0",
+    "bucket": "zero_optimization.reduce_bucket_size 1001 in place of 1000",
+    "model": 'model.bias ["torch.float32", true, 5] in place of ["torch.float32", true, 4]',
+    "version": 'versions.torch "2.13.1" in place of "2.13.0"',
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_ranks_that_differ_are_told_alike(name: str, refused: Refused) -> None:
+    """A rank with another config, model or software is named on every rank, with what it has; none waits for it."""
+    said = [ways["odd"][name] for ways in refused[1]]
     assert said == [said[0]] * RANKS
     assert said[0]["type"] == "ValueError"
-    assert "ranks [1] resolved another zero_topo plan than rank 0" in said[0]["text"]
+    assert "rank 1 of host " in said[0]["text"]
+    assert ODD[name] in said[0]["text"]
     assert "\n" not in said[0]["text"]
+
+
+def test_a_rank_without_the_block_does_not_hang_the_others(tmp_path: Path) -> None:
+    """It goes on with stock DeepSpeed; the rank with the block names it and ends, so the launch does."""
+    for rank, config in enumerate([GOOD, {key: value for key, value in GOOD.items() if key != "zero_topo"}]):
+        (tmp_path / f"{rank}.json").write_text(json.dumps(config))
+    command = ["zero_topo.run", str(PROGRAMS / "plain.py"), str(tmp_path / "{rank}.json"), str(tmp_path / "meeting")]
+    done = launch(command, LaunchSettings(tmp_path / "logs", RANKS, TIMEOUT_S, module=True))
+    assert not done.timed_out, done.tails()
+    assert done.returncode != 0
+    assert '1 of 2 ranks have no "zero_topo" block in their DeepSpeed config, such as rank 1 of host' in done.log(0)
 
 
 def test_a_machine_that_is_not_there_ends_the_launch(refused: Refused) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_topo
 from tests.launcher.training import Job, advance, block, running
@@ -127,3 +128,20 @@ def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:
     others = [torch.empty(4) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, first)
     assert len({tuple(o.tolist()) for o in others}) == len(others)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_deepspeeds_own_flat_weights_are_freed(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours take their place: what keeps a view of the old ones costs a world shard of the weights for ever."""
+    name, old = "_create_fp16_partitions_with_defragmentation", list[StorageWeakRef]()
+    stock = getattr(Stock, name)
+
+    def recording(optimizer: Any, groups: Any) -> None:
+        stock(optimizer, groups)
+        old.append(StorageWeakRef(optimizer.lp_param_buffer.untyped_storage()))
+
+    monkeypatch.setattr(Stock, name, recording)
+    run = Job(zero_topo=block("topo"), dtype=dtype)
+    with running(run) as engine:
+        advance(run, engine, 0, 1)
+        assert [storage.expired() for storage in old] == [True]

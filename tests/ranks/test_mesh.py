@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 
-from tests.harness import run_threads
+from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
 from zero_topo.bench.bare import fake_world
 from zero_topo.mesh import Mesh
@@ -86,62 +83,6 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
     machine = emulated(1, 2, 2)
     with fake_world(4), pytest.raises(KeyError):
         Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
-
-
-GROUP: Any = dist.ProcessGroup
-"""Declared with C++'s signatures, of which the stand-in below needs few arguments."""
-
-
-class SplittingGroup(GROUP):
-    """A world bound to a device, or a group split off it: stands in for NCCL's under torch's own ``split_group``."""
-
-    supports_splitting = True
-    options = None
-    group_desc = "pretended"
-    group_name = ""
-
-    def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
-        super().__init__(rank, size)
-        self.splits: list[list[int]] = []
-        self.group_name, self.unequal = name, unequal
-
-    def name(self) -> str:
-        return "nccl"
-
-    def _get_backend(self, device: torch.device) -> SplittingGroup:
-        return self
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> FakeWork:
-        """Of the numbers of groups: another rank is in one more, if that is pretended."""
-        tensors[0][0] += self.unequal
-        return FakeWork()
-
-    def split_group(self, ranks: list[int], **options: Any) -> SplittingGroup:
-        assert options["device_types"] == [torch.device("cuda")]
-        self.splits.append(ranks)
-        return SplittingGroup(ranks.index(self.rank()), len(ranks), options["group_name"])
-
-    def get_group_store(self) -> dist.Store:
-        return dist.HashStore()
-
-    def _set_sequence_number_for_group(self) -> None: ...
-
-
-@contextmanager
-def bound_world(size: int, rank: int, unequal: bool = False) -> Iterator[SplittingGroup]:
-    """A pretended world as DeepSpeed makes it on GPUs: NCCL's, bound to a device (which is the host)."""
-    world = SplittingGroup(rank, size, unequal=unequal)
-    world.bound_device_id = torch.device("cpu", 0)
-    known = dist.distributed_c10d._world
-    with fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
-        accelerator.current_accelerator.return_value = torch.device("cuda")
-        known.pg_group_ranks[world] = {r: r for r in range(size)}
-        known.pg_map[world] = ("cpu:gloo,cuda:nccl", dist.HashStore())
-        fake, known.default_pg = known.default_pg, world
-        try:
-            yield world
-        finally:
-            known.default_pg = fake
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")

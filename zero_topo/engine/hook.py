@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How the engine gets into DeepSpeed 0.19.8; with ``seam.py`` the only place that names its privates.
+"""How the engine gets into DeepSpeed 0.19.8; with ``seam.py`` and ``start.py`` the only place that names its privates.
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
@@ -28,12 +28,13 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig, deepspeed_hints
-from zero_topo.engine.initialize import checked_first, resolve_block, seed_everything
+from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.seam import Stock, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.start import agreed, meeting
 from zero_topo.sync import AdamS, Moment
 
 
@@ -47,6 +48,7 @@ def install() -> None:
         return
     check_deepspeed()
     DeepSpeedEngine._zero_topo_hook = True
+    DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
     ZERO_SUPPORTED_OPTIMIZERS.append(AdamS)
     deepspeed.initialize = checked_first(deepspeed.initialize)
@@ -56,7 +58,7 @@ def install() -> None:
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size, engine=engine)
+        resolved = agreed(engine)
         if resolved is None:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)

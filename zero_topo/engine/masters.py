@@ -167,7 +167,7 @@ def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
         masters: one world shard per sub-group, in flat order.
         state: optimizer states by master.
     """
-    world, first = layout.plan.world_size, 0
+    first = 0
     for master in masters:
         entry = state.get(master, {})
         for key, value in entry.items():
@@ -175,5 +175,5 @@ def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
                 entry[key] = value.clone()
         tensors = [v for v in entry.values() if isinstance(v, Tensor) and v.dim() and v.numel() == master.numel()]
         for flat in (master.detach(), *tensors):
-            layout.clear_padding(flat.view(1, -1), world, first)
+            layout.clear_padding(flat.view(-1), first)
         first += master.numel()

@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed 0.19.8 is relied on, and whether the installed one has it.
 
-With ``hook.py``, which overrides what is listed here, this is the seam: the one place that names DeepSpeed's privates.
+With ``hook.py``, which overrides what is listed here, and ``start.py``, this is the seam: the one place that names
+DeepSpeed's privates.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
 REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
+    (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
     *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
     *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
@@ -50,7 +52,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
 # Attributes of instances relied on: some method of the class must set them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, ("_config", "dp_world_size")),
-    (deepspeed.DeepSpeedConfig, ("_param_dict",)),
+    (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),

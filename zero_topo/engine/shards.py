@@ -105,17 +105,14 @@ class Layout:
 
     # -- padding ---------------------------------------------------------------------------------------------------
 
-    def clear_padding(self, shard: Tensor, degree: int, first: int = 0) -> None:
+    def clear_padding(self, shard: Tensor, first: int = 0) -> None:
         """Zero what lies beyond the ends of the parameters: it would set the scale of the block it is quantized in.
 
         Args:
-            shard: ``[N / degree, n]``, columns ``first .. first + n`` of the rank's shard of ``degree``.
-            degree: ranks that share the whole.
+            shard: ``[n]``, columns ``first .. first + n`` of the rank's own world shard.
             first: the first column; slots are not cut.
         """
-        owners = torch.tensor(self.plan.rows(self.rank, degree), device=shard.device)
         for numel, begin, width in zip(self.numels, self.begins, self.widths, strict=True):
-            if width * self.plan.world_size > numel and first <= begin < first + shard.shape[1]:
-                held = (numel - owners * width).clamp(0, width)
-                beyond = torch.arange(width, device=shard.device) >= held[:, None]
-                shard[:, begin - first : begin - first + width].masked_fill_(beyond, 0)
+            held = min(max(numel - self.rank * width, 0), width)
+            if held < width and first <= begin < first + len(shard):
+                shard[begin - first + held : begin - first + width] = 0

@@ -18,7 +18,7 @@ from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.wire import wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
-from zero_topo.engine.agreement import check_agreement, check_replicas
+from zero_topo.engine.agreement import check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.residual_transfer import STATE_KEY, carried
@@ -104,7 +104,6 @@ class Stage3:
     """
 
     def __init__(self, config: ResolvedConfig, setup: Setup) -> None:
-        check_agreement(config, setup.like.device)
         self.config = config
         self.setup = setup
         self.meter = Meter(config.meter)
@@ -177,7 +176,7 @@ class Stage3:
         Args:
             row: ``[F]``, this rank's own row of the primary shard; its padding is zeroed.
         """
-        self.layout.clear_padding(row[None], self.config.plan.world_size)
+        self.layout.clear_padding(row)
         self.weights.publish_world()
         self.gradients.zero()
         self.meter.reset_step()

@@ -1,5 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A DeepSpeed script that knows nothing of zero_topo. Usage: plain.py CONFIG.json MEETING_DIRECTORY."""
+"""A DeepSpeed script that knows nothing of zero_topo. Usage: plain.py CONFIG.json MEETING_DIRECTORY.
+
+``{rank}`` in the config's name stands for the rank.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def meet(directory: Path) -> None:
 if __name__ == "__main__":
     meet(Path(sys.argv[2]))
     model = torch.nn.Linear(4, 4)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
+    config = sys.argv[1].format(rank=os.environ["RANK"])
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     print(f"trains with {type(engine.optimizer).__name__}", flush=True)
     torch.distributed.barrier()
     os._exit(0)  # torch may abort when Python ends while gloo's threads still hold tensors

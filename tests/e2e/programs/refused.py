@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ class TwoWay:
         return 2
 
 
-def engine(config: Any, initialize: Callable[..., Any] = zero_topo.initialize, **more: Any) -> Any:
+def engine(config: Any, initialize: Callable[..., Any] = zero_topo.initialize, width: int = 4, **more: Any) -> Any:
     """What `initialize` makes of a small model."""
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(4, width)
     return initialize(model=model, model_parameters=model.parameters(), config=config, **more)[0]
 
 
@@ -62,6 +63,17 @@ def arguments(good: Json) -> dict[str, Call]:
     }
 
 
+def odd(good: Json, rank: int) -> dict[str, Call]:
+    """Calls that rank 1 makes with something else than rank 0."""
+    block, zero = good["zero_topo"], good["zero_optimization"]
+    return {
+        "block": lambda: engine({**good, "zero_topo": {**block, "seed": rank}}),
+        "bucket": lambda: engine({**good, "zero_optimization": {**zero, "reduce_bucket_size": 1000 + rank}}),
+        "model": lambda: engine(good, width=4 + rank),
+        "version": lambda: patch.object(torch, "__version__", f"2.13.{rank}")(engine)(good),
+    }
+
+
 def outcome(call: Call) -> Json:
     """What a call raised, and whether a process group existed afterwards."""
     try:
@@ -86,8 +98,7 @@ def main(cases: Path, directory: Path) -> None:
     said: Json = {name: {way: outcome(c) for way, c in ways_in(bad, path).items()} for name, bad in given.items()}
     said["arguments"] = {name: outcome(call) for name, call in arguments(good).items()}
     said["without_block"] = optimizer_class(good)
-    odd = {**good, "zero_topo": {**good["zero_topo"], "seed": int(rank)}}
-    said["odd_rank"] = outcome(lambda: engine(odd))
+    said["odd"] = {name: outcome(call) for name, call in odd(good, int(rank)).items()}
     (directory / f"{rank}.json").write_text(json.dumps(said))
     meet(directory / "end")
     two_nodes = {"nodes": int(os.environ["WORLD_SIZE"]), "gpus_per_node": 1, "ranks_per_gpu": 1}

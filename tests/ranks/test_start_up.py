@@ -1,0 +1,88 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a start costs the host of one rank: of a 20B GPT-NeoX on all of Frontier as much as on two nodes, but for N."""
+
+from __future__ import annotations
+
+import cProfile
+import time
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.harness import bound_world
+from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.cost.transformer import scaled
+from zero_topo.engine.agreement import check_agreement
+from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import load_preset
+from zero_topo.units import MB
+
+WORLD = 75_264
+GROUPS = 65_864
+"""Of the two-level hops of ``topo`` at that size; the most of any scheme."""
+
+
+def machine(size: int) -> Topology:
+    """Frontier, without a look at the hosts, which are one here."""
+    return replace(load_preset("frontier", size), emulated=True)
+
+
+def start(scheme: str, on: Topology) -> Stage3:
+    """Config, agreement, groups, layout and shards (of which nothing is allocated) of a rank in the middle."""
+    numels = scaled(20_000_000_000).numels()
+    with bound_world(on.world_size, on.world_size // 2 + 3):
+        config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), on)
+        check_agreement(config, torch.device("cpu"))
+        setup = Setup(
+            numels=numels,
+            names=tuple(f"p{index}" for index in range(len(numels))),
+            dims=(2,) * len(numels),
+            like=torch.empty(0, dtype=torch.bfloat16, device="meta"),
+            scatter_dtype=torch.bfloat16,
+            accumulation_dtype=torch.bfloat16,
+            bucket_numel=500_000_000,
+            loss_scale=lambda: 1.0,
+            moments=tuple,
+        )
+        return Stage3(config, setup)
+
+
+def calls_of(scheme: str, on: Topology) -> int:
+    """Python's calls of a start: seconds of a loaded machine are no measure."""
+    profile = cProfile.Profile()
+    profile.runcall(start, scheme, on)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl"),
+    pytest.mark.usefixtures("reference"),
+]
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a device that is not there are not built."""
+    monkeypatch.setenv("ZERO_TOPO_QUANT", "reference")
+
+
+def test_a_rank_of_75264_starts_in_seconds_and_megabytes() -> None:
+    """10 s and 2 GB are promised; it takes about 2 s and 41 MB, most of it lists of ranks."""
+    start("topo", machine(16))  # imports are not the engine's
+    tracemalloc.start()
+    begin = time.monotonic()
+    start("topo", replace(machine(WORLD), order=tuple(reversed(range(WORLD)))))
+    seconds, (_, peak) = time.monotonic() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 80 * MB
+    assert seconds < 60  # traced, on a loaded machine
+
+
+@pytest.mark.parametrize("scheme", ["zero3", "topo"])
+def test_a_start_loops_over_ranks_and_groups_a_few_times_only(scheme: str) -> None:
+    """Nothing is done for each parameter and rank, which would be 40 million calls."""
+    least, most = calls_of(scheme, machine(16)), calls_of(scheme, machine(WORLD))
+    assert most - least < 8 * WORLD + 8 * GROUPS

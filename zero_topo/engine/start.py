@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What the ranks of an engine make sure of together, before its first collective and before its first group."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import zero_topo
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.errors import ROOT
+from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.engine.initialize import resolve_block
+from zero_topo.topology.seats import Seat
+
+
+def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's ``configure``, of an engine and its model, once all ranks have come there with the same.
+
+    It begins with the engine's first collective, a broadcast of the parameters, which hangs if their shapes differ.
+    """
+
+    @wraps(configure)
+    def wrapper(engine: Any, model: Any) -> None:
+        has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
+        divided = engine.mpu is not None and engine.mpu.get_data_parallel_world_size() < world
+        if not divided and dist.get_backend() not in ("mpi", "fake"):  # which have no store
+            check_blocks(dist.distributed_c10d._get_default_store(), dist.get_rank(), world, has_block)
+        if has_block:
+            agree(_told(engine, model), Seat(socket.gethostname()), engine.device)
+        configure(engine, model)
+
+    return wrapper
+
+
+def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """What must be the same everywhere, beside the plan: the model, DeepSpeed's settings, versions."""
+    shapes = {
+        name: [str(param.dtype), param.requires_grad, *getattr(param, "ds_shape", param.shape)]
+        for name, param in model.named_parameters()
+    }
+    return {
+        "model": shapes,
+        "versions": {module.__name__: module.__version__ for module in (torch, deepspeed, zero_topo)},
+        "zero_optimization": engine._config.zero_config.model_dump(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }
+
+
+def agreed(engine: Any) -> ResolvedConfig | None:
+    """The block on which all ranks agree, or None; a rank that refuses its own tells the others first."""
+    try:
+        found = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size, engine=engine)
+    except ValueError as error:
+        agree({"refused": str(error)}, Seat(socket.gethostname()), engine.device)
+        raise
+    if found is not None:
+        check_agreement(found, engine.device)
+    return found
