@@ -254,6 +254,32 @@ def test_state_goes_to_a_checkpoint_and_back() -> None:
         run_threads(w.size, lambda rank: mode(w.engine()).load_state_dict({"residual": torch.zeros(2, 3)}))
 
 
+@pytest.mark.parametrize("damaged", [{"residual": torch.zeros(2, 3)}, {"residual": None}, {}])
+def test_one_damaged_residual_starts_all_ranks_afresh(
+    damaged: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that went on with theirs would send what another does not expect; one line says so, with the rank."""
+    w = world(block())
+
+    def rank_main(rank: int) -> bool:
+        engine, _ = train(w, rank, 2)
+        saved = copy.deepcopy(engine.state_dict())
+        if rank == 5:
+            saved["zero_topo"]["sync"] = damaged
+            saved["zero_topo"]["degrees"] = damaged and saved["zero_topo"]["degrees"]
+        fresh = w.engine()
+        residual(fresh).fill_(1)
+        fresh.load_state_dict(saved, torch.zeros(fresh.layout.columns))
+        return bool(residual(fresh).any())
+
+    assert not any(run_threads(w.size, rank_main))
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith(
+        "zero_topo: sync starts without the checkpoint's state on all ranks: ranks do not agree with "
+    )
+    assert "rank 5 of host" in said and said.endswith("look at their files of this checkpoint")
+
+
 def test_memory_and_bytes_are_the_formulas() -> None:
     """The residual is counted, and the meter's sync bytes are the formula's."""
     w = world(block())

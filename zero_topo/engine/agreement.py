@@ -35,6 +35,7 @@ from zero_topo.topology.seats import Seat, check_seats, take_seat
 DIGEST = 32
 MOST_TOLD = 4
 """Of kinds of ranks that differ; and of differences between two."""
+SAME_START = "give every rank the same JSON, launcher environment, model and software"
 
 
 def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool) -> None:
@@ -110,13 +111,14 @@ def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
     check_seats(config.topology, seats)  # the same, with the names of the hosts
 
 
-def agree(told: Mapping[str, Any], seat: Seat, device: torch.device) -> list[Seat]:
+def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
     """Gather a digest of what this rank says, and where it sits. Collective.
 
     Args:
         told: in JSON types; ``{"refused": sentence}`` of a rank that cannot go on.
         seat: where this rank runs.
         device: where the world's collectives take tensors.
+        way_out: what to do where ranks differ.
 
     Returns:
         A seat for each rank, whose host is a digest of its own.
@@ -138,7 +140,8 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device) -> list[Sea
         kinds.setdefault(found[:DIGEST], []).append(rank)
     if len(kinds) > 1:
         ranks = sorted(kinds.values(), key=lambda members: (-len(members), members))[:MOST_TOLD]
-        raise ValueError(_disagreement(ranks, [_text_of(members[0], text, seat.host) for members in ranks]))
+        texts = [_text_of(members[0], text, seat.host) for members in ranks]
+        raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
     return [_place(found[DIGEST:]) for found in rows]
 
 
@@ -168,10 +171,7 @@ def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[
         values = [f"{key} {told.get(key, 'absent')} in place of {usual.get(key, 'absent')}" for key in keys]
         more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         odd.append(f"{name}{more} has {', '.join(values[:MOST_TOLD])}")
-    return (
-        f"ranks do not agree with {named[0]} and {len(kinds[0]) - 1} more: {'; '.join(odd)}; give every rank the same "
-        "JSON, launcher environment, model and software"
-    )
+    return f"ranks do not agree with {named[0]} and {len(kinds[0]) - 1} more: {'; '.join(odd)}"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.wire import wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
-from zero_topo.engine.agreement import check_replicas
+from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.residual_transfer import STATE_KEY, carried
@@ -28,6 +29,7 @@ from zero_topo.mesh import Mesh
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
+from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +237,8 @@ class Stage3:
     def load_state_dict(self, saved: Mapping[str, Any], row: Tensor, folder: str | None = None) -> None:
         """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
 
+        Collective: where ranks could not all restore the same, all start fresh, for they would part.
+
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
@@ -242,16 +246,26 @@ class Stage3:
             folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
         """
         state = saved.get(STATE_KEY, {})
-        fits = state.get("degrees") == self.config.plan.degrees()
-        if fits and "held" in state and self.weights.publishes_differences:
-            row.copy_(state["held"])
-        mode = self.gradients.mode
+        state = state if state.get("degrees") == self.config.plan.degrees() else {}
+        mode, problem = self.gradients.mode, None
         try:
-            mode.load_state_dict(state.get("sync", {}) if fits else {})
+            mode.load_state_dict(state.get("sync", {}))
+        except (ValueError, TypeError, AttributeError) as error:  # the last two from entries that are no tensors
+            problem = str(error)
+        held = state.get("held") if self.weights.publishes_differences else None
+        sums = carried(folder)
+        told = {"plan": bool(state), "problem": problem, "held": held is not None, "carried": sorted(sums)}
+        try:
+            agree(told, Seat(socket.gethostname()), row.device, "look at their files of this checkpoint")
         except ValueError as error:
+            problem, held, sums = str(error), None, {}
+        if held is not None:
+            row.copy_(held)
+        if problem is not None:
             mode.load_state_dict({})
-            logger.warning("sync starts without the checkpoint's state: %s", error)
-        if sums := carried(folder):
+            if dist.get_rank() == 0:
+                logger.warning("zero_topo: sync starts without the checkpoint's state on all ranks: %s", problem)
+        if sums:
             mode.inherit(sums)
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
