@@ -21,8 +21,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
 from types import FrameType

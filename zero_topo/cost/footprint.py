@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes, work_bytes
 from zero_topo.cost.messages import publish_bytes, scatter_bytes, sync_bytes
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import ITEMSIZES, Workload, gather_spec, message_bytes
@@ -79,9 +79,9 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
         flight: DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes, the "bucket" of
-        gradients, and those of the moment, see :func:`moments`, that holds most; roles of zero bytes but the four
-        shards are left out.
+        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes and what their "sync"
+        makes beside what it keeps (the next residual lives until the step is decided), the "bucket" of gradients, and
+        those of the moment, see :func:`moments`, that holds most; roles of zero bytes but the four shards are left out.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
@@ -89,7 +89,11 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     columns = sum(config.plan.shard_numel(m) for m in work.numels)
     held |= {"optimizer": 0} if flight.offload else {}
     most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
-    beside = {"masks": mask_bytes(config.sync, config.plan, columns), "bucket": flight.bucket * work.itemsize, **most}
+    sparse = {
+        "masks": mask_bytes(config.sync, config.plan, columns),
+        "sync": work_bytes(config.sync, config.plan, columns),
+    }
+    beside = {**sparse, "bucket": flight.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 

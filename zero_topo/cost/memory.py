@@ -74,6 +74,18 @@ def mask_bytes(mode: object, plan: Plan, columns: int) -> int:
     return 0
 
 
+@singledispatch
+def work_bytes(mode: object, plan: Plan, columns: int) -> int:
+    """Bytes that a mode of sync makes at the peak of a reduction, beside what it keeps; dispatches on its settings.
+
+    Args:
+        mode: the settings.
+        plan: the degrees.
+        columns: ``C``, elements of the rank's world shards.
+    """
+    return 0
+
+
 def padding_bytes(
     config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
 ) -> dict[str, int]:

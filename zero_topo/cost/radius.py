@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from zero_topo.config import RadiusSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import peer_bytes
+from zero_topo.cost.sparse import mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES, sync_hops
 from zero_topo.plan import Plan
 
@@ -29,6 +29,42 @@ def _(mode: RadiusSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
 def _(mode: RadiusSync, plan: Plan, columns: int) -> int:
     """A bit for each element that the peers reduce, each of the ``P`` rows packed by itself."""
     return _peers(plan) * -(-columns // 8) if _peers(plan) > 1 else 0
+
+
+@mode_bytes.register
+def _(mode: RadiusSync, columns: int, plan: Plan, peers: int) -> float:
+    """A step that reduces everything, or the mask as booleans and what it holds."""
+    n, everywhere, itemsize = peers * columns, plan.optimizer < plan.world_size, ITEMSIZES[mode.value_dtype]
+    dense = exchanged_bytes(n, peers, itemsize, everywhere)
+    return max(dense, n + masked_bytes(mode.density * n, n, peers, (itemsize, everywhere)))
+
+
+def exchanged_bytes(numel: float, peers: int, itemsize: int, everywhere: bool) -> float:
+    """Bytes that reducing so many values makes beside them: rounded, those that came, in FP32, sums, those told.
+
+    Args:
+        numel: in all rows.
+        peers: ``P``.
+        itemsize: of a value on the wire.
+        everywhere: whether all sums are told to all.
+    """
+    row, rounds = 4 * numel / peers, itemsize < 4
+    coming = (2 * itemsize + 4) * numel if rounds else 4 * numel + row
+    told = row + (itemsize + 4 if rounds else 4) * numel + (row / 4 * itemsize if rounds else 0) if everywhere else 0
+    return max(coming, told)
+
+
+def masked_bytes(kept: float, numel: int, peers: int, wire: tuple[int, bool]) -> float:
+    """Bytes that reducing what a mask holds makes beside the mask: positions and values, then the sums in their places.
+
+    Args:
+        kept: elements that it holds, of all rows.
+        numel: ``n``.
+        peers: ``P``.
+        wire: bytes of a value, and whether all sums are told to all.
+    """
+    placed = 4 * (kept + numel) if wire[1] else (12 * kept + 4 * numel) / peers
+    return 12 * kept + max(exchanged_bytes(kept, peers, *wire), placed)
 
 
 def between_bytes(mode: RadiusSync, widths: Iterable[int], plan: Plan) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from zero_topo.config import ScapeSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import book_sparse, peer_bytes
+from zero_topo.cost.radius import exchanged_bytes, masked_bytes
+from zero_topo.cost.sparse import book_sparse, mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
@@ -23,6 +24,14 @@ def _(mode: ScapeSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
     columns = sum(widths)
     kept = min(columns, max(1, math.ceil(mode.density * columns)))
     return (peers - 1) * (2 * kept * ITEMSIZES[mode.value_dtype] + _bits(columns))
+
+
+@mode_bytes.register
+def _(mode: ScapeSync, columns: int, plan: Plan, peers: int) -> float:
+    """The momentum, the mask as booleans, the choice; the first step, which reduces everything, or a later one."""
+    n, itemsize = peers * columns, ITEMSIZES[mode.value_dtype]
+    first = exchanged_bytes(n, peers, itemsize, True)
+    return 5 * n + columns + max(first, masked_bytes(mode.density * n, n, peers, (itemsize, True)))
 
 
 @book_sync.register

@@ -6,6 +6,12 @@ Note [Expected, not exact]
     has drifted. The formulas take ``k`` picks a rank, evenly spread, and of sums the most there can be; messages of
     counts and flags (8 bytes to a peer) are left out. Parameters of one dimension, which are reduced densely, count as
     if they were sparse. The meter says what was sent.
+
+Note [At the peak]
+    Of the ``n`` elements that the peers reduce, a reduction holds gradient plus residual in FP32, ``4 n`` bytes, which
+    become the next residual. Beside them, by mode, there are magnitudes to select from (``4 n``) or the sums, and
+    picks: an index and a value are 12 bytes, 41 while they are sorted to be added up in order. What torch's selection
+    and sort need inside is not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ from collections.abc import Sequence
 from functools import singledispatch
 
 from zero_topo.config import GTopkSync, OkTopkSync, SparseSync, TopkDsaSync
-from zero_topo.cost.memory import residual_elements
+from zero_topo.config.sparse_config import index_bytes
+from zero_topo.cost.memory import residual_elements, work_bytes
 from zero_topo.cost.volume import ITEMSIZES, Books, Move, book_sync, sync_hops
 from zero_topo.plan import Plan
 
-INDEX_BYTES = 4
+PICK_BYTES = 12  # index and value, taken apart
+SORTING_BYTES = 41  # of a pick that is being added up, itself included
 
 
 @book_sync.register
@@ -51,7 +59,14 @@ def peer_bytes(mode: SparseSync, widths: Sequence[int], plan: Plan, peers: int) 
         plan: says whether ranks need more than one row.
         peers: ``P``, at least 2.
     """
-    return sent_picks(mode, peers * sum(widths), plan, peers) * (INDEX_BYTES + ITEMSIZES[mode.value_dtype])
+    numel = peers * sum(widths)
+    return sent_picks(mode, numel, plan, peers) * record_bytes(mode, numel, peers)
+
+
+def record_bytes(mode: SparseSync, numel: int, peers: int) -> int:
+    """Bytes of a pick on the wire: a value, and an index into ``numel`` elements, or into a row where owners add up."""
+    by_row = isinstance(mode, TopkDsaSync) or (isinstance(mode, OkTopkSync) and mode.sharded)
+    return index_bytes(numel // peers if by_row else numel) + ITEMSIZES[mode.value_dtype]
 
 
 @singledispatch
@@ -71,7 +86,7 @@ def sent_picks(mode: SparseSync, numel: int, plan: Plan, peers: int) -> float:
 def _(mode: TopkDsaSync, numel: int, plan: Plan, peers: int) -> float:
     """To each owner its part; then sums to all, of which there may be ``k`` in a region, or it goes dense."""
     k = mode.density * numel
-    dense = numel / peers * 4 / (INDEX_BYTES + ITEMSIZES[mode.value_dtype])
+    dense = numel / peers * 4 / record_bytes(mode, numel, peers)
     back = min(k, dense) * (peers - 1) if plan.optimizer < plan.world_size else 0
     return k * (peers - 1) / peers + back
 
@@ -87,6 +102,57 @@ def _(mode: OkTopkSync, numel: int, plan: Plan, peers: int) -> float:
     """To each owner its part, then an equal share of ``k`` sums to all, unless these stay."""
     part = mode.density * numel * (peers - 1) / peers
     return part if mode.sharded else 2 * part
+
+
+@work_bytes.register
+def _(mode: SparseSync, plan: Plan, columns: int) -> int:
+    """Gradient plus residual, and what the mode makes of it; Note [At the peak]. Or FP32 messages inside the node."""
+    inner, (lo, hi) = sync_hops(plan)
+    peers = hi // lo
+    if peers == 1:
+        return 0
+    within = 2 * 4 * peers * columns * (inner[1] // inner[0]) if inner is not None else 0
+    return 4 * peers * columns + round(max(within, mode_bytes(mode, columns, plan, peers)))
+
+
+@singledispatch
+def mode_bytes(mode: SparseSync, columns: int, plan: Plan, peers: int) -> float:
+    """Bytes that a mode makes at its peak beside gradient plus residual; here, all picks of all peers come.
+
+    Args:
+        mode: the settings.
+        columns: ``C``, elements of a row.
+        plan: says whether ranks need more than one row.
+        peers: ``P``, at least 2.
+    """
+    n, k = peers * columns, mode.density * peers * columns
+    return PICK_BYTES * k + max(4 * n + PICK_BYTES * peers * k, SORTING_BYTES * peers * k)
+
+
+@mode_bytes.register
+def _(mode: TopkDsaSync, columns: int, plan: Plan, peers: int) -> float:
+    """Selecting; adding up; and where all rows are needed, these, sparse or in dense messages."""
+    n, k, row = peers * columns, mode.density * peers * columns, 4 * columns
+    back = 0.0
+    if plan.optimizer < plan.world_size:
+        sparse = k * record_bytes(mode, n, peers) < row
+        back = row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n)
+    return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, back)
+
+
+@mode_bytes.register
+def _(mode: GTopkSync, columns: int, plan: Plan, peers: int) -> float:
+    """At the end the sums, and the picks of the last two levels."""
+    n = peers * columns
+    return 4 * n + 6 * PICK_BYTES * mode.density * n
+
+
+@mode_bytes.register
+def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
+    """Selecting; adding up; a row of sums, and what is chosen of it or, of the steps that tell all sums to all, of all."""
+    n, k, row = peers * columns, mode.density * peers * columns, 4 * columns
+    chosen: float = row + columns if mode.sharded else 5 * n + (PICK_BYTES + 4) * min(peers * k, n)
+    return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, row + chosen)
 
 
 @residual_elements.register

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from zero_topo.config import TagcSync
 from zero_topo.config.tagc_config import BLOCK
-from zero_topo.cost.sparse import peer_bytes
+from zero_topo.cost.sparse import PICK_BYTES, SORTING_BYTES, mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES
 from zero_topo.plan import Plan
 
@@ -44,6 +44,23 @@ def bytes_to_owner(mode: TagcSync, width: int, peers: int) -> int:
 def bytes_from_owner(mode: TagcSync, width: int, peers: int) -> int:
     """Bytes that an owner sends to each peer that needs its row: the bits of the union, and FP32 sums."""
     return -(-width // 8) + round(_union(mode, peers) * width) * 4
+
+
+@mode_bytes.register
+def _(mode: TagcSync, columns: int, plan: Plan, peers: int) -> float:
+    """Selecting; or masks, and then probing and sketches, or values that are added up; where all need them, all rows."""
+    n, picks = peers * columns, (1 - mode.zeros(peers)) * peers * columns
+    ratio = mode.safe_ratio(_union(mode, peers), columns)
+    if ratio is None:
+        reducing = n + SORTING_BYTES * picks
+    else:
+        reducing = max(10 * columns, 4 * n + 2 * peers * mode.sketch_rows(columns, ratio) * BLOCK * 4)
+    union = _union(mode, peers) * n
+    everywhere = 0.0
+    if plan.optimizer < plan.world_size:
+        everywhere = 4 * columns + 5 * n + 12 * union + 4 * union / peers
+    masks = n + (n + columns) // 8 + columns
+    return PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere))
 
 
 def _union(mode: TagcSync, peers: int) -> float:

@@ -37,6 +37,8 @@ class Masked(Sparse[State]):
             FP32, zero off the mask: ``[P * C]``, or the own row.
         """
         size, own = self.peers.size, self.peers.index
+        if kept == self._columns:
+            return self.reduce_rows(total.view(size, kept))
         held = positions(mask.reshape(-1), size * kept)
         packed = total[held].view(size, kept)
         sums = self.reduce_rows(packed)
@@ -58,6 +60,7 @@ class Masked(Sparse[State]):
             packed.zero_()
             return self.peers.gather(total).view(-1) if self.everywhere else total
         packed -= sent
+        del sent
         if not self.everywhere:
             return total
         told = total.to(self.dtype)

@@ -150,10 +150,13 @@ class OkTopk(Sparse[OkTopkState]):
         sizes = picked.counts(bounds)
         seen = self.look(sizes, self.peers.scatter(sizes), bounds[own : own + 2])
         *_, begin, end = seen
-        message = self._records.encode(Picked(picked.indices % self._records.numel, picked.values))
-        came = self._records.decode(self.peers.scatter_known(message, seen[:size], seen[size : 2 * size]))
-        indices = came.indices if self.config.sharded else came.indices - begin
-        return begin, added(Picked(indices, came.values), end - begin)
+        local = Picked(picked.indices % self._records.numel, picked.values)
+        message = self.peers.scatter_known(self._records.encode(local), seen[:size], seen[size : 2 * size])
+        came = self._records.decode(message)
+        del local, message
+        if not self.config.sharded:
+            came.indices.sub_(begin)
+        return begin, added(came, end - begin)
 
     def _choose(self, sums: Tensor, begin: int, state: OkTopkState, exact: bool) -> _Chosen:
         """The largest sums, on all ranks; one look."""

@@ -144,26 +144,31 @@ def positions(mask: Tensor, count: int) -> Tensor:
 
 def added(picked: Picked, numel: int) -> Tensor:
     """FP32 ``[numel]``: the sums of what is picked, of each element in the order given; Note [In order]."""
-    total = torch.zeros(numel, device=picked.values.device)
-    if total.device.type != "cpu":
+    if not _goes_in_order(picked.values):
         picked = in_runs(picked)
+    total = torch.zeros(numel, device=picked.values.device)
     return total.index_add_(0, picked.indices, picked.values)
+
+
+def _goes_in_order(x: Tensor) -> bool:
+    """Whether ``index_add_`` does, where a tensor lies."""
+    return x.device.type == "cpu"
 
 
 def in_runs(picked: Picked) -> Picked:
     """As many, in ascending order: the sum of what has one index at its first place, zeros at its others."""
     indices, order = picked.indices.sort(stable=True)
-    places = torch.arange(len(picked), device=indices.device)
-    first = torch.searchsorted(indices, indices) == places
-    lengths = torch.where(first, torch.searchsorted(indices, indices, right=True) - places, 0)
     values = picked.values[order][:, None]
+    del order
+    lengths = torch.searchsorted(indices, indices, right=True).sub_(torch.arange(len(picked), device=indices.device))
+    lengths[1:] *= indices.diff() != 0
     return Picked(indices, torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[:, 0])
 
 
 def added_rows(rows: Tensor) -> Tensor:
     """``[P, K]`` -> FP32 ``[K]``: the sum of the rows, in their order; Note [In order]."""
     rows = rows.float()
-    if rows.device.type == "cpu":
+    if _goes_in_order(rows):
         total = torch.zeros(1, rows.shape[1])
         return total.index_add_(0, torch.zeros(len(rows), dtype=torch.int64), rows)[0]
     lengths = torch.full((1,), len(rows), device=rows.device)

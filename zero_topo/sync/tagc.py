@@ -192,8 +192,8 @@ class Tagc(Sparse[int]):
         stuck = torch.zeros_like(index.union)
         for attempt in count():
             generator = torch.Generator(device).manual_seed(attempt)
-            numbers = torch.randint(1, PROBE, (self.width,), generator=generator, device=device)
-            probe = numbers.float() * index.union
+            probe = torch.randint(1, PROBE, (self.width,), generator=generator, dtype=torch.float32, device=device)
+            probe *= index.union
             found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
             stuck |= found != probe
             reached = stuck.sum()

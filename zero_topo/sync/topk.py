@@ -17,7 +17,19 @@ from torch import Tensor
 from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import TINY, Picked, Records, above, added, count_reaching, in_runs, largest, positions, share
+from zero_topo.sync.picks import (
+    LONGEST,
+    TINY,
+    Picked,
+    Records,
+    above,
+    added,
+    count_reaching,
+    in_runs,
+    largest,
+    positions,
+    share,
+)
 from zero_topo.sync.sparse import Outcome, Sparse
 
 FITTING_STEPS = 4
@@ -51,7 +63,20 @@ class Stateless(Sparse[None]):
 
 
 class AllGathered(Stateless):
-    """Every rank's picks go to all others, who add them up."""
+    """Every rank's picks go to all others, who add them up.
+
+    Raises:
+        ValueError: if these are more than a GPU can sort.
+    """
+
+    def __init__(self, config: SparseSync, context: SyncContext) -> None:
+        super().__init__(config, context)
+        if self.active and self.k * self.peers.size > LONGEST:
+            raise ValueError(
+                f"sync.mode = {config.MODE}: {self.k} picks of each of {self.peers.size} ranks are over {LONGEST}, more "
+                "than torch sorts on a GPU; lower sync.density, or take a mode in which each rank adds up its own "
+                'part: "oktopk" or "topk_dsa"'
+            )
 
     @abstractmethod
     def pick(self, total: Tensor) -> Picked:
@@ -114,12 +139,20 @@ class TopkDsa(Stateless):
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
         seen = self.look(sizes, self.peers.scatter(sizes))
-        message = records.encode(Picked(picked.indices % width, picked.values))
-        own = added(records.decode(self.peers.scatter_known(message, seen[:size], seen[size:])), width)
+        own = self._owned(picked, records, seen)
         total[picked.indices] -= picked.values
         union = own.count_nonzero()
         reduced = self._gathered(own, union, total) if self.everywhere else own
         return Outcome(reduced, total, None, self.numbers(len(picked), union * size))
+
+    def _owned(self, picked: Picked, records: Records, sizes: list[int]) -> Tensor:
+        """The own row of all peers' picks, FP32 ``[C]``; ``sizes``: how many go to each member, and come from each."""
+        size = self.peers.size
+        message = records.encode(Picked(picked.indices % self._columns, picked.values))
+        message = self.peers.scatter_known(message, sizes[:size], sizes[size:])
+        came = records.decode(message)
+        del message
+        return added(came, self._columns)
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
@@ -129,14 +162,15 @@ class TopkDsa(Stateless):
         dense = torch.where(sparse, 0, 1)
         counts = counts * sparse
         seen = self.look(counts, dense)
+        if all(seen[size:]):
+            return self.peers.gather_known(own[None], seen[size:]).view(-1)
+        indices = positions(own != 0, seen[index])
+        sums = Picked(indices, own[indices])
+        total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
+        picks = records.decode(self.peers.gather_known(records.encode(sums), seen[:size]))
+        rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
         reduced = total.new_zeros(size, width)
-        if any(seen[:size]):
-            indices = positions(own != 0, seen[index])
-            sums = Picked(indices, own[indices])
-            total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
-            picks = records.decode(self.peers.gather_known(records.encode(sums), seen[:size]))
-            rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
-            reduced.view(-1)[picks.indices + rows * width] = picks.values
+        reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
         if any(seen[size:]):
             came = self.peers.gather_known(own[None][: seen[size + index]], seen[size:])
             reduced[positions(dense != 0, len(came))] = came

@@ -1,0 +1,191 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a step of a sparse mode queues, waits for and holds, at any number of peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.allocations import Allocations
+from tests.ranks.mirrored import Queued, mirrored, steps
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, NUMEL, check_nothing_is_lost, run, sparse_world
+from tests.ranks.worlds import PLAIN, World, shuffled, world
+from zero_topo.config.tagc_config import LEAST_BLOCKS
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.cost.footprint import predict_memory
+from zero_topo.cost.memory import work_bytes
+from zero_topo.cost.step import Job
+from zero_topo.cost.transformer import Transformer
+from zero_topo.sync import picks, topk
+from zero_topo.topology.presets import emulated
+
+ROW = LEAST_BLOCKS * 1024
+MODES: dict[str, dict[str, Any]] = {
+    "topk_a": {},
+    "gaussian_k": {},
+    "topk_dsa": {},
+    "gtopk": {},
+    "oktopk": {"tau_prime": 2},
+    "sharded oktopk": {"tau_prime": 2, "sharded": True},
+    "tagc": {"theta": 0.999},
+    "plain tagc": {"theta": 0.7},
+    "radius": {"interval": 3, "density": 0.2},
+    "scape": {"density": 0.1},
+}
+
+
+def pretended(name: str, peers: int, sharded: bool, **sync: Any) -> World:
+    """So many peers that each own a row; nodes of four ranks where an optimizer shard is one row."""
+    mode = name.split()[-1]
+    setting: dict[str, Any] = dict(HIERARCHY["topo"] if sharded else DATA_PARALLEL)
+    if mode == "scape" and sharded:
+        setting["optimizer"] = "node"
+    block = {**setting, "quantize": PLAIN, "sync": {"mode": mode, **MODES[name], **sync}}
+    return world(
+        block, emulated(peers, 2, 2) if sharded else emulated(peers, 1, 1), (ROW * peers * (4 if sharded else 1),)
+    )
+
+
+def counted(w: World, count: int = 5) -> list[Queued]:
+    """What each step queues and waits for."""
+    found: list[Queued] = []
+
+    def around(step: int) -> Callable[[], AbstractContextManager[None]]:
+        found.append(Queued())
+        return found[-1].counting
+
+    with mirrored(w.size):
+        steps(w, count, around)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded"), [(name, own) for name in MODES for own in (False, True) if own or name != "sharded oktopk"]
+)
+def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool) -> None:
+    """At 2 peers and at 16; the host waits three times at most, or four where Ok-Topk finds too many by old thresholds.
+
+    gTopk is a tree, so it grows with the logarithm; a call of TAGC's kernel sketches one row.
+    """
+    few, many = (counted(pretended(name, peers, sharded)) for peers in (2, 16))
+    for a, b in zip(few, many, strict=True):
+        assert sum(a.waits.values()) == sum(b.waits.values()) <= (4 if "oktopk" in name else 3)
+        extra = 2 * (b.calls["sketch"] - a.calls["sketch"])  # with the zeros that it fills
+        levels = 4 if name == "gtopk" else 1.2
+        assert sum(b.calls.values()) - extra <= levels * sum(a.calls.values())
+    if "oktopk" in name:
+        assert [sum(step.waits.values()) for step in many].count(3) >= 3
+
+
+HELD: list[tuple[str, dict[str, Any]]] = [
+    ("topk_a", {"density": 0.01}),
+    ("topk_a", {"density": 0.1}),  # adding up takes more than selecting
+    ("gaussian_k", {"density": 0.005}),
+    ("topk_dsa", {"density": 0.002}),
+    ("topk_dsa", {"density": 0.9}),
+    ("gtopk", {"density": 0.01}),
+    ("oktopk", {"density": 0.002}),
+    ("tagc", {}),
+    ("radius", {"density": 0.4}),
+    ("radius", {"density": 0.05, "value_dtype": "bf16"}),
+    ("scape", {}),
+    ("scape", {"value_dtype": "bf16"}),
+]
+
+
+@pytest.mark.parametrize("peers", [2, 8])
+@pytest.mark.parametrize(
+    ("name", "sync", "sharded"),
+    [("sharded oktopk", {"density": 0.01}, True), *((*case, own) for case in HELD for own in (False, True))],
+    ids=str,
+)
+def test_a_step_holds_what_the_formula_says(name: str, sync: dict[str, Any], sharded: bool, peers: int) -> None:
+    """The peak beside the residual and the masks, within 5 %; all that is left after it is the next residual."""
+    w = pretended(name, peers, sharded, **sync)
+    found: list[Allocations] = []
+
+    def around(step: int) -> Callable[[], AbstractContextManager[None]]:
+        followed = Allocations()
+        found.append(followed)
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            with followed:
+                yield
+            if followed.live:
+                assert followed.live == pytest.approx(4 * ROW * peers, rel=0.05)
+
+        return entered
+
+    with mirrored(w.size):
+        steps(w, 4, around)
+    expected = work_bytes(w.config.sync, w.config.plan, w.columns)
+    assert max(one.peak for one in found) == pytest.approx(expected, rel=0.05)
+
+
+def test_what_a_step_holds_is_in_the_prediction() -> None:
+    """As the role "sync", next to the residual and the masks that stay."""
+    shape = Transformer("small", 2, 64, 2, 2, 100, 16, 256)
+    for name in ("topk_a", "radius"):
+        w = pretended(name, 2, True)
+        said = predict_memory(w.config, Workload.uniform(w.numels), Job(shape, 1, 1))
+        assert said["sync"] == work_bytes(w.config.sync, w.config.plan, w.columns) > said["residual"] > 0
+
+
+# -- above 2**31 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["topk_a", "gaussian_k", "gtopk", "oktopk", "topk_dsa"])
+def test_bytes_follow_the_width_of_an_index(mode: str) -> None:
+    """Of 4 bytes up to 2**32 elements, of 8 above; where owners add up their rows, these are what counts."""
+    w = sparse_world(DATA_PARALLEL, 4, mode, (NUMEL,), density=1e-6)
+
+    def per_element(numel: int) -> float:
+        (sent,) = step_bytes(w.config, Workload.uniform([numel], itemsize=4)).values()
+        return sent / numel
+
+    least = per_element(2**31)
+    assert per_element(2**32) == pytest.approx(least, rel=1e-3)
+    assert per_element(2**32 + 4) == pytest.approx(least * (1 if mode == "topk_dsa" else 1.5), rel=1e-3)
+    assert per_element(2**34 + 8) == pytest.approx(least * 1.5, rel=1e-3)
+
+
+def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the engine is built, on every rank, with what to set instead; 2**31 - 1 is pretended to be 100."""
+    monkeypatch.setattr(topk, "LONGEST", 100)
+    for numel, refused in ((1000, False), (1040, True)):
+        w = sparse_world(DATA_PARALLEL, 4, "topk_a", (numel,), density=0.025)
+        with mirrored(4):
+            if refused:
+                with pytest.raises(ValueError, match=r"26 picks of each of 4 ranks .*lower sync.density, .*\"oktopk\""):
+                    w.engine()
+            else:
+                w.engine()
+
+
+# -- the same bits on another way ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "radius"])
+def test_a_gpus_way_of_adding_up_gives_the_bits_of_a_cpus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted and added up in segments: what arrives, what is owed and what is reported, of 5 peers."""
+    sync = {"interval": 3} if mode == "radius" else {}
+    w = sparse_world(DATA_PARALLEL, 5, mode, (3000,), density=0.2, **sync)
+    here = run(w, 3)
+    monkeypatch.setattr(picks, "_goes_in_order", lambda x: False)
+    for a, b in zip(here, run(w, 3), strict=True):
+        for one, other in zip(a, b, strict=True):
+            assert torch.equal(one.rows, other.rows) and one.report == other.report
+            assert all(torch.equal(x, y) for (_, x), (_, y) in zip(one.debts, other.debts, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "tagc"])
+def test_nothing_is_lost_where_groups_are_not_in_the_order_of_the_tree(mode: str) -> None:
+    """Messages of any length are brought into the order of the members on both ways."""
+    w = world({**DATA_PARALLEL, "quantize": PLAIN, "sync": {"mode": mode}}, shuffled(emulated(5, 1, 1)), (3000,))
+    assert w.config.plan.order is not None
+    check_nothing_is_lost(w, run(w, 4))
