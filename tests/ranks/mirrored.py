@@ -117,13 +117,16 @@ def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
     trainer = Trainer(w, 0, lambda m: AdamS(m, 0.02) if scape else torch.optim.AdamW(m, 0.02), 1.0)
     mode = mode_of(trainer.engine)
     entered: list[Any] = []
-    for name in ("start", "commit"):
 
-        def within(*args: Any, call: Any = getattr(mode, name)) -> Any:
+    def entering(call: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any) -> Any:
             with entered[-1]():
                 return call(*args)
 
-        setattr(mode, name, within)
+        return within
+
+    for name in ("start", "commit"):
+        setattr(mode, name, entering(getattr(mode, name)))
     for step in range(count):
         entered.append(around(step))
         trainer.update(trainer.sync(step), lambda group: 0.02)

@@ -136,7 +136,7 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
         assert said["sync"] == work_bytes(w.config.sync, w.config.plan, w.columns) > said["residual"] > 0
 
 
-# -- above 2**31 ---------------------------------------------------------------------------------------------------------
+# -- above 2**31 -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["topk_a", "gaussian_k", "gtopk", "oktopk", "topk_dsa"])
@@ -167,7 +167,7 @@ def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch
                 w.engine()
 
 
-# -- the same bits on another way ----------------------------------------------------------------------------------------
+# -- the same bits on another way --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "radius"])

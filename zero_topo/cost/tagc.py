@@ -48,7 +48,7 @@ def bytes_from_owner(mode: TagcSync, width: int, peers: int) -> int:
 
 @mode_bytes.register
 def _(mode: TagcSync, columns: int, plan: Plan, peers: int) -> float:
-    """Selecting; or masks, and then probing and sketches, or values that are added up; where all need them, all rows."""
+    """Selecting; or masks, then probing and sketches, or values that are added up; where all need them, all rows."""
     n, picks = peers * columns, (1 - mode.zeros(peers)) * peers * columns
     ratio = mode.safe_ratio(_union(mode, peers), columns)
     if ratio is None:

@@ -15,6 +15,7 @@ COLOURS = {
     "optimizer": "#3f9c55",
     "residual": "#8a5fb0",
     "masks": "#c3a6dd",
+    "sync": "#9c7fc4",
     "gathered": "#c5daf0",
     "bucket": "#f2c99a",
     "step": "#a5d6a0",

@@ -73,8 +73,8 @@ class AllGathered(Stateless):
         super().__init__(config, context)
         if self.active and self.k * self.peers.size > LONGEST:
             raise ValueError(
-                f"sync.mode = {config.MODE}: {self.k} picks of each of {self.peers.size} ranks are over {LONGEST}, more "
-                "than torch sorts on a GPU; lower sync.density, or take a mode in which each rank adds up its own "
+                f"sync.mode = {config.MODE}: {self.k} picks of each of {self.peers.size} ranks are over {LONGEST}, "
+                "more than torch sorts on a GPU; lower sync.density, or take a mode in which each rank adds up its own "
                 'part: "oktopk" or "topk_dsa"'
             )
 
