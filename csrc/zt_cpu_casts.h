@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Casts: values that travel as floats, from and to pieces, a buffer that stays in the first cache at a time.
+ * Casts: values that travel as floats, from and to pieces.
  */
 #ifndef ZT_CPU_CASTS_H
 #define ZT_CPU_CASTS_H
@@ -9,16 +9,19 @@
 
 namespace zt {
 
+/* So many at a time: memory has nothing to do while they are converted from one buffer to another. */
+constexpr int64_t kCast = 1024;
+
 /* How many of the next `left` values to handle now: past the caches whole lines are written, from `out` on. */
 inline int64_t next_values(Elements out, int64_t left, bool stream) {
     const int64_t before_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out.data) % 64) / size_of(out.dtype);
-    const int64_t most = stream && before_line ? before_line : kBuffered;
+    const int64_t most = stream && before_line ? before_line : kCast;
     return most < left ? most : left;
 }
 
 /* The next n values -> a message at `out`. */
 inline void encode_casts(const Kernels &kernels, Cursor cursor, int64_t n, Elements out, bool stream) {
-    alignas(64) uint8_t buffer[kBufferBytes];
+    alignas(64) uint8_t buffer[4 * kCast];
     while (n > 0) {
         const int64_t now = next_values(out, n, stream);
         const Run run = cursor.run();
@@ -52,8 +55,8 @@ inline void add_up(const Kernels &kernels, const Terms &terms, int64_t i, int64_
 
 /* The messages' values in this range, summed -> elements. */
 inline void sum_casts(const Kernels &kernels, const Terms &terms, Cursor cursor, zt_range values, Writing how) {
-    alignas(64) float total[kBuffered];
-    alignas(64) uint8_t held[kBufferBytes];
+    alignas(64) float total[kCast];
+    alignas(64) uint8_t held[4 * kCast];
     const bool single = terms.count == 1 && terms.factor == 1.0f && !how.accumulate;
     for (int64_t i = values.begin; i < values.end;) {
         const Elements there = cursor.run().elements;

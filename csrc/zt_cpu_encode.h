@@ -5,8 +5,8 @@
  * Note [Four blocks at once]
  *     From a block's largest magnitude to its first quantized value there are 50 cycles of shuffles and divisions, as
  *     many as a block of 256 takes altogether. So up to four blocks are measured, then four divisions are one, then the
- *     four are encoded. Elements are read in order and soon again, which prefetchers do best when left alone: prefetching
- *     here cost FP32 a fifth on a Zen 4, and gained BF16 nothing.
+ *     four are encoded. While they are, the next ones are measured: were it one after the other, memory would have
+ *     nothing to do while values are encoded. Prefetchers end at each page, so what is measured next is asked for.
  */
 #ifndef ZT_CPU_ENCODE_H
 #define ZT_CPU_ENCODE_H
@@ -44,48 +44,60 @@ ZT_INLINE Scaling scaling(__m128 span, __m128 zero, float top) {
             _mm_movemask_ps(bad)};
 }
 
-/* Largest magnitude of each of up to four consecutive blocks. */
-template <int32_t D, int BITS> ZT_INLINE Scaling measured_symmetric(const uint8_t *x, int64_t block, int64_t blocks) {
-    V::I peaks[4] = {V::zeros(), V::zeros(), V::zeros(), V::zeros()};
-    constexpr int64_t step = V::kLanes * 4;
-    for (int64_t b = 0; b < blocks; ++b, x += block * kSize<D>) {
-        V::I first = V::zeros(), second = V::zeros();
-        for (int64_t i = 0; i < block * kSize<D>; i += 2 * step) {
-            first = V::peak<D>(first, x + i);
-            second = V::peak<D>(second, x + i + step);
-        }
-        peaks[b] = V::larger<D>(first, second);
-    }
-    if (D != ZT_FP32)
-        for (V::I &peak : peaks) peak = V::larger_halves(peak);
-    const __m128i bits = V::largest(peaks[0], peaks[1], peaks[2], peaks[3]);
-    __m128 span = _mm_castsi128_ps(bits);
-    if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
-    if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
-    return scaling(span, _mm_setzero_ps(), BITS == 8 ? 127.0f : 7.0f);
-}
+/* What a block's scale depends on: its largest magnitude, or its smallest and largest value. */
+template <int32_t D, bool SYM> struct Extent;
 
-/* Smallest and largest value; a NaN among them makes the span NaN. */
-template <int32_t D, int BITS> ZT_INLINE Scaling measured_asymmetric(const uint8_t *x, int64_t block, int64_t blocks) {
-    const V::F zero = V::set(0.0f);
-    V::F low[4] = {zero, zero, zero, zero}, high[4] = {zero, zero, zero, zero}, odd[4] = {zero, zero, zero, zero};
-    for (int64_t b = 0; b < blocks; ++b, x += block * kSize<D>) {
-        V::F least = V::load<D>(x), most = least, nan = zero;
-        for (int64_t i = 0; i < block; i += V::kLanes) {
-            const V::F value = V::load<D>(x + i * kSize<D>);
+template <int32_t D> struct Extent<D, true> {
+    V::I first, second;
+
+    ZT_INLINE Extent of(const uint8_t *) { return {V::zeros(), V::zeros()}; }
+
+    /* 4 kLanes elements. */
+    inline __attribute__((always_inline)) void add(const uint8_t *x) {
+        for (int i = 0; i < kSize<D>; i += 2) {
+            first = V::peak<D>(first, x + i * 4 * V::kLanes);
+            second = V::peak<D>(second, x + (i + 1) * 4 * V::kLanes);
+        }
+    }
+
+    template <int BITS> ZT_INLINE Scaling scaled(const Extent *four) {
+        V::I peaks[4];
+        for (int b = 0; b < 4; ++b) {
+            peaks[b] = V::larger<D>(four[b].first, four[b].second);
+            if (D != ZT_FP32) peaks[b] = V::larger_halves(peaks[b]);
+        }
+        const __m128i bits = V::largest(peaks[0], peaks[1], peaks[2], peaks[3]);
+        __m128 span = _mm_castsi128_ps(bits);
+        if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
+        if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
+        return scaling(span, _mm_setzero_ps(), BITS == 8 ? 127.0f : 7.0f);
+    }
+};
+
+/* A NaN among the values makes the span NaN. */
+template <int32_t D> struct Extent<D, false> {
+    V::F least, most, nan;
+
+    ZT_INLINE Extent of(const uint8_t *x) { return {V::load<D>(x), V::load<D>(x), V::set(0.0f)}; }
+
+    inline __attribute__((always_inline)) void add(const uint8_t *x) {
+        for (int i = 0; i < 4; ++i) {
+            const V::F value = V::load<D>(x + i * V::kLanes * kSize<D>);
             least = V::lesser(value, least);
             most = V::greater(value, most);
             nan = V::add(nan, V::sub(value, value));
         }
-        low[b] = least, high[b] = most, odd[b] = nan;
     }
-    const __m128 least = V::fold<Lesser>(low[0], low[1], low[2], low[3]);
-    const __m128 most = V::fold<Greater>(high[0], high[1], high[2], high[3]);
-    const __m128 nan = V::fold<Sum>(odd[0], odd[1], odd[2], odd[3]);
-    /* + 0 so that of the two zeros the zero point is always the positive one. */
-    return scaling(_mm_add_ps(_mm_sub_ps(most, least), nan), _mm_add_ps(least, _mm_setzero_ps()),
-                         BITS == 8 ? 255.0f : 15.0f);
-}
+
+    template <int BITS> ZT_INLINE Scaling scaled(const Extent *four) {
+        const __m128 low = V::fold<Lesser>(four[0].least, four[1].least, four[2].least, four[3].least);
+        const __m128 high = V::fold<Greater>(four[0].most, four[1].most, four[2].most, four[3].most);
+        const __m128 odd = V::fold<Sum>(four[0].nan, four[1].nan, four[2].nan, four[3].nan);
+        /* + 0 so that of the two zeros the zero point is always the positive one. */
+        return scaling(_mm_add_ps(_mm_sub_ps(high, low), odd), _mm_add_ps(low, _mm_setzero_ps()),
+                       BITS == 8 ? 255.0f : 15.0f);
+    }
+};
 
 template <int32_t D, bool SYM> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse, V::F zero, int32_t lowest) {
     const V::F value = V::load<D>(x);
@@ -93,14 +105,18 @@ template <int32_t D, bool SYM> ZT_INLINE V::I encoded(const uint8_t *x, V::F inv
     return V::plus(V::round(V::mul(V::sub(value, zero), inverse)), lowest);
 }
 
-/* One block. No value leaves its range, so none is clamped: the largest
+/* One block, while another one of the same size is measured. No value leaves its range, so none is clamped: the largest
  * product, top (1 + 2^-22) or less, rounds to top. */
 template <int32_t D, int BITS, bool SYM>
-ZT_INLINE void encode(const uint8_t *x, int64_t block, float factor, float low, uint8_t *out, bool stream) {
+ZT_INLINE Extent<D, SYM> encode(const uint8_t *x, int64_t block, float factor, float low, uint8_t *out, bool stream,
+                                const uint8_t *other) {
     constexpr int64_t step = 4 * V::kLanes, stride = V::kLanes * kSize<D>;
     constexpr int32_t lowest = BITS == 8 ? -128 : -8;
     const V::F inverse = V::set(factor), zero = V::set(low);
-    for (int64_t i = 0; i < block; i += step, x += 4 * stride, out += step * BITS / 8) {
+    auto extent = Extent<D, SYM>::of(other);
+    for (int64_t i = 0; i < block; i += step, x += 4 * stride, other += 4 * stride, out += step * BITS / 8) {
+        for (int64_t line = 0; line < 4 * stride; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
+        extent.add(other);
         const V::I a = encoded<D, SYM>(x, inverse, zero, lowest);
         const V::I b = encoded<D, SYM>(x + stride, inverse, zero, lowest);
         const V::I c = encoded<D, SYM>(x + 2 * stride, inverse, zero, lowest);
@@ -110,6 +126,7 @@ ZT_INLINE void encode(const uint8_t *x, int64_t block, float factor, float low, 
         else
             V::pack4(out, a, b, c, d, stream);
     }
+    return extent;
 }
 
 /* The blocks that are measured before they are encoded. */
@@ -125,22 +142,22 @@ ZT_INLINE void put_floats(uint8_t *out, __m128 x, int64_t n) {
     memcpy(out, four, static_cast<size_t>(4 * n));
 }
 
-template <int32_t D, int BITS, bool SYM> ZT_INLINE Scaling measured(const uint8_t *x, int64_t block, int64_t blocks) {
-    return SYM ? measured_symmetric<D, BITS>(x, block, blocks) : measured_asymmetric<D, BITS>(x, block, blocks);
-}
-
-/* Measures these blocks, four at a time, and writes their scales (and zero points). */
+/* Of blocks that were measured, four at a time; writes their scales (and zero points). */
 template <int32_t D, int BITS, bool SYM>
-ZT_INLINE Group measure(const uint8_t *x, int64_t block, int64_t blocks, Planes out) {
+ZT_INLINE Group scaled(const Extent<D, SYM> *extents, int64_t blocks, Planes &out) {
     Group group;
     group.bad = 0;
-    for (int64_t b = 0; b < blocks; b += 4, x += 4 * block * kSize<D>) {
+    for (int64_t b = 0; b < blocks; b += 4) {
         const int64_t now = blocks - b < 4 ? blocks - b : 4;
-        const Scaling s = measured<D, BITS, SYM>(x, block, now);
+        const Scaling s = Extent<D, SYM>::template scaled<BITS>(extents + b);
         _mm_storeu_ps(group.inverse + b, s.inverse);
         _mm_storeu_ps(group.zero + b, s.zero);
-        put_floats(out.scales + 4 * b, s.scale, now);
-        if (!SYM) put_floats(out.zero_points + 4 * b, s.zero, now);
+        put_floats(out.scales, s.scale, now);
+        out.scales += 4 * now;
+        if (!SYM) {
+            put_floats(out.zero_points, s.zero, now);
+            out.zero_points += 4 * now;
+        }
         group.bad |= static_cast<uint32_t>(s.bad) << b;
     }
     return group;
@@ -149,15 +166,20 @@ ZT_INLINE Group measure(const uint8_t *x, int64_t block, int64_t blocks, Planes 
 /* Note [Four blocks at once]. */
 template <int32_t D, int BITS, bool SYM>
 void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
-    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8;
+    const int64_t bytes = block * kSize<D>, packed = block * BITS / 8, step = 4 * V::kLanes * kSize<D>;
     const int64_t most = block < kGroup ? kGroup / block : 1;
-    for (int64_t done = 0; done < blocks; done += most) {
-        const int64_t now = blocks - done < most ? blocks - done : most;
-        const Group group = measure<D, BITS, SYM>(x, block, now, out);
-        out.scales += 4 * now;
-        if (!SYM) out.zero_points += 4 * now;
+    Extent<D, SYM> extents[kGroup / 64];
+    for (auto &extent : extents) extent = Extent<D, SYM>::of(x);
+    for (int64_t b = 0; b < most && b < blocks; ++b) {
+        extents[b] = Extent<D, SYM>::of(x + b * bytes);
+        for (int64_t i = 0; i < bytes; i += step) extents[b].add(x + b * bytes + i);
+    }
+    for (int64_t left = blocks; left > 0; left -= most) {
+        const int64_t now = left < most ? left : most;
+        const Group group = scaled<D, BITS, SYM>(extents, now, out);
         for (int64_t b = 0; b < now; ++b, x += bytes, out.values += packed) {
-            encode<D, BITS, SYM>(x, block, group.inverse[b], group.zero[b], out.values, stream);
+            const uint8_t *const next = b + most < left ? x + most * bytes : x;
+            extents[b] = encode<D, BITS, SYM>(x, block, group.inverse[b], group.zero[b], out.values, stream, next);
             if (group.bad >> b & 1) memset(out.values, 0, static_cast<size_t>(packed));
         }
     }

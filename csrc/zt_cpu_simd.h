@@ -20,6 +20,8 @@ template <int32_t D> constexpr int64_t kSize = D == ZT_FP32 ? 4 : 2;
 constexpr int64_t kLine = 64;
 /* How far ahead of their use values are prefetched, shared among the messages that are summed. */
 constexpr int64_t kSourceAhead = 8192;
+/* How far ahead elements are fetched into the second cache. */
+constexpr int64_t kElementsAhead = 4096;
 /* This many elements, or one block, are measured before they are encoded: they have to stay in the first cache. */
 constexpr int64_t kGroup = 1024;
 
@@ -35,7 +37,10 @@ namespace {
 
 template <int32_t D> void widen_from(const uint8_t *x, int64_t n, uint8_t *out) {
     int64_t i = 0;
-    for (; i + V::kLanes <= n; i += V::kLanes) V::store<ZT_FP32>(out + 4 * i, V::load<D>(x + i * kSize<D>));
+    for (; i + V::kLanes <= n; i += V::kLanes) {
+        __builtin_prefetch(x + i * kSize<D> + kElementsAhead, 0, 2);
+        V::store<ZT_FP32>(out + 4 * i, V::load<D>(x + i * kSize<D>));
+    }
     if (i < n) V::store_some<ZT_FP32>(out + 4 * i, V::load_some<D>(x + i * kSize<D>, n - i), n - i);
 }
 
@@ -43,7 +48,10 @@ void widen(Elements x, int64_t n, uint8_t *out) { ZT_FOR_DTYPE(x.dtype, widen_fr
 
 template <int32_t D> void narrow_to(const uint8_t *x, int64_t n, uint8_t *out) {
     int64_t i = 0;
-    for (; i + V::kLanes <= n; i += V::kLanes) V::store<D>(out + i * kSize<D>, V::load<ZT_FP32>(x + 4 * i));
+    for (; i + V::kLanes <= n; i += V::kLanes) {
+        __builtin_prefetch(x + 4 * i + kElementsAhead, 0, 2);
+        V::store<D>(out + i * kSize<D>, V::load<ZT_FP32>(x + 4 * i));
+    }
     if (i < n) V::store_some<D>(out + i * kSize<D>, V::load_some<ZT_FP32>(x + 4 * i, n - i), n - i);
 }
 
@@ -51,8 +59,10 @@ void narrow(const uint8_t *x, int64_t n, Elements out) { ZT_FOR_DTYPE(out.dtype,
 
 template <int32_t D> void add_from(const uint8_t *x, int64_t n, uint8_t *total) {
     int64_t i = 0;
-    for (; i + V::kLanes <= n; i += V::kLanes, x += V::kLanes * kSize<D>, total += V::kLanes * 4)
+    for (; i + V::kLanes <= n; i += V::kLanes, x += V::kLanes * kSize<D>, total += V::kLanes * 4) {
+        __builtin_prefetch(x + kElementsAhead, 0, 2);
         V::store<ZT_FP32>(total, V::add(V::load<ZT_FP32>(total), V::load<D>(x)));
+    }
     if (i == n) return;
     const V::F sum = V::add(V::load_some<ZT_FP32>(total, n - i), V::load_some<D>(x, n - i));
     V::store_some<ZT_FP32>(total, sum, n - i);

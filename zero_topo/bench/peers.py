@@ -157,7 +157,7 @@ def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
 def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
     reference = Quantizer("reference", BACKENDS["reference"](x.device))
     parts = x.chunk(SOURCES)
-    messages = [reference.quantize(part, spec) for part in parts]
+    messages = torch.stack([reference.quantize(part, spec) for part in parts])
     out, expected = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
     pointers = (ctypes.c_void_p * SOURCES)(*(message.data_ptr() for message in messages))
     numel = out.numel()
@@ -170,5 +170,5 @@ def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
     reference.dequantize_reduce(messages, spec, expected)
     if not torch.equal(out, expected):
         raise ValueError("the plain loop does not compute what the reference does")
-    traffic = sum(message.nbytes for message in messages) + out.nbytes
+    traffic = messages.nbytes + out.nbytes
     return Op("dequantize_reduce", call, traffic, spec.bits, spec.block_size)

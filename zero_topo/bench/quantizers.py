@@ -132,10 +132,10 @@ def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
     message = quantizer.quantize(x, spec)
     back = torch.zeros_like(x)
-    messages = [quantizer.quantize(part, spec) for part in x.chunk(SOURCES)]
+    messages = quantizer.quantize(x.view(SOURCES, 1, -1), spec)
     total = torch.zeros_like(x[: x.numel() // SOURCES])
     both = x.nbytes + message.nbytes
-    reduced = sum(m.nbytes for m in messages) + total.nbytes
+    reduced = messages.nbytes + total.nbytes
     kind = spec.bits, spec.block_size
     return [
         Op("quantize", lambda: quantizer.quantize(x, spec, message), both, *kind),
