@@ -6,9 +6,14 @@
  *     Eight neighbouring values of a message, a unit, are what one lane handles at a time: 16 bytes of FP16 or BF16, 32
  *     of FP32, 8 of INT8 and 4 of INT4. Lane l of the `lanes` that share a block has units l, l + lanes, l + 2 lanes ...
  *     of it, so neighbouring lanes touch neighbouring memory. A block that lies in one run of one piece (a row, as far
- *     as it exists) is read and written by vectors, all loads first. Otherwise each unit finds its own place: by
- *     vectors within one run, element by element where a run ends inside it. Those loops are rolled, values moving
- *     through registers, because an array with a computed index would lie in slow local memory.
+ *     as it exists) is read by vectors, all loads first or, where they are not aligned, as many as registers hold; and
+ *     written by vectors where they are aligned. Otherwise one unit comes after the other, by vectors within a run,
+ *     element by element where a run ends inside it. Those loops are rolled, values moving through registers (one move a
+ *     value for each unit of the lane), because an array with a computed index would lie in slow local memory.
+ *
+ * Note [Registers]
+ *     These kernels are at the limit of what their thread blocks may have. Pieces are looked up at two places only, when
+ *     little else is alive, and a table's entry is turned into a run at once.
  */
 #ifndef ZT_GPU_PIECES_H
 #define ZT_GPU_PIECES_H
@@ -179,10 +184,10 @@ template <int UNITS, int DTYPE> ZT_DEVICE void zt_store_run(char *data, zt_place
 }
 
 struct zt_reading {
-    ZT_MEMBER void element(zt_run run, float *v) const {
+    ZT_METHOD void element(zt_run run, float *v) const {
         v[0] = run.present > 0 ? zt_load_element(run.data, run.dtype) : 0.0f;
     }
-    ZT_MEMBER void unit(zt_run run, float *v) const {
+    ZT_METHOD void unit(zt_run run, float *v) const {
         if (run.dtype == ZT_FP32)
             zt_load_unit<ZT_FP32, false>(run.data, v);
         else if (run.dtype == ZT_BF16)
@@ -194,12 +199,12 @@ struct zt_reading {
 
 struct zt_writing {
     bool accumulate;
-    ZT_MEMBER void element(zt_run run, float *v) const {
+    ZT_METHOD void element(zt_run run, float *v) const {
         if (run.present <= 0) return;
         if (accumulate) v[0] = zt_add(zt_load_element(run.data, run.dtype), v[0]);
         zt_store_element(run.data, run.dtype, v[0]);
     }
-    ZT_MEMBER void unit(zt_run run, float *v) const {
+    ZT_METHOD void unit(zt_run run, float *v) const {
         if (run.dtype == ZT_FP32)
             unit_of<ZT_FP32>(run.data, v);
         else if (run.dtype == ZT_BF16)
@@ -207,7 +212,7 @@ struct zt_writing {
         else
             unit_of<ZT_FP16>(run.data, v);
     }
-    template <int DTYPE> ZT_MEMBER void unit_of(char *data, float *v) const {
+    template <int DTYPE> ZT_METHOD void unit_of(char *data, float *v) const {
         if (accumulate) {
             float before[ZT_UNIT];
             zt_load_unit<DTYPE, false>(data, before);

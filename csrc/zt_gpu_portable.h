@@ -35,8 +35,8 @@
 #pragma clang fp contract(off)
 #endif
 
-#define ZT_MEMBER __device__ __forceinline__
-#define ZT_DEVICE static ZT_MEMBER
+#define ZT_METHOD __device__ __forceinline__
+#define ZT_DEVICE static ZT_METHOD
 #define ZT_THREADS 256 /* of every thread block but where said otherwise */
 
 #if defined(__CUDACC__) && !defined(__HIPCC__)

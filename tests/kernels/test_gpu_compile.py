@@ -22,7 +22,7 @@ from torch.utils.hipify import hipify_python
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels import golden
+from tests.kernels import golden, golden_members
 from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
 
 NVIDIA = ("80", "90")
@@ -258,10 +258,14 @@ def test_the_bits_on_a_gpu() -> None:
     """On a real GPU the kernels give the reference's bits too."""
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     backend = GpuLibrary(ctypes.CDLL(str(nvidia_library(arch) / LIBRARY)), None)
-    for fmt in golden.FORMATS:
+    for fmt in (*golden.FORMATS, *golden.CAST_FORMATS):
         golden.check_operations(backend, fmt, "cuda")
+        golden_members.check_members(backend, fmt, "cuda")
     for spec in golden.SPECS:
         golden.check_requantize(backend, spec, "cuda")
+    golden_members.check_many(backend, 129, 77, "cuda")
+    golden_members.check_many_pieces(backend, 5000, "cuda")
+    golden_members.check_many_members(backend, 1000, "cuda")
     golden.check_sparse(backend, "cuda")
 
 
