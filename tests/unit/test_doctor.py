@@ -22,6 +22,7 @@ from zero_topo.units import GB, MB
 
 TOLD: Mapping[str, Any] = {
     "torch": "2.13.0",
+    "missing": [],
     "platform": "cpu",
     "devices": 0,
     "gloo": True,
@@ -75,6 +76,7 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
         ({"version": lambda name: None}, "deepspeed", FAIL, "not installed"),
         ({"torch": lambda: {"error": "Segmentation fault"}}, "torch", FAIL, "do not start: Segmentation fault"),
         ({"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}}, "deepspeed", FAIL, "built for 0.19.8"),
+        ({"torch": lambda: {**TOLD, "missing": ["torch.cat(out=)"]}}, "torch", FAIL, "has no torch.cat(out=); install"),
         ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),

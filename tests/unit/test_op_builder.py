@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from torch.utils import cpp_extension
@@ -203,13 +204,17 @@ def test_deepspeed_does_not_take_our_builders_for_its_own() -> None:
     assert all(kind().name.startswith("zt_") for kind in BUILDERS)
 
 
-def test_builders_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builders_say_what_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler, no ninja, a torch for CPUs: one line each, and `is_compatible` is False."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert CPUBuilder().reason() == "there is no C++ compiler (install g++)"
     assert not CPUBuilder().is_compatible()
     with pytest.raises(jit.BuildError, match="no C\\+\\+ compiler"):
+        CPUBuilder().jit_load()
+    CPUBuilder().recipe().library().parent.mkdir(parents=True)
+    CPUBuilder().recipe().library().touch()
+    with pytest.raises(jit.BuildError, match="does not load"):  # what others have built needs no compiler
         CPUBuilder().jit_load()
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.version.hip", None)
@@ -299,19 +304,31 @@ def test_keys_are_the_same_with_and_without_a_gpu(
     assert GPUBuilder().chosen().key() == GPUBuilder([other]).recipe().key() not in (alone.key(), login[1])
 
 
-def test_what_torchs_variable_asks_for_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another list is another module, with those architectures; a name that torch alone knows is refused."""
+def test_architectures_reach_torch_and_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What torch's variable asks for is compiled, else the usual ones; another list is another module.
+
+    Torch gets them in its variable, for without it torch 2.6 fails where there is no GPU to look at.
+    """
     monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
-    found = set()
-    for wanted in ("8.0", "9.0a", "8.0 9.0+PTX"):
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
-        found.add(GPUBuilder().recipe().key())
-    assert len(found) == 3
-    wanted_codes = ["compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90"]
-    assert GPUBuilder().nvcc_args()[-3:] == [f"-gencode=arch={code}" for code in wanted_codes]
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(jit.BuildError, match="TORCH_CUDA_ARCH_LIST=Hopper: only numbers"):
-        GPUBuilder().jit_load()
+    seen, found = [], set()
+    monkeypatch.setattr(cpp_extension, "load", lambda **given: seen.append(os.environ["TORCH_CUDA_ARCH_LIST"]))
+    for wanted in ("8.0", "9.0a Hopper", None):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted or "")
+        recipe = GPUBuilder().recipe()
+        recipe.compile(tmp_path)
+        found.add(recipe.key())
+        assert os.environ["TORCH_CUDA_ARCH_LIST"] == (wanted or "")
+    assert seen == ["8.0", "9.0a;Hopper", "8.0;9.0+PTX"] and len(found) == 3
+
+
+def test_what_stops_torchs_builder_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also what it does not expect itself: a rank goes on with another backend."""
+    told = "FAILED\n/usr/bin/ld: cannot find -lcudart\ncollect2: error: ld returned 1"
+    cases = (IndexError(), r"IndexError\(\)"), (RuntimeError(told), "compile: /usr/bin/ld: cannot find -lcudart")
+    for error, words in cases:
+        monkeypatch.setattr(cpp_extension, "load", mock.Mock(side_effect=error))
+        with pytest.raises(jit.BuildError, match=words):
+            CPUBuilder().recipe().compile(tmp_path)
 
 
 def test_build_compiles_for_those_that_come(toy: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,13 +350,11 @@ def test_build_compiles_for_those_that_come(toy: Path, run: Run, monkeypatch: py
 def test_gpu_flags_keep_ieee_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fast math, no contraction, no flushing, whatever the vendor."""
     monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: False))
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     cuda = GPUBuilder().nvcc_args()
-    assert {"-fmad=false", "-ftz=false", "-prec-div=true", "-gencode=arch=compute_90,code=sm_90"} <= set(cuda)
+    assert {"-fmad=false", "-ftz=false", "-prec-div=true"} <= set(cuda)
     monkeypatch.setattr(GPUBuilder, "is_rocm_pytorch", staticmethod(lambda: True))
-    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a")
     rocm = GPUBuilder().nvcc_args()
-    assert {"-ffp-contract=off", "--offload-arch=gfx90a"} <= set(rocm)
+    assert "-ffp-contract=off" in rocm
     assert not [flag for flag in (*cuda, *rocm, *CPUBuilder().cxx_args()) if "fast" in flag]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import MappingProxyType
 
 import pytest
@@ -48,6 +49,18 @@ def test_a_forced_backend_is_taken_or_refused() -> None:
         registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "native"})
     with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"):
         registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "warp"})
+
+
+def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of torch 2.6: the next backend serves, instead of an AttributeError."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name in ("zero_topo.quant.triton", "zero_topo.quant.triton_sparse"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("zero_topo.quant.triton", raising=False)
+    monkeypatch.delattr("triton.knobs")
+    with pytest.raises(BackendUnavailable, match="older than"):
+        registry.BACKENDS["triton"](CPU)
 
 
 def test_every_backend_says_what_it_serves() -> None:

@@ -9,6 +9,8 @@ import json
 import logging
 from typing import Any
 
+from zero_topo.doctor.torch_names import TESTED, missing
+
 
 def main() -> None:
     """Print the object; compiles nothing."""
@@ -23,6 +25,7 @@ def _torch() -> dict[str, Any]:
     available = dist.is_available()
     return {
         "torch": torch.__version__,
+        "missing": [] if torch.__version__.startswith(f"{TESTED}.") else missing(),
         "platform": "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu",
         "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
         "gloo": available and dist.is_gloo_available(),

@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.doctor.torch_names import TESTED
 
 PYTHON = (3, 11)
 COMPILE = "compile it now: zero-topo build"
@@ -37,7 +38,12 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
         fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
         yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {told['error']}", fix)
         return
-    yield Finding(OK, "torch", f"{told['torch']} for {told['platform']}, {told['devices']} devices")
+    about = f"{told['torch']} for {told['platform']}, {told['devices']} devices"
+    if told["missing"]:
+        fix = f"install torch {TESTED}, with which zero_topo is tested"
+        yield Finding(FAIL, "torch", f"{about}, has no {', '.join(told['missing'])}", fix)
+    else:
+        yield Finding(OK, "torch", about)
     if told["seam"] is not None:
         yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
     else:

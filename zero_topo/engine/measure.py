@@ -69,7 +69,7 @@ def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
 
 def choose_device(env: Mapping[str, str]) -> torch.device:
     """This rank's accelerator, made the current device; the CPU if there is none or ``DS_ACCELERATOR`` is "cpu"."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or env.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     device = torch.device(kind.type, int(env.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())

@@ -34,6 +34,8 @@ def _triton(device: torch.device) -> Backend:
         from zero_topo.quant import triton
     except ImportError as error:
         raise BackendUnavailable(f"triton is not installed: {error}") from error
+    except AttributeError as error:
+        raise BackendUnavailable(f"this triton is older than 3.4: {error}") from error
     return triton
 
 
