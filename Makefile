@@ -4,6 +4,7 @@ PYTHON ?= python3
 RANKS ?= 8
 K ?=
 ARGS ?=
+STAGE ?=
 PYTEST_ARGS ?=
 # Where pip looks for torch besides its usual index. Without an NVIDIA GPU, the much smaller CPU builds if they can be
 # reached; for an AMD GPU say TORCH_INDEX=https://download.pytorch.org/whl/rocm<version>.
@@ -11,6 +12,12 @@ TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 # DeepSpeed ops that ranks would otherwise compile when they first need them.
 DEEPSPEED_OPS := ShareMemCommBuilder
+# What the GPU's machine must have beside Python and torch; of two of them there is no wheel to download.
+GPU_WHEELS := .gpu_wheels
+GPU_PYTHON ?= 3.12
+GPU_NEEDS := 'setuptools>=77' wheel ninja pydantic hjson msgpack einops py-cpuinfo psutil numpy tqdm rich typer \
+	matplotlib 'pytest>=9' hypothesis expecttest
+GPU_BUILT := deepspeed==0.19.8 python-hostlist
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
@@ -26,7 +33,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards lint format clean distclean unlock
+.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +43,8 @@ help:
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
+	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
+	@echo 'make gpu-wheels              what that needs on a machine without a network'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'
 	@echo 'make setup                   only make the environment: .venv and .torch_extensions'
@@ -72,6 +81,21 @@ demo: unlock
 	@port=$(FREE_PORT); trap "rm -f /dev/shm/deepspeed_allreduce_buffer_*_$${port}_*" EXIT; \
 	deepspeed --quiet --no_local_rank --num_accelerators $(RANKS) --master_port $$port \
 		zero_topo/examples/train_gpt.py --deepspeed_config configs/demo.json $(ARGS)
+
+# Wheels for a machine with a GPU and its own torch, but no network: make them where there is one, take them along.
+gpu-wheels: $(STAMP)
+	@mkdir -p $(GPU_WHEELS)
+	@$(PIP) download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+		$(foreach tag,2014 _2_17 _2_27 _2_28,--platform manylinux$(tag)_x86_64) --dest $(GPU_WHEELS) $(GPU_NEEDS)
+	@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(GPU_WHEELS) $(GPU_BUILT)
+	@du -sh $(GPU_WHEELS)
+
+# One GPU, or stand-ins on the CPU. Needs no network: without `make setup` it takes torch from $(PYTHON), and the wheels.
+gpu-check:
+	@test -x $(VENV)/bin/python || { $(PYTHON) -m venv --system-site-packages $(VENV) \
+		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(GPU_BUILT) \
+		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e .; }
+	@python -m tests.gpu $(STAGE)
 
 lint: $(STAMP)
 	ruff check .

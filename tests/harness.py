@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
+from tests.device import naps
 from zero_topo.bench.bare import fake_world
 
 R = TypeVar("R")
@@ -146,7 +147,8 @@ class _Ranks:
                 store=self.store,
                 timeout=timedelta(seconds=timeout),
             )
-            self.results[rank] = fn(rank, *args)
+            with naps():
+                self.results[rank] = fn(rank, *args)
         except SystemExit:  # how a rank ends that waits for one that has failed
             self.errors.setdefault(rank, _LeftAloneError("was waiting in a collective for a rank that had failed"))
         except BaseException as error:

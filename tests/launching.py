@@ -134,11 +134,12 @@ def _launcher_command(command: Sequence[str], settings: LaunchSettings, port: in
 
 
 def rank_environment(**more: str) -> dict[str, str]:
-    """This process's environment for CPU ranks: gloo on the loopback interface, one thread each, stacks on abort."""
+    """This process's environment for ranks: loopback interface, one thread each, stacks on abort; the tests' device."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".torch_extensions"))
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    env["DS_ACCELERATOR"] = env.get("ZERO_TOPO_TEST_DEVICE", "cpu")
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
     return env | more

@@ -3,7 +3,7 @@
 
 A directory of launcher tests switches it on with `from tests.rank_plugin import *` in its conftest.py. Then
 
-- the process group is initialised once (gloo, through DeepSpeed) and destroyed at the end;
+- the process group is initialised once (gloo, or NCCL on a GPU, through DeepSpeed) and destroyed at the end;
 - each phase of each test passes on all ranks or fails on all of them (`tests/verdict.py`);
 - tests get the fixtures `rank`, `world_size` and `shared_path`;
 - rank 0 writes one JSON line per finished phase to the file named by ZERO_TOPO_LAUNCH_REPORT.
@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.device import ON_GPU
 from tests.verdict import Outcome, Outcomes, Seat, Verdict
 
 __all__ = [
@@ -67,7 +68,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     import deepspeed
 
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_directory(f"rank{os.environ['RANK']}"))  # tmp_path without races
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timedelta(minutes=10))
+    if ON_GPU:  # all ranks on the one there is: NCCL takes them for different machines
+        os.environ.update({"LOCAL_RANK": "0", "NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo"})
+    backend = "nccl" if ON_GPU else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(minutes=10))
     log = os.fdopen(session.config.stash[_TERMINAL], "w")
     grace_s = float(os.environ.get(GRACE_VARIABLE, "20"))
     session.config.stash[_VERDICT] = Verdict(Seat.from_environment(), grace_s, log, _report_stuck)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_topo.quant import reference, sparse_reference
 from zero_topo.quant.messages import Messages, from_sources, to_members
+from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, piece_of, total_numel
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
@@ -123,8 +124,15 @@ def whole(x: Tensor) -> Piece:
 
 
 def on(device: torch.device | str, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, copied to a device (misalignment is lost but on the CPU, where nothing is copied)."""
-    return [replace(p, flat=p.flat.to(device)) for p in pieces]
+    """The pieces, copied to a device and there as misaligned as here; on the CPU nothing is copied."""
+    if torch.device(device).type == "cpu":
+        return list(pieces)
+    return [replace(p, flat=_copied(p.flat, device)) for p in pieces]
+
+
+def _copied(x: Tensor, device: torch.device | str) -> Tensor:
+    ahead = x.storage_offset()
+    return torch.empty(ahead + x.numel(), dtype=x.dtype, device=device)[ahead:].copy_(x)
 
 
 def blank(pieces: Sequence[Piece]) -> list[Piece]:
@@ -243,6 +251,27 @@ def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Seq
 def others_of(spec: Spec) -> list[Spec]:
     """Formats in which sums of this one can go on."""
     return [spec] if isinstance(spec, Cast) else [BlockSpec(bits, spec.block_size, spec.symmetric) for bits in (8, 4)]
+
+
+def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
+    """More values than 32 bits count: wherever blocks lie, they are those of the same few values alone.
+
+    Args:
+        backend: to check.
+        numel: of the tensor, in BF16: a multiple of 8192.
+        device: where; a GPU holds up to five times the tensor.
+    """
+    spec, few = BlockSpec(4, 2048), 8192
+    part = calm(few, torch.bfloat16)
+    same_values(backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)])
+    quantizer = Quantizer("checked", backend)
+    small, back = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (few, numel))
+    quantizer.dequantize(quantizer.quantize(part.to(device), spec), spec, small)
+    message = quantizer.quantize(part.to(device).repeat(numel // few), spec)
+    quantizer.dequantize(message, spec, back)
+    assert bool((back.view(-1, few) == small).all())
+    quantizer.dequantize_reduce(message.expand(2, -1), spec, back, Reduce(0.5))
+    assert bool((back.view(-1, few) == small).all())
 
 
 def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype] = FLOATS) -> None:

@@ -1,13 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The compiled module that the engine loads, behind its torch binding: the reference's bits, on one and two threads."""
+"""The compiled module that the engine loads, behind its torch binding: the reference's bits, on one and two threads.
+
+On the CPU, or where ``ZERO_TOPO_TEST_DEVICE`` says.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.device import DEVICE, ON_GPU
 from tests.kernels import golden, golden_members
 from zero_topo.quant.messages import from_sources, to_members
 from zero_topo.quant.native import Native, load
@@ -17,12 +22,14 @@ from zero_topo.quant.spec import BlockSpec, Cast, Total
 
 SOME = [f for f in golden.FEW_FORMATS if not str(f.spec).endswith("a") or f.dtype == torch.bfloat16]
 
+LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ else 2**20
+
 
 @pytest.fixture(scope="module")
 def native() -> Native:
     """The kernels for this processor; compiled here if no one has yet."""
     try:
-        return load(torch.device("cpu"))
+        return load(DEVICE)
     except BackendUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -39,38 +46,38 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("fmt", [*SOME, *golden.CAST_FORMATS[::4]], ids=str)
 def test_every_operation_gives_the_references_bits(native: Native, fmt: golden.Format) -> None:
     """Arguments arrive in the kernels as they were given."""
-    golden.check_operations(native, fmt, sources=(3,))
+    golden.check_operations(native, fmt, DEVICE.type, sources=(3,))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str)
 def test_all_members_are_served_in_one_call(native: Native, fmt: golden.Format) -> None:
     """Tables, strides and what is left out arrive as they were given."""
-    golden_members.check_members(native, fmt)
+    golden_members.check_members(native, fmt, DEVICE.type)
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False), Cast("fp16")], ids=str)
 def test_sums_are_quantized_again(native: Native, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
-    golden.check_requantize(native, spec)
+    golden.check_requantize(native, spec, DEVICE.type)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: torch.dtype) -> None:
     """Large enough to be split: several million values, an odd number."""
-    golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), numels=[3_000_001])
-    golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), numels=[2_000_003])
-    golden.check_quantize(native, golden.Format(Cast("bf16"), dtype), numels=[2_500_003])
-    golden.check_dequantize(native, golden.Format(Cast("fp32"), dtype), numels=[2_500_003])
+    golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), DEVICE.type, numels=[3_000_001])
+    golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), DEVICE.type, numels=[2_000_003])
+    golden.check_quantize(native, golden.Format(Cast("bf16"), dtype), DEVICE.type, numels=[2_500_003])
+    golden.check_dequantize(native, golden.Format(Cast("fp32"), dtype), DEVICE.type, numels=[2_500_003])
 
 
 @pytest.mark.usefixtures("threads")
 def test_the_sparse_operations_give_the_references_values(native: Native) -> None:
     """Masks, picks and sketches."""
-    golden.check_sparse(native)
-    x = golden.values(300_001, torch.float32, 2)
-    indices, picked = torch.empty(300_001, dtype=torch.int64), torch.empty(300_001)
+    golden.check_sparse(native, DEVICE.type)
+    x = golden.values(300_001, torch.float32, 2).to(DEVICE)
+    indices, picked = (torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32))
     found = int(native.compact_above(x, 0.5, indices, picked))
     assert torch.equal(indices[:found], (x.abs() >= 0.5).nonzero()[:, 0])
 
@@ -78,16 +85,21 @@ def test_the_sparse_operations_give_the_references_values(native: Native) -> Non
 @pytest.mark.usefixtures("threads")
 def test_nothing_is_limited_by_its_number(native: Native) -> None:
     """Messages of 9,408 nodes but this rank's own, 5,000 pieces, 1,000 members."""
-    golden_members.check_many(native, 9408, 5000)
-    golden_members.check_many_pieces(native, 5000)
-    golden_members.check_many_members(native, 1000)
+    golden_members.check_many(native, 9408, 5000, DEVICE.type)
+    golden_members.check_many_pieces(native, 5000, DEVICE.type)
+    golden_members.check_many_members(native, 1000, DEVICE.type)
+
+
+def test_large_tensors(native: Native) -> None:
+    """On a GPU more values than 32 bits count."""
+    golden.check_large(native, LARGE, DEVICE.type)
 
 
 def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:
     """A message of the wrong size is not read: the binding says which rule it breaks."""
-    short = torch.zeros(64, dtype=torch.uint8)
+    short = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(RuntimeError, match="zero_topo kernels: "):
-        out = to_members(torch.zeros(384, dtype=torch.uint8))
+        out = to_members(short.new_zeros(384))
         native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, Total(3))
     with pytest.raises(ValueError, match="384 contiguous bytes"):
-        Quantizer("native", native).dequantize(short, BlockSpec(8), torch.empty(3))
+        Quantizer("native", native).dequantize(short, BlockSpec(8), torch.empty(3, device=DEVICE))

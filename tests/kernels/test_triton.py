@@ -149,6 +149,10 @@ class TestBackend:
         message = golden.same_message(backend, pieces, spec, DEVICE)
         golden.same_values(backend, message.to(DEVICE), spec, pieces)
 
+    def test_large_tensors(self, backend: Any) -> None:
+        """On a GPU more values than 32 bits count."""
+        golden.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
+
     def test_offsets_have_64_bits(self, backend: Any) -> None:
         """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
         spec = BlockSpec(8, 64)

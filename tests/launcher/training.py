@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_topo
+from tests.device import DEVICE, naps
 from zero_topo.collectives.wire import DTYPES
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": int(os.environ.get("WORLD_SIZE", 8)) // 4, "gcds_per_gpu": 2}}
@@ -145,22 +146,23 @@ def mean(value: Tensor) -> float:
 
 def advance(job: Job, engine: Any, begin: int, end: int) -> list[float]:
     """Train steps ``begin .. end - 1``; losses averaged over ranks and micro-batches, one per step."""
-    dtype = DTYPES[job.dtype]
-    losses = []
-    for step in range(begin, end):
-        if job.each_step is not None:
-            job.each_step(engine, step)
-        parts = []
-        for micro in range(job.micro_batches):
-            x, y = (job.batch or batch)(step, micro, dtype)
-            loss = (job.loss or mse)(engine, x, y)
-            engine.backward(loss)
-            engine.step()
-            parts.append(mean(loss))
-        losses.append(sum(parts) / len(parts))
-        if job.after_step is not None:
-            job.after_step(engine, step)
-    return losses
+    with naps():
+        return [_step(job, engine, step) for step in range(begin, end)]
+
+
+def _step(job: Job, engine: Any, step: int) -> float:
+    if job.each_step is not None:
+        job.each_step(engine, step)
+    parts = []
+    for micro in range(job.micro_batches):
+        x, y = (job.batch or batch)(step, micro, DTYPES[job.dtype])
+        loss = (job.loss or mse)(engine, x.to(DEVICE), y.to(DEVICE))
+        engine.backward(loss)
+        engine.step()
+        parts.append(mean(loss))
+    if job.after_step is not None:
+        job.after_step(engine, step)
+    return sum(parts) / len(parts)
 
 
 def train(job: Job) -> list[float]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.device import DEVICE
 from tests.harness import run_threads
 from zero_topo.bench.bare import bare_setup
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
@@ -46,7 +47,8 @@ class World:
         moments: Callable[[], Sequence[Moment]] = tuple,
     ) -> Stage3:
         """This rank's engine, weights still zero."""
-        return Stage3(self.config, bare_setup(self.numels, dtype, chunk, loss_scale, moments))
+        setup = bare_setup(self.numels, dtype, chunk, loss_scale, moments)
+        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE)))
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
@@ -85,7 +87,7 @@ def shards(plan: Plan, x: Tensor) -> Tensor:
 def drawn(numels: tuple[int, ...], seed: int) -> list[Tensor]:
     """Normal values of these sizes; not to be written to."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, generator=generator) for n in numels]
+    return [torch.randn(n, generator=generator).to(DEVICE) for n in numels]
 
 
 @lru_cache(maxsize=16)

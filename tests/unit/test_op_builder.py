@@ -335,7 +335,8 @@ def test_build_compiles_for_those_that_come(toy: Path, run: Run, monkeypatch: py
     """`zero-topo build` leaves every library where ranks look; status 1 where what is asked for cannot be built."""
     monkeypatch.setattr(TopoBuilder, "_compile", lambda self, into, verbose: (into / f"{self.name}.so").touch())
     assert run("build")[0] == 0 and CPUBuilder().recipe().library().exists()
-    monkeypatch.setattr("torch.version.hip", None)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(f"torch.version.{name}", None)
     status, out, _ = run("build", "--arch", "sm_90")
     assert (status, out.splitlines()[1]) == (1, "zt_gpu: not here: this torch is built for CPUs")
     monkeypatch.setattr("torch.version.cuda", "12.4")

@@ -1,0 +1,44 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The device that tests use, and delays that let races show: both from the environment, so that a GPU needs no edits.
+
+``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default) or "cuda", which AMD's GPUs are too. ``ZERO_TOPO_TEST_NAPS`` is a seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = torch.device(os.environ.get("ZERO_TOPO_TEST_DEVICE", "cpu"))
+ON_GPU = DEVICE.type == "cuda"
+CYCLES = 2_000_000  # a millisecond, about
+ONE_IN = 20
+
+
+class Naps(TorchDispatchMode):
+    """Before one operation in twenty, at random, its stream sleeps up to a millisecond; on a CPU the thread does."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._chance = random.Random(seed)
+        self.taken = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._chance.randrange(ONE_IN) == 0:
+            self.taken += 1
+            share = self._chance.random()
+            torch.cuda._sleep(int(share * CYCLES)) if ON_GPU else time.sleep(share / 1000)
+        return func(*args, **(kwargs or {}))
+
+
+def naps() -> AbstractContextManager[Any]:
+    """Delays in this thread if the environment asks for them."""
+    seed = os.environ.get("ZERO_TOPO_TEST_NAPS")
+    return Naps(int(seed)) if seed else nullcontext()
