@@ -102,6 +102,11 @@ static inline int zt_take_pieces(const zt_piece *pieces, int32_t count, const vo
 /* Whether an address or a step is no multiple of `bytes`, a power of two. */
 static inline bool zt_is_odd(int64_t number, int64_t bytes) { return (number & (bytes - 1)) != 0; }
 
+/* Whether so many steps lead backwards or beyond all memory; one message needs none. */
+static inline bool zt_is_wild(int64_t step, int64_t count) {
+    return count > 1 && (step < 0 || zt_product(step, count) > zt_most);
+}
+
 /* The bits of its address and steps, as far as there is another message at the end of them. */
 static inline int64_t zt_address_bits(const zt_messages &m) {
     const int64_t outer = m.members > m.inner ? m.outer_step : 0, inner = m.inner > 1 ? m.inner_step : 0;
@@ -113,9 +118,8 @@ static inline int zt_take_messages(const zt_messages &m, zt_wire_spec spec, int6
     if (m.sources - left < 1 || m.without_source < -1 || m.without_source >= m.sources) return ZT_BAD_SIZE;
     if (m.members < 0 || m.without_member < -1 || m.without_member >= m.members) return ZT_BAD_SIZE;
     if (m.members > 0 && (m.inner < 1 || m.members % m.inner)) return ZT_BAD_SIZE;
-    if (m.source_step < 0 || m.outer_step < 0 || m.inner_step < 0) return ZT_BAD_SIZE;
-    if (zt_product(m.source_step, m.sources) > zt_most || zt_product(m.outer_step, m.members) > zt_most ||
-        zt_product(m.inner_step, m.members) > zt_most)
+    if (m.members > 0 && (zt_is_wild(m.source_step, m.sources) || zt_is_wild(m.outer_step, m.members / m.inner) ||
+                          zt_is_wild(m.inner_step, m.inner)))
         return ZT_BAD_SIZE;
     if (m.nbytes != zt_wire_nbytes(spec, numel) || (numel > 0 && !m.data)) return ZT_BAD_SIZE;
     if (numel > 0 && m.members > 0 && zt_is_odd(zt_address_bits(m), zt_wire_is_cast(spec) ? spec.bits / 8 : 16))

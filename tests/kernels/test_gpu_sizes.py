@@ -26,6 +26,7 @@ from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
+CASTS = [Cast(name) for name in ("fp32", "fp16", "bf16")]
 SOME = [*golden.FEW_FORMATS[::5], *golden.CAST_FORMATS[::2]]
 
 MANY = [(1, None), (2, None), (4, 1), (129, None), (130, 0), (130, 77), (130, 129), (9408, 5000)]
@@ -130,30 +131,29 @@ def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: golden
 def test_every_alignment(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     """Runs longer than any block, at each multiple of an element's size, read, written and added to."""
     backend = GpuLibrary(library)
+    specs: list[golden.Spec] = [BlockSpec(8, 128), BlockSpec(8, 512), BlockSpec(8, 2048), *CASTS]
     for offset in range(9):
         pieces = [Piece(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
-        for spec in (BlockSpec(8, 128), BlockSpec(8, 512), BlockSpec(8, 2048), *golden_casts()):
+        for spec in specs:
             message = golden.same_message(backend, pieces, spec)
             golden.same_sums(backend, message[None].expand(2, -1), spec, pieces, Reduce(accumulate=offset % 2 > 0))
 
 
-def golden_casts() -> list[Cast]:
-    """The casts there are."""
-    return [Cast(name) for name in ("fp32", "fp16", "bf16")]
-
-
-@pytest.mark.parametrize("spec", golden_casts(), ids=str)
-def test_cast_messages_of_every_alignment(library: ctypes.CDLL, spec: Cast) -> None:
-    """Of 9 members side by side, 1,029 values each, every one begins elsewhere in a word of 16 bytes."""
-    backend, x = GpuLibrary(library, OTHER), golden.calm(9 * 1029, torch.float32)
-    messages = golden.same_message(backend, [Piece(x, 1, 1029, 1029, 9, 1029)], spec)
-    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [Piece(x, 3, 343, 9 * 343, 9, 343)], Reduce(0.3))
-    memory = torch.full((2, 9, 1029 * spec.bits // 8), 0x5A, dtype=torch.uint8)
-    tables = [Messages(memory[i, None, None]) for i in range(2)]
-    total = Total(1029, 0.3)
-    reference.requantize(Messages(messages.view(3, 1, 3, -1)), spec, spec, Messages(tables[0].table[:, :, :3]), total)
-    backend.requantize(Messages(messages.view(3, 1, 3, -1)), spec, spec, Messages(tables[1].table[:, :, :3]), total)
-    assert torch.equal(memory[0], memory[1])
+@pytest.mark.parametrize("width", [1023, 1029])
+@pytest.mark.parametrize("spec", CASTS, ids=str)
+def test_cast_messages_of_every_alignment(library: ctypes.CDLL, spec: Cast, width: int) -> None:
+    """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a chunk of its own."""
+    backend, x, third = GpuLibrary(library, OTHER), golden.calm(9 * width, torch.float32), width // 3
+    messages = golden.same_message(backend, [Piece(x, 1, width, width, 9, width)], spec)
+    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [Piece(x, 3, third, 9 * third, 9, third)], Reduce(0.3))
+    made, came = (
+        torch.full((2, 9, width * spec.bits // 8), 0x5A, dtype=torch.uint8),
+        Messages(messages.view(3, 1, 3, -1)),
+    )
+    reference.requantize(came, spec, spec, to_members(made[0, :3]), Total(width, 0.3))
+    backend.requantize(came, spec, spec, to_members(made[1, :3]), Total(width, 0.3))
+    golden.same_bytes(made[1, :3], made[0, :3], spec, "requantize")
+    assert torch.equal(made[1, 3:], made[0, 3:])
 
 
 def test_the_binding_for_torch(native: Native) -> None:
@@ -248,25 +248,37 @@ def test_messages_beyond_32_bits(
     golden.assert_same(x[whole:], wanted, "dequantize")
 
 
-@pytest.mark.parametrize(("spec", "tile"), [(BlockSpec(8, 256), 8192), (Cast("bf16"), 4096)], ids=str)
-def test_members_beyond_32_bits(
-    library: ctypes.CDLL, huge: Callable[[int, torch.dtype], Tensor], spec: golden.Spec, tile: int
+@pytest.mark.parametrize("spec", [BlockSpec(8, 64), Cast("bf16")], ids=str)
+@pytest.mark.parametrize(
+    ("members", "rows", "columns"), [(75_264, 1, 2**24), (1, 2**13, 2**20)], ids=["members", "rows"]
+)
+def test_members_and_rows_beyond_32_bits(
+    library: ctypes.CDLL,
+    huge: Callable[[int, torch.dtype], Tensor],
+    spec: golden.Spec,
+    members: int,
+    rows: int,
+    columns: int,
 ) -> None:
-    """The last values of 75,264 members of 2^20: of all thread blocks, only the one that has these is run."""
-    members, numel = 75_264, 2**20
-    x, table = huge(members * numel, torch.bfloat16), huge(members * spec.nbytes(numel), torch.uint8).view(members, -1)
+    """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread block is run."""
+    numel, stride, tile = rows * columns, columns + 8, 4096
+    x, table = huge(members * rows * stride - 8, torch.bfloat16), huge(members * spec.nbytes(numel), torch.uint8)
+    piece, out = Piece(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
     x[-tile:] = golden.calm(tile, torch.bfloat16)
-    last = Settings(most_blocks=2**31, first_block=members * numel // tile - 1)
-    piece = Piece(x, 1, numel, numel, members, numel)
-    GpuLibrary(library, last).quantize([piece], spec, to_members(table))
-    expected = torch.empty(spec.nbytes(numel), dtype=torch.uint8)
-    reference.quantize([golden.whole(x[-numel:])], spec, to_members(expected))
-    assert torch.equal(table[-1], expected)
-    wanted = torch.empty(numel, dtype=torch.bfloat16)
+    last = GpuLibrary(library, Settings(most_blocks=2**31, first_block=members * numel // tile - 1))
+    last.quantize([piece], spec, out)
+    expected = torch.empty(spec.nbytes(tile), dtype=torch.uint8)
+    reference.quantize([golden.whole(x[-tile:])], spec, to_members(expected))
+    size, message = tile * spec.bits // 8, table[-spec.nbytes(numel) :]
+    assert torch.equal(message[numel * spec.bits // 8 - size :][:size], expected[:size])
+    if isinstance(spec, BlockSpec):
+        end, scales = spec.scales_offset(numel) + numel // 16, expected[spec.scales_offset(tile) :][: tile // 16]
+        assert torch.equal(message[end - tile // 16 : end], scales)
+    wanted = torch.empty(tile, dtype=torch.bfloat16)
     reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)], Reduce())
     x[-tile:] = 0
-    GpuLibrary(library, last).dequantize_reduce(to_members(table), spec, [piece], Reduce())
-    golden.assert_same(x[-tile:], wanted[-tile:], "dequantize")
+    last.dequantize_reduce(out, spec, [piece], Reduce())
+    golden.assert_same(x[-tile:], wanted, "dequantize")
 
 
 class Call:
