@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.launching import ROOT
 from tests.plans import TREE, resolve
 from zero_topo.config import AUTO, SCHEMES, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
-from zero_topo.cost.explain import explain, recommend
+from zero_topo.cost.explain import RISKS, explain, recommend
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.model_files import load_model
@@ -66,8 +68,20 @@ def test_activations_by_hand() -> None:
     model = load_model("gpt2")
     s, b, h, a, v = 1024, 4, 768, 12, 50257
     whole, ends = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * (h + v)
-    assert activation_bytes(model, b, checkpointing=False) == 12 * whole + ends
-    assert activation_bytes(model, b, checkpointing=True) == 12 * 2 * s * b * h + whole + ends
+    job = Job(model, b, 1, checkpointing=False, attention="eager")
+    assert activation_bytes(job) == 12 * whole + ends
+    assert activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + whole + ends
+    flash = s * b * h * 34 + 4 * a * s * b
+    assert activation_bytes(replace(job, attention="flash")) == 12 * flash + ends
+
+
+def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
+    """By hand: inputs of norms and matrices, queries, keys, values, gate, up, the gate's value and the product."""
+    model = replace(load_model("llama-3-8b"), sequence=4096)
+    h, keys, f, v = 4096, 8 * 128, 14336, 128256
+    layer = 2 * (h + h + h + keys + keys + h + h + h + 4 * f) + 4 * 32
+    ends = 4 * 4096 * (h + v)
+    assert activation_bytes(Job(model, 1, 1, checkpointing=False)) == 32 * 4096 * layer + ends
 
 
 def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() -> None:
@@ -162,13 +176,34 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
     assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
 
 
-def test_equal_times_prefer_a_named_scheme_and_then_less_to_send() -> None:
+def test_equal_times_prefer_what_loses_nothing_then_a_named_scheme_and_then_less_to_send() -> None:
     ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
-    named = [plan.candidate.named for plan in ranking.timed]
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
-    assert named == sorted(named, reverse=True)
-    wires = [plan.wire for plan in ranking.timed if plan.candidate.named]
-    assert wires == sorted(wires)
+    order = [(len(plan.candidate.losses), not plan.candidate.named, plan.wire) for plan in ranking.timed]
+    assert order == sorted(order) and order[0][:2] == (0, False) and order[-1][0] == 2
+
+
+@pytest.mark.parametrize(("faster", "wins"), [(0.0, False), (0.019, False), (0.026, True)])
+def test_what_loses_something_must_be_two_percent_faster(faster: float, wins: bool) -> None:
+    """INT8 weights and INT4 gradients for two percent of a step, and no less; the reasons say what is gained."""
+
+    def clock(config: ResolvedConfig, job: Job) -> float:
+        return 1 / (1 + faster) if config.scheme == "paper" else 1.0 if config.gradients_spec is None else 2.0
+
+    ranking = rank_plans(ASKED, request(params=10**9), clock)
+    assert (ranking.best.candidate.name == "paper") == wins
+    assert bool(ranking.best.candidate.losses) == wins
+    text = explain(ranking)[1]
+    assert text.startswith("it sends int8 weights, int8 secondary, int4 gradients, which saves 2.5%") == wins
+    assert text.startswith("it loses nothing") != wins and ("would gain 1.9%" in text) == (faster == 0.019)
+
+
+def test_what_fewer_bits_may_cost_is_what_was_recorded() -> None:
+    """The losses in the planner's reasons are those of the convergence record."""
+    rows = json.loads((ROOT / "benchmarks/records/convergence.json").read_text())["results"]
+    last = {row["scheme"]: row["last"]["difference"] for row in rows}
+    for scheme, (_, mean, worst) in RISKS.items():
+        assert (mean, worst) == pytest.approx((last[scheme]["mean"], last[scheme]["worst"]), abs=6e-5)
 
 
 @given(
@@ -182,7 +217,7 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
     wanted = request(topology, params, micro_batch=micro_batch)
     ranking = rank_plans(ASKED, wanted, by_weights)
     if not ranking.timed:
-        with pytest.raises(ValueError, match="use more nodes"):
+        with pytest.raises(ValueError, match="what would do, each by itself"):
             _ = ranking.best
         return
     chosen = resolve_config(ranking.best.candidate.chosen, topology)
@@ -191,7 +226,9 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
 
 
 def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit() -> None:
-    lines = explain(rank_plans(ASKED, request(load_preset("frontier", 16)), by_weights))
+    lines = explain(
+        rank_plans(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights)
+    )
     text = "\n".join(lines)
     assert lines[0].startswith("weights 2, ") and "plans that fit, of" in lines[0]
     assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
@@ -246,7 +283,7 @@ def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:
 def test_the_papers_36_billion_are_about_what_its_plan_holds() -> None:
     wanted = replace(request(), reserve=0.1)
     found = max_params(resolve(wanted.machine, scheme="paper", secondary="node"), wanted)
-    assert found == pytest.approx(36e9, rel=0.05)
+    assert found == pytest.approx(36e9, rel=0.08)
 
 
 def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> None:
@@ -301,3 +338,25 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
 def test_a_model_that_no_plan_holds_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"none of .* plans fits"):
         choose_plan(ASKED, load_preset("frontier", 8), engine(*[10**9] * 100))
+
+
+def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:
+    """Each way out is tried: taken, a plan fits; and if none does by itself, all of them together."""
+
+    def complaint(params: int, micro_batch: int) -> tuple[Request, str]:
+        wanted = request(load_preset("frontier", 16), params, micro_batch=micro_batch, checkpointing=False)
+        with pytest.raises(ValueError, match="what would do") as raised:
+            _ = rank_plans(ASKED, wanted, by_weights).best
+        return wanted, str(raised.value).partition("what would do, ")[2]
+
+    wanted, ways = complaint(30 * 10**9, 1)
+    assert ways.startswith("each by itself: recompute activations (checkpointing); offload the optimizer to the host")
+    assert ways.endswith("; use 4 nodes") and "flash" not in ways
+    offloaded = replace(wanted, flight=replace(DEFAULTS, offload=True))
+    larger = replace(wanted, topology=load_preset("frontier", 32))
+    for changed in (replace(wanted, job=replace(wanted.job, checkpointing=True)), offloaded, larger):
+        assert rank_plans(ASKED, changed, by_weights).timed
+    wanted, ways = complaint(60 * 10**9, 4)
+    assert ways.startswith("all together on 2 nodes: recompute")
+    job = replace(wanted.job, checkpointing=True, micro_batch=1)
+    assert rank_plans(ASKED, replace(offloaded, job=job), by_weights).timed

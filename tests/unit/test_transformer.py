@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,87 @@ def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
     path = tmp_path / "llama.yml"
     path.write_text(LLAMA_YAML)
     assert load_model(str(path)).params == PUBLISHED["llama-2-7b"]
+
+
+PUBLISHED_CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen2.5-7B": (
+        {"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28}
+        | {
+            "num_key_value_heads": 4,
+            "intermediate_size": 18944,
+            "vocab_size": 152064,
+            "max_position_embeddings": 32768,
+        },
+        7_615_616_512,
+    ),
+    "Qwen2.5-0.5B": (
+        {"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14}
+        | {"num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True},
+        494_032_768,
+    ),
+    "Qwen3-8B": (
+        {
+            "model_type": "qwen3",
+            "num_hidden_layers": 36,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+        }
+        | {"num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "attention_bias": False},
+        8_190_735_360,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_biases_of_queries_and_norms_of_heads_are_counted(name: str, tmp_path: Path) -> None:
+    """Qwen 2 has biases in queries, keys and values alone, Qwen 3 norms of each head: published sizes, exactly."""
+    data, params = PUBLISHED_CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert load_model(str(tmp_path)).params == params
+
+
+DMOE_YAML = """{
+   "num_layers": 12, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "pos_emb": "rotary",
+   "max_position_embeddings": 2048, "norm": "layernorm", "no_weight_tying": true,
+   # moe settings
+   "moe_num_experts": 8,
+}"""  # of GPT-NeoX's configs/125M-dmoe.yml
+SHAPE = '"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4'
+NOT_DENSE = {
+    DMOE_YAML: "moe_num_experts is 8: a mixture of experts is not counted",
+    '{"model_type": "mixtral", "num_local_experts": 8}': "models of type 'mixtral' are not known",
+    '{"model_type": "qwen3_moe", "num_experts": 128}': "models of type 'qwen3_moe' are not known",
+    '{"model_type": "gemma", "hidden_size": 2048}': "models of type 'gemma' are not known",
+    '{"model_type": "llama", "num_local_experts": 4}': "num_local_experts is 4: a mixture of experts",
+    '{"model_type": "llama", "num_attention_heads": 4, "attention_bias": true}': "attention_bias is true",
+    f'{{{SHAPE}, "attention_config": [[["rwkv"], 2]]}}': "attention_config has 'rwkv'",
+    f'{{{SHAPE}, "attention_config": [[["global", "mamba"], "all"]]}}': "attention_config has 'mamba'",
+    f'{{{SHAPE}, "attention_config": [[["gmlp"], 2]]}}': "attention_config has 'gmlp'",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_DENSE.items())
+def test_what_is_no_dense_transformer_is_never_read_as_one(text: str, message: str, tmp_path: Path) -> None:
+    """Experts, other layers and biases that are not counted are refused, with the way out."""
+    path = tmp_path / "model.yml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_model(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_guessed_of_a_file_is_said(tmp_path: Path) -> None:
+    """A vocabulary that the file does not name, and a sequence that only bounds its positions."""
+    path = tmp_path / "neox.yml"
+    path.write_text(f'{{{SHAPE}, "seq_length": 8192}}')
+    found = load_model(str(path))
+    assert found.sequence == 8192 and found.notes == ("the file names no vocabulary: GPT-2's, 50,304 rows, is taken",)
+    path.write_text(f'{{{SHAPE}, "vocab_size": 50257, "attention_config": [[["flash"], 2]]}}')
+    assert not load_model(str(path)).notes
+    path.write_text(json.dumps({**PUBLISHED_CONFIGS["Qwen2.5-7B"][0]}))
+    assert load_model(str(path)).sequence == 4096 and "up to 32,768: give --seq" in load_model(str(path)).notes[0]
+    assert load_model(str(path), 8192).sequence == 8192 and not load_model(str(path), 8192).notes
 
 
 WRONG = {

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_topo.cli.options import taking
-from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params, found_request, found_schemes
+from zero_topo.cli.plan_options import (
+    ITEMSIZE,
+    PlanOptions,
+    found_machine,
+    found_model,
+    found_params,
+    found_request,
+    found_schemes,
+)
 from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import ResolvedConfig
@@ -68,6 +76,8 @@ def schemes(options: PlanOptions) -> None:
     show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
     show(memory_table({name: row.memory for name, row in rows.items()}, found.memory_per_rank))
     show(volume_table({name: by_domain(row.sent) for name, row in rows.items()}, options.micro_batches))
+    for note in found_model(options).notes if options.model else ():
+        print(f"- {note}")
     if len(rows) == 1:
         for note in next(iter(rows.values())).config.notes:
             print(f"- {note}")

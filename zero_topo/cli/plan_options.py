@@ -22,7 +22,9 @@ from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.simulator import Job
+from zero_topo.cost.step import ATTENTIONS
 from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
+from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.presets import load_machine
 
@@ -44,6 +46,12 @@ class PlanOptions:
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank's micro-batch.")] = 1
     micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1
     checkpointing: Annotated[bool, typer.Option(help="Activations are recomputed in the backward pass.")] = True
+    attention: Annotated[
+        str, typer.Option(metavar="flash|eager", help="Eager attention keeps the matrix of scores.")
+    ] = "flash"
+    states_only: Annotated[
+        bool, typer.Option("--states-only", help="Count weights, gradients and optimizer alone, as papers do.")
+    ] = False
     topology: Annotated[
         str,
         typer.Option("--topology", "--machine", metavar="FILE|PRESET", help="A .json file, a preset or a JSON object."),
@@ -56,7 +64,10 @@ class PlanOptions:
     )
     max_params: Annotated[bool, typer.Option("--max-params", help="The largest model each scheme can train.")] = False
     table: Annotated[str | None, typer.Option(metavar="memory|volume", help="The ZeRO-topo paper's table.")] = None
-    reserve: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the memory to leave free.")] = RESERVE
+    reserve: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.9, help=f"Share of the memory to leave free; default: {RESERVE}, of states 0."),
+    ] = None
     sparse: Annotated[
         list[str] | None, typer.Option(metavar="MODE", help="Sparse sync to try too, may be repeated.")
     ] = None
@@ -131,8 +142,7 @@ def found_model(options: PlanOptions) -> Transformer:
             raise ValueError(
                 f"--model {options.model} has a shape of its own; leave --params, --layers and --hidden out"
             )
-        found = load_model(options.model)
-        return found if options.seq is None else replace(found, sequence=options.seq)
+        return load_model(options.model, options.seq)
     sequence = options.seq or SEQUENCE
     if options.params is not None:
         return scaled(read_count(options.params, "--params"), options.layers, options.hidden, sequence)
@@ -151,7 +161,19 @@ def found_request(options: PlanOptions) -> Request:
     for mode in options.sparse or ():
         if mode not in known:
             raise ValueError(f"--sparse {mode}: no sparse mode of sync; choose among {', '.join(known)}")
+    if options.attention not in ATTENTIONS:
+        near = did_you_mean(options.attention, ATTENTIONS)
+        raise ValueError(f"--attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
+    job = replace(job, attention=options.attention)
     zero = load_deepspeed_config(options.deepspeed_config or {}).get("zero_optimization") or {}
     sparse = tuple(options.sparse or ())
-    return Request(found_machine(options), job, reserve=options.reserve, sparse=sparse, flight=InFlight.read(zero))
+    usual = 0.0 if options.states_only else RESERVE
+    return Request(
+        found_machine(options),
+        job,
+        reserve=usual if options.reserve is None else options.reserve,
+        sparse=sparse,
+        flight=InFlight.read(zero),
+        states_only=options.states_only,
+    )

@@ -17,6 +17,8 @@ from zero_topo.config.errors import ROOT
 from zero_topo.cost import paper_memory_table, paper_volume_table
 from zero_topo.cost.explain import explain
 from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
+from zero_topo.cost.uncertainty import bounds, step_range
+from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes
 
 SHOWN_PLANS = 8
@@ -31,14 +33,17 @@ def recommendation(options: PlanOptions) -> None:
         return
     model, found = ranking.request.job.model, ranking.request.topology
     title = f"{model.params:,} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
-    show(ranking_table(ranking.timed[:SHOWN_PLANS], f"{title} of {found.name}"))
+    shown = [(plan, _bounds(plan, ranking)) for plan in ranking.timed[:SHOWN_PLANS]]
+    show(ranking_table(shown, f"{title} of {found.name}"))
+    print("degrees: ranks that share weights/secondary/gradients/optimizer\n")
     for line in reasons:
         print(f"- {line}")
     print(f"\n{json.dumps(_block(ranking.best, options), indent=2)}")
 
 
 def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) -> dict[str, Any]:
-    request = ranking.request
+    request, best = ranking.request, ranking.best.candidate.config
+    within = step_range(best, request.job, request.rates)
     return {
         "topology": request.topology.to_json(),
         "model": asdict(request.job.model),
@@ -47,8 +52,9 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
         "micro_batches": request.job.micro_batches,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": _plan_json(ranking.best, options),
+        "recommended": {**_plan_json(ranking.best, options), "range": within.to_json()},
         "why": reasons,
+        "assumed": assumptions(request.topology.name),
         "plans": [_plan_json(plan, options) for plan in ranking.timed],
         "fitting": ranking.fitting,
         "refused": [
@@ -57,11 +63,16 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
     }
 
 
+def _bounds(plan: Priced, ranking: Ranking) -> tuple[float, float]:
+    return bounds(plan.candidate.config, ranking.request.job, ranking.request.rates)
+
+
 def _plan_json(plan: Priced, options: PlanOptions) -> dict[str, Any]:
     return {
         "name": plan.candidate.name,
         "degrees": plan.candidate.config.plan.degrees(),
         "seconds": plan.seconds,
+        "losses": [word for part in plan.candidate.losses for word in part],
         "wire_seconds": plan.wire,
         "memory": dict(plan.memory),
         "block": _block(plan, options)[ROOT],
@@ -99,10 +110,11 @@ def largest_models(options: PlanOptions) -> None:
         print(json.dumps({**head, "schemes": {name: {"max_params": n} for name, n in found.items()}}, indent=2))
         return
     show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
+    beside = "weights, gradients and optimizer alone" if request.states_only else f"{job.attention} attention"
     print(
         f"- in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} of the memory is kept in reserve), "
         f"{job.micro_batch} x {job.model.sequence} tokens a micro-batch, activations "
-        f"{'recomputed' if job.checkpointing else 'kept'}"
+        f"{'recomputed' if job.checkpointing else 'kept'}, {beside}"
     )
 
 

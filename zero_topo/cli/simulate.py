@@ -96,6 +96,7 @@ def simulate(options: Options) -> None:
         "model": options.model,
         "params": sweep.job.model.params,
         "overlap": options.overlap,
+        "notes": sweep.job.model.notes,
         "rates": to_json(sweep.rates),
         "assumed": assumptions(sweep.machines[0].name),
         "results": [point.to_json() for point in points],
@@ -112,9 +113,9 @@ def simulate(options: Options) -> None:
 
 
 def _sweep(options: Options) -> Sweep:
-    model = load_model(options.model)
-    model = model if options.seq is None else replace(model, sequence=options.seq)
-    job = Job(model, options.micro_batch, 1, options.checkpointing, prefetch=options.prefetch)
+    job = Job(
+        load_model(options.model, options.seq), options.micro_batch, 1, options.checkpointing, prefetch=options.prefetch
+    )
     machines, rates = _machines(options)
     return Sweep(
         machines=machines,
@@ -223,6 +224,8 @@ def _show(options: Options, points: Sequence[Point], content: Mapping[str, Any])
     for point in points:
         if (point.ranks, point.micro_batches) == (last.ranks, last.micro_batches):
             print(f"- {point.scheme} at {point.ranks:,} ranks hangs on {point.range.sentence()}")
+    for note in content["notes"]:
+        print(f"- {note}")
     if content["assumed"]:
         print(f"- assumed, not measured, for {options.machine}: {', '.join(content['assumed'])}")
 

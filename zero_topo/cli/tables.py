@@ -69,18 +69,20 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[Priced], title: str) -> Table:
-    """Plan by role: the degree and the bits; then its sync, its step and what it holds."""
-    table = figures_table(["scheme", *ROLES, "sync", "step", "held"], title)
-    for plan in plans:
+def ranking_table(plans: Sequence[tuple[Priced, tuple[float, float]]], title: str) -> Table:
+    """Plans, each with the ends of its step's range: degrees of the roles, sync, step and its range, what it holds."""
+    table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
+    for plan, (low, high) in plans:
         config = plan.candidate.config
-        cells = ["-" if degree is None else str(degree) for degree in config.plan.degrees().values()]
+        degrees = "/".join("-" if degree is None else str(degree) for degree in config.plan.degrees().values())
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
         seconds = "?" if plan.seconds is None else format_seconds(plan.seconds)
         scheme = str(plan.candidate.settings.get("scheme", "-"))
-        table.add_row(scheme, *cells, sync if moves else "-", seconds, format_bytes(plan.held))
+        loses = "yes" if plan.candidate.losses else "no"
+        within = f"{low:.3g}-{high:.3g} s"
+        table.add_row(scheme, degrees, loses, sync if moves else "-", seconds, within, format_bytes(plan.held))
     return table
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +43,26 @@ class Candidate:
     settings: Block
     chosen: ZeroTopoConfig
     config: ResolvedConfig
+
+    @cached_property
+    def losses(self) -> tuple[tuple[str, ...], ...]:
+        """What it sends in fewer bits or not at all: inside and between nodes by themselves; empty if it loses nothing.
+
+        Each part is written as in ``("int8 weights", "int4 gradients")``.
+        """
+        plan, config = self.config.plan, self.config
+        inside = {
+            "weights": config.weights_spec if plan.weights > 1 else None,
+            "secondary": config.secondary_spec if plan.weights > 1 else None,
+            "gradients": config.gradients_spec if plan.gradients > 1 else None,
+        }
+        between = {"publish": config.publish.spec if plan.weights < plan.optimizer else None}
+        words = [f"int{spec.bits} {what}" for what, spec in between.items() if spec is not None]
+        if plan.gradients < plan.world_size and config.sync.MODE != DenseSync.MODE:
+            few_bits = getattr(config.sync, "spec", None)
+            words.insert(0, f"{config.sync.MODE if few_bits is None else f'int{few_bits.bits}'} sync")
+        parts = (tuple(f"int{spec.bits} {what}" for what, spec in inside.items() if spec is not None), tuple(words))
+        return tuple(part for part in parts if part)
 
     @property
     def named(self) -> bool:

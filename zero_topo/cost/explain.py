@@ -3,12 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
-from zero_topo.cost.planner import ASSUMED_MACHINE, EQUAL, Priced, Ranking, Request, rank_plans, wire_seconds
+from zero_topo.cost.planner import (
+    ASSUMED_MACHINE,
+    EQUAL,
+    Priced,
+    Ranking,
+    Request,
+    rank_plans,
+    wire_seconds,
+)
+from zero_topo.cost.uncertainty import bounds, step_range
+from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_seconds
+
+RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
+    {
+        "topo-scatter4": ("int4 gradients inside the node alone", 0.0055, 0.0112),
+        "topo-q4": ("all of topo's bits with int4 sync and publish", 0.0030, 0.0086),
+        "chaos": ("a change of the weights by 1e-6, which says what is noise", 0.0008, 0.0017),
+    }
+)
+"""What fewer bits did to the training loss of a small model against stock ZeRO-3: scheme of
+``benchmarks/records/convergence.json`` -> what it sends, mean and worst of three seeds."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,8 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), _memory_line(best, request), _wire_line(best, request)]
+    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), _range_line(best, request)]
+    lines += [_memory_line(best, request), *_advice(best, request), _wire_line(best, request)]
     lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
@@ -57,6 +79,52 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {ranking.fitting} plans that "
         f"fit, of {ranking.fitting + len(ranking.refused)}{others}"
     )
+
+
+def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
+    """What a winner that loses something gains by it and risks, or what one that loses nothing gives up."""
+    exact = [plan for plan in ranking.timed if not plan.candidate.losses]
+    lossy = [plan for plan in ranking.timed if plan.candidate.losses]
+    assert best.seconds is not None
+    if not best.candidate.losses:
+        fastest = min(lossy, key=lambda plan: plan.seconds or 0.0, default=None)
+        gain = 0.0 if fastest is None or not fastest.seconds else 1 - fastest.seconds / best.seconds
+        few = fastest is not None and gain > 0
+        less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if few and fastest else ""
+        return [f"it loses nothing, all is sent in full{less}"]
+    words = ", ".join(word for part in best.candidate.losses for word in part)
+    rival = min(exact, key=lambda plan: plan.seconds or 0.0, default=None)
+    gains = "and nothing that fits sends all in full"
+    if rival is not None and rival.seconds:
+        share = 1 - best.seconds / rival.seconds
+        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest that sends all in full"
+    return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
+
+
+def _risk() -> str:
+    told = ", ".join(f"{what} {mean:+.2%} (worst seed {worst:+.2%})" for what, mean, worst in RISKS.values())
+    return f"of the training loss of 400 thousand parameters, {told}; compare losses before a long run"
+
+
+def _range_line(best: Priced, request: Request) -> str:
+    within = step_range(best.candidate.config, request.job, request.rates)
+    return (
+        f"its step is between {format_seconds(within.low_s)} and {format_seconds(within.high_s)}; half of what can "
+        f"overlap is taken to; it hangs on {within.sentence()}"
+    )
+
+
+def _advice(best: Priced, request: Request) -> list[str]:
+    """What else the memory would allow: no recomputation, if that fits."""
+    if not request.job.checkpointing or request.limit is None or request.states_only:
+        return []
+    job = replace(request.job, checkpointing=False)
+    held = sum(request.holds(best.candidate.config, request.work, job).values())
+    if held > request.limit:
+        return [f"without checkpointing it would need {format_bytes(held)}, which does not fit"]
+    kept, recomputed = (bounds(best.candidate.config, which, request.rates)[0] for which in (job, request.job))
+    share = 1 - kept / recomputed
+    return [f"without checkpointing (--no-checkpointing) it needs {format_bytes(held)} and takes {share:.0%} less time"]
 
 
 def _memory_line(best: Priced, request: Request) -> str:
@@ -87,7 +155,9 @@ def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
 
 
 def _assumptions(request: Request) -> Sequence[str]:
-    lines = []
+    lines = list(request.job.model.notes)
+    if assumed := assumptions(request.topology.name):
+        lines.append(f"assumed, not measured, for {request.topology.name}: {', '.join(assumed)}")
     if missing := request.assumed_links:
         lines.append(f"the bandwidth of {', '.join(missing)} is not known: {ASSUMED_MACHINE}'s is assumed")
     if request.assumed_rates:

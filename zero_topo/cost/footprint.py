@@ -5,9 +5,9 @@ Note [Activations]
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
     tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
     only its input, ``2 s b h``, and one layer is whole at a time; embedding, last norm and FP32 logits take
-    ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores, which flash attention does not
-    store: what is predicted is what training without it needs. Other widths and gated layers are counted by the same
-    formula, scaled to 32 bits if need be.
+    ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores, which is kept by eager attention
+    alone: flash attention keeps an FP32 number for each head and token. The ``34 h`` are counted by what a layer
+    keeps (``Transformer.stored``), so that other widths, fewer heads of keys and gated layers come out too.
 
 Note [In flight]
     DeepSpeed keeps gathered parameters until ``stage3_max_live_parameters`` (10^9 elements by default) are there, but
@@ -123,7 +123,7 @@ def moments(
     copied = work.itemsize < 4 and not flight.offload
     scatter = scatter_bytes(config, flight.bucket, work.scatter_itemsize)
     complete, coming = gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live)
-    computing = {"activations": activation_bytes(job.model, job.micro_batch, job.checkpointing, work.itemsize)}
+    computing = {"activations": activation_bytes(job, work.itemsize)}
     beside = sync.peak if config.overlap else 0
     step = {"step": min(flight.sub_group, rows) * 4 if copied else 0}
     return (
@@ -164,17 +164,17 @@ def gathered_bytes(
     return whole + complete, whole + coming
 
 
-def activation_bytes(model: Transformer, micro_batch: int, checkpointing: bool, itemsize: int = 2) -> int:
+def activation_bytes(job: Job, itemsize: int = 2) -> int:
     """Bytes of activations of one micro-batch at the peak; see Note [Activations].
 
     Args:
-        model: the shape.
-        micro_batch: ``b``, sequences.
-        checkpointing: whether layers are recomputed in the backward pass.
+        job: the shape, sequences of a micro-batch, the attention, and whether layers are recomputed.
         itemsize: bytes per activation.
     """
-    tokens, h = model.sequence * micro_batch, model.hidden
-    layer = tokens * (34 * h + 5 * model.heads * model.sequence)
+    model = job.model
+    tokens, h = model.sequence * job.micro_batch, model.hidden
+    scores = 5 * model.heads * model.sequence if job.attention == "eager" else 4 * model.heads
+    layer = tokens * (2 * model.stored + scores)
     ends = 4 * tokens * (h + model.vocab)
-    layers = model.layers * 2 * tokens * h + layer if checkpointing else model.layers * layer
+    layers = model.layers * 2 * tokens * h + layer if job.checkpointing else model.layers * layer
     return (layers * itemsize + 1) // 2 + ends

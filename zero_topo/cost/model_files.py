@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,13 @@ from zero_topo.cost.transformer import SEQUENCE, Transformer
 from zero_topo.strict import did_you_mean
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
+TRAINED = 4096
+"""Tokens of a training sequence where a file tells only how many the model's positions reach, if that is more."""
+
+NEOX = "neox yaml"
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ATTENTIONS = ("global", "local", "flash")
+"""GPT-NeoX's kinds of attention whose layers have the parameters of a transformer's; rwkv, mamba and gmlp do not."""
 
 
 def _neox(name: str, layers: int, hidden: int, heads: int, vocab: int) -> Transformer:
@@ -57,17 +64,20 @@ MODELS: Mapping[str, Transformer] = MappingProxyType(
 )
 
 
-def load_model(name_or_path: str) -> Transformer:
+def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
     """A model by name, or as a Hugging Face ``config.json`` or a GPT-NeoX YAML describes it.
 
     Args:
         name_or_path: one of :data:`MODELS`, a file, or a folder with a ``config.json``.
+        sequence: tokens of a training sequence; None is the named model's or the YAML's, and of a Hugging Face config
+            what the model takes, at most :data:`TRAINED`, which is noted.
 
     Raises:
         ValueError: if there is no such name or file, or the file does not describe a known kind of model.
     """
     if name_or_path.lower() in MODELS:
-        return MODELS[name_or_path.lower()]
+        found = MODELS[name_or_path.lower()]
+        return found if sequence is None else replace(found, sequence=sequence)
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -81,14 +91,21 @@ def load_model(name_or_path: str) -> Transformer:
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: not a text file: {error}") from None
     keys = _Keys(what, {str(key).replace("-", "_"): value for key, value in data.items()})
-    kind = keys.values.get("model_type", "neox yaml" if "num_layers" in keys.values else None)
+    kind = keys.values.get("model_type", NEOX if "num_layers" in keys.values else None)
     if kind not in READERS:
         raise ValueError(
             f"{what}: {f'models of type {kind!r} are not known' if kind else 'has neither model_type nor num_layers'}; "
             f"give a Hugging Face config.json of type {', '.join(list(READERS)[:-1])} or a GPT-NeoX YAML that has the "
             "model's shape, or use --params, --layers and --hidden"
         )
-    return READERS[kind](path.parent.name if path.name == "config.json" else path.stem, keys)
+    keys.refuse_experts()
+    found = READERS[kind](path.parent.name if path.name == "config.json" else path.stem, keys)
+    if sequence is not None:
+        return replace(found, sequence=sequence)
+    if kind == NEOX or found.sequence <= TRAINED:
+        return found
+    note = f"sequences of {TRAINED:,} tokens are taken, though the model takes up to {found.sequence:,}: give --seq"
+    return replace(found, sequence=TRAINED, notes=(*found.notes, note))
 
 
 def _parse(text: str, what: str) -> dict[str, Any]:
@@ -126,6 +143,19 @@ class _Keys:
             raise ValueError(f"{self.what}: {name} is {value!r}; it must be a whole number")
         return value
 
+    def refuse_experts(self) -> None:
+        """Refuse a mixture of experts, which would be read as its dense part.
+
+        Raises:
+            ValueError: if the file has one.
+        """
+        name = next((name for name in EXPERTS if (self.values.get(name) or 0) not in (0, 1)), None)
+        if name is not None:
+            raise ValueError(
+                f"{self.what}: {name} is {self.values[name]!r}: a mixture of experts is not counted; plan for its "
+                "parameters with --params, --layers and --hidden, which takes all of them for active"
+            )
+
     def flag(self, name: str, default: bool) -> bool:
         """A truth value; the default if the key is not set."""
         value = self.values.get(name)
@@ -150,7 +180,10 @@ def _read_gpt2(name: str, keys: _Keys) -> Transformer:
 
 
 def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
-    gated = keys.values["model_type"] != "gpt_neox"
+    kind = keys.values["model_type"]
+    gated = kind != "gpt_neox"
+    if gated and (biased := [bias for bias in ("attention_bias", "mlp_bias") if keys.flag(bias, False)]):
+        raise ValueError(f"{keys.what}: {biased[0]} is true, whose parameters are not counted; use --params instead")
     heads = keys.count("num_attention_heads")
     hidden = keys.count("hidden_size")
     return Transformer(
@@ -166,13 +199,18 @@ def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
         tied=keys.flag("tie_word_embeddings", False),
         biases=not gated,
         head_size=keys.count("head_dim", default=0),
+        qkv_biases=kind == "qwen2",
+        qk_norm=kind == "qwen3",
     )
 
 
 def _read_neox(name: str, keys: _Keys) -> Transformer:
     """GPT-NeoX's keys; the vocabulary is the tokenizer's, so GPT-2's is taken if the file names none."""
+    if strange := [word for word in _words(keys.values.get("attention_config")) if word not in ATTENTIONS]:
+        raise ValueError(f"{keys.what}: attention_config has {strange[0]!r}, whose layers are no transformer's")
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     positions = keys.count("max_position_embeddings", "seq_length", default=SEQUENCE)
+    known = any(keys.values.get(name) is not None for name in ("padded_vocab_size", "vocab_size"))
     llama = keys.values.get("mlp_type") == "llama"
     gated = llama or keys.values.get("activation") == "swiglu"
     intermediate = keys.count("intermediate_size", default=(8 if gated else 4) * hidden)
@@ -192,13 +230,21 @@ def _read_neox(name: str, keys: _Keys) -> Transformer:
         tied=not keys.flag("no_weight_tying", False),
         biases=keys.flag("use_bias_in_attn_linear", True),
         positions=positions if keys.values.get("pos_emb", "learned") == "learned" else 0,
+        notes=() if known else (f"the file names no vocabulary: GPT-2's, {GPT2_VOCABULARY:,} rows, is taken",),
     )
+
+
+def _words(nested: Any) -> list[str]:
+    """The strings in lists of lists."""
+    if isinstance(nested, str):
+        return [nested]
+    return [word for part in nested for word in _words(part)] if isinstance(nested, list) else []
 
 
 READERS: Mapping[str, Callable[[str, _Keys], Transformer]] = MappingProxyType(
     {
         "gpt2": _read_gpt2,
         **dict.fromkeys(("gpt_neox", "llama", "mistral", "qwen2", "qwen3"), _read_hugging_face),
-        "neox yaml": _read_neox,
+        NEOX: _read_neox,
     }
 )

@@ -3,10 +3,12 @@
 
 1. All plans of ``candidates.py`` that keep the user's own keys.
 2. A plan that needs more than the machine's memory per rank less a reserve is dropped, with the role that is largest.
-3. Of the others, the named schemes and those whose bytes take least time on the wires are simulated, and the shortest
-   step wins. Times within half a percent count as equal, which is finer than any prediction: then a named scheme goes
-   before a free form, and who sends less before who sends more, since the simulator hides under computation whatever
-   it can, and a real step may not.
+3. Of the others, the named schemes and those whose bytes take least time on the wires, of those that lose nothing by
+   themselves, are simulated, and the shortest
+   step wins. How much of its communication a real step hides is not known: half of what can be hidden is taken to be.
+   What loses something, inside a node or between nodes, must be 2 percent faster for each. Times within half a percent
+   then count as equal, which is finer than any prediction: what loses less goes first, then a named scheme before a
+   free form, and who sends less before who sends more.
 
 Everything is a pure function of its arguments, so that all ranks of a run choose alike. Why a plan won is told by
 ``explain.py``.
@@ -19,12 +21,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
+from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.simulator import Job, simulate
 from zero_topo.cost.time import known_rates
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
+from zero_topo.cost.uncertainty import overlapping
 from zero_topo.cost.volume import Key, Workload, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine
@@ -35,6 +39,10 @@ Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
 FINALISTS = 24
 EQUAL = 0.005
+LOSS_MUST_GAIN = 0.02
+"""By which share a plan must be faster for what it loses inside a node, and again for what it loses between nodes."""
+
+MOST_DOUBLINGS = 6  # of the nodes, where the planner looks for how many would do
 ASSUMED_MACHINE = "frontier"
 MOST_PARAMS = 10**15
 CLOSE = 1.0002
@@ -52,6 +60,8 @@ class Request:
         reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
         sparse: modes of sync to try beside dense and quantized; they change how training converges.
         flight: DeepSpeed's settings that memory depends on.
+        states_only: count the shards of weights, gradients and optimizer alone, as papers do, and leave out what is
+            beside them at the peak of a step.
     """
 
     topology: Topology
@@ -60,6 +70,13 @@ class Request:
     reserve: float = RESERVE
     sparse: tuple[str, ...] = ()
     flight: InFlight = DEFAULTS
+    states_only: bool = False
+
+    def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
+        """Bytes of a rank by role under a plan."""
+        if self.states_only:
+            return memory_bytes(config, work, work.itemsize)
+        return predict_memory(config, work, job, self.flight)
 
     @cached_property
     def machine(self) -> Topology:
@@ -109,13 +126,18 @@ class Priced:
         candidate: the plan.
         memory: bytes that a rank holds, by role.
         wire: seconds of a step that its bytes take on the wires if nothing overlaps.
-        seconds: of a step, simulated; None if it was not.
+        seconds: of a step that hides half of what it could, simulated; None if it was not.
     """
 
     candidate: Candidate
     memory: Mapping[str, int]
     wire: float
     seconds: float | None = None
+
+    @property
+    def weighed(self) -> float:
+        """Seconds, and more for each part of it that loses something."""
+        return (self.seconds or 0.0) * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     @property
     def held(self) -> int:
@@ -160,8 +182,8 @@ class Ranking:
         assert limit is not None
         raise ValueError(
             f"none of {len(self.refused)} plans fits {self.request.job.model.params:,} parameters into the "
-            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; use more "
-            "nodes, a smaller micro-batch or activation checkpointing"
+            f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; "
+            f"{_way_out(leanest, self.request)}"
         )
 
 
@@ -177,28 +199,75 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
         ValueError: if the keys that the user wrote fit no plan.
     """
     predict = seconds or (lambda config, job: simulate(config, job, request.rates).step_s)
+
+    def expected(config: ResolvedConfig) -> float:
+        return (predict(config, request.job) + predict(*overlapping(config, request.job, "none"))) / 2
+
     whole = replace(request.work, numels=(sum(request.work.numels),), persistent=(False,))
     fitting: list[Priced] = []
     refused: list[Priced] = []
     for candidate in candidates(asked, request.machine, request.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, predict_memory(candidate.config, request.work, request.job, request.flight), wire)
+        priced = Priced(candidate, request.holds(candidate.config, request.work, request.job), wire)
         (refused if request.limit is not None and priced.held > request.limit else fitting).append(priced)
-    finalists = sorted(fitting, key=lambda plan: (not plan.candidate.named, plan.wire))
-    last = sum(plan.candidate.named for plan in fitting) + FINALISTS
-    timed = [replace(plan, seconds=predict(plan.candidate.config, request.job)) for plan in finalists[:last]]
+    timed = [replace(plan, seconds=expected(plan.candidate.config)) for plan in _finalists(fitting)]
     return Ranking(request, _in_order(timed), tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting))
+
+
+def _finalists(fitting: Sequence[Priced]) -> list[Priced]:
+    """The named schemes, and of the others those with the shortest wires, among all and among those that lose nothing.
+
+    Bytes alone would leave nothing to compare with that sends all in full.
+    """
+    free = sorted((plan for plan in fitting if not plan.candidate.named), key=lambda plan: plan.wire)
+    exact = [plan for plan in free if not plan.candidate.losses]
+    lossy = [plan for plan in free if plan.candidate.losses]
+    return [*(plan for plan in fitting if plan.candidate.named), *exact[:FINALISTS], *lossy[:FINALISTS]]
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     """Fastest first; times as good as equal are ordered by what else speaks for a plan."""
-    fastest = min((plan.seconds or 0.0 for plan in timed), default=0.0)
+    fastest = min((plan.weighed for plan in timed), default=0.0)
 
-    def key(plan: Priced) -> tuple[float, bool, float, int]:
-        slower = (plan.seconds or 0.0) / fastest - 1 if fastest else 0.0
-        return slower // EQUAL, not plan.candidate.named, plan.wire, plan.held
+    def key(plan: Priced) -> tuple[float, int, bool, float, int]:
+        slower = plan.weighed / fastest - 1 if fastest else 0.0
+        return slower // EQUAL, len(plan.candidate.losses), not plan.candidate.named, plan.wire, plan.held
 
     return tuple(sorted(timed, key=key))
+
+
+def _way_out(leanest: Priced, request: Request) -> str:
+    """What would let the leanest plan fit: a change of the job, or more nodes, each tried out by itself."""
+    job, flight, topology = request.job, request.flight, request.machine
+    leaner = {
+        "recompute activations (checkpointing)": replace(request, job=replace(job, checkpointing=True)),
+        "use flash attention": replace(request, job=replace(job, attention="flash")),
+        "use micro-batches of one sequence": replace(request, job=replace(job, micro_batch=1)),
+        "offload the optimizer to the host (offload_optimizer)": replace(request, flight=replace(flight, offload=True)),
+    }
+    found = [what for what, changed in leaner.items() if changed != request and _fits(leanest, changed)]
+    if (enough := _enough_nodes(leanest, request)) is not None:
+        found.append(f"use {enough:,} nodes")
+    if found:
+        return f"what would do, each by itself: {'; '.join(found)}"
+    job = replace(job, checkpointing=True, attention="flash", micro_batch=1)
+    all_of_it = replace(request, job=job, flight=replace(flight, offload=True))
+    enough = topology.nodes if _fits(leanest, all_of_it) else _enough_nodes(leanest, all_of_it)
+    if enough is None:
+        return f"even {topology.nodes * 2**MOST_DOUBLINGS:,} nodes would not do; shorten the sequence (--seq)"
+    return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
+
+
+def _enough_nodes(plan: Priced, request: Request) -> int | None:
+    """The smallest number of nodes, by doubling, on which a plan fits."""
+    counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
+    larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
+    return next((changed.topology.nodes for changed in larger if _fits(plan, changed)), None)
+
+
+def _fits(plan: Priced, request: Request) -> bool:
+    config = resolve_config(plan.candidate.chosen, request.machine)
+    return request.limit is not None and sum(request.holds(config, request.work, request.job).values()) <= request.limit
 
 
 def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
@@ -223,7 +292,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
     def fits(params: int) -> bool:
         job = replace(request.job, model=scaled(params, sequence=request.job.model.sequence))
         work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches)
-        return sum(predict_memory(config, work, job, request.flight).values()) <= limit
+        return sum(request.holds(config, work, job).values()) <= limit
 
     low = LEAST_PARAMS
     if not fits(low):

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
@@ -34,6 +35,8 @@ from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
 from zero_topo.cost.volume import ITEMSIZES, Move, gather_spec, phase_moves
 
+Attention = Literal["flash", "eager"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values to a byte of their scales
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
@@ -62,6 +65,7 @@ class Job:
         itemsize: bytes per weight and gradient.
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
         overlap_scatter: whether the backward pass goes on beside scatters (DeepSpeed's ``overlap_comm``).
+        attention: "flash", or "eager", which keeps the matrix of scores for the backward pass.
         stock: whether everything is sent as DeepSpeed's own engine does, see Note [Stock].
 
     Raises:
@@ -75,6 +79,7 @@ class Job:
     itemsize: int = 2
     prefetch: int = 1
     overlap_scatter: bool = True
+    attention: Attention = "flash"
     stock: bool = False
 
     def __post_init__(self) -> None:

@@ -43,6 +43,9 @@ class Transformer:
         biases: whether linear layers and norms have biases.
         positions: learned positions, 0 for none (rotary).
         head_size: elements of a head; 0 means ``hidden / heads``.
+        qkv_biases: whether queries, keys and values have biases though nothing else does (Qwen 2).
+        qk_norm: whether heads' queries and keys are normed (Qwen 3).
+        notes: what was taken for granted in reading it, for people.
 
     Raises:
         ValueError: if a size is not positive or heads do not divide.
@@ -61,6 +64,9 @@ class Transformer:
     biases: bool = True
     positions: int = 0
     head_size: int = 0
+    qkv_biases: bool = False
+    qk_norm: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
@@ -77,6 +83,17 @@ class Transformer:
             raise ValueError(
                 f"model {self.name!r}: {part} = {divisor} does not divide {whole} = {number}; choose a divisor"
             )
+
+    @property
+    def stored(self) -> int:
+        """Elements of 16 bits, for each token, that a layer keeps for its backward pass; see ``footprint.py``.
+
+        Inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's product: of gated
+        ones gate, up, the gate's value and the product. Models with biases have dropout, whose masks are a byte each.
+        """
+        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        masks = self.hidden if self.biases else 0
+        return 4 * self.hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
 
     def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
@@ -135,7 +152,10 @@ class Transformer:
         """Parameters of a layer: two norms, the matrices, their biases."""
         to_hidden = ("out", "down")
         biases = [self.hidden if name in to_hidden else n // self.hidden for name, n in self._matrices.items()]
-        return (*self._norm, *self._norm, *self._matrices.values(), *(biases if self.biases else ()))
+        wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        qkv = (wide, keys, keys) if self.qkv_biases and not self.biases else ()
+        heads = (self.head_size, self.head_size) if self.qk_norm else ()
+        return (*self._norm, *self._norm, *self._matrices.values(), *(biases if self.biases else ()), *qkv, *heads)
 
 
 def scaled(params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE) -> Transformer:

@@ -65,20 +65,27 @@ def step_range(config: ResolvedConfig, job: Job, rates: Rates, overlap_known: bo
         overlap_known: whether the job's schedule is what will be, and not the best case.
     """
 
-    def seconds(worse: tuple[str, ...], by: float = -1.0) -> float:
-        changed, here = config, job
-        if "overlap" in worse:
-            changed, here = overlapping(config, job, "none")
-        factors = {what: 1 + by * rates.spread.get(what, UNKNOWN_SPREAD) for what in RATES if what in worse}
-        links, machine = scaled(changed, rates, factors)
-        return simulate(links, here, machine).step_s
-
     unknown = (*RATES, *(() if overlap_known else ("overlap",)))
-    usual = seconds(())
-    shares = {what: seconds((what,)) / usual - 1 for what in unknown}
+    usual = simulate(config, job, rates).step_s
+    shares = {what: _seconds(config, job, rates, (what,)) / usual - 1 for what in unknown}
     order = sorted(shares, key=lambda what: -shares[what])
-    hangs_on = MappingProxyType({what: shares[what] for what in order})
-    return Range(seconds(RATES, by=1.0), seconds(unknown), hangs_on)
+    low, high = bounds(config, job, rates, overlap_known)
+    return Range(low, high, MappingProxyType({what: shares[what] for what in order}))
+
+
+def bounds(config: ResolvedConfig, job: Job, rates: Rates, overlap_known: bool = False) -> tuple[float, float]:
+    """The ends of :func:`step_range` alone: seconds with everything unknown at its best and at its worst."""
+    unknown = (*RATES, *(() if overlap_known else ("overlap",)))
+    return _seconds(config, job, rates, RATES, by=1.0), _seconds(config, job, rates, unknown)
+
+
+def _seconds(config: ResolvedConfig, job: Job, rates: Rates, off: tuple[str, ...], by: float = -1.0) -> float:
+    """Of a step with these unknowns off by their spread, downwards unless told."""
+    if "overlap" in off:
+        config, job = overlapping(config, job, "none")
+    factors = {what: 1 + by * rates.spread.get(what, UNKNOWN_SPREAD) for what in RATES if what in off}
+    links, machine = scaled(config, rates, factors)
+    return simulate(links, job, machine).step_s
 
 
 def scaled(config: ResolvedConfig, rates: Rates, factors: Mapping[Unknown, float]) -> tuple[ResolvedConfig, Rates]:

@@ -1,0 +1,145 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What is recommended for models and machines that people have: it fits, by hand, and loses nothing for a trifle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Run
+from zero_topo.config import load_deepspeed_config
+from zero_topo.cost.planner import LOSS_MUST_GAIN
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+PUBLISHED = {
+    "llama": (LLAMA_70B, 70_553_706_496),
+    "qwen": (QWEN_7B, 7_615_616_512),
+    "mistral": (MISTRAL_7B, 7_241_732_096),
+}
+CASES = {
+    "7B on 2 DGX A100": ("--params", "7B", "--machine", "dgx-a100", "--nodes", "2"),
+    "13B on 16 nodes of LUMI": ("--params", "13B", "--machine", "lumi-g", "--nodes", "16"),
+    "70B on 64 nodes of Frontier": ("--params", "70B", "--machine", "frontier", "--nodes", "64"),
+    "405B on 1024 nodes of Frontier": ("--params", "405B", "--machine", "frontier", "--nodes", "1024"),
+    "llama": ("--machine", "frontier", "--nodes", "64"),
+    "qwen": ("--machine", "frontier", "--nodes", "64"),
+    "mistral": ("--machine", "frontier", "--nodes", "64"),
+}
+
+
+def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
+    """Bytes of a rank, on the back of an envelope: states by their degrees, DeepSpeed's defaults, one layer's
+    activations by the parts of a layer and every layer's input, FP32 logits."""
+    model, params, held = report["model"], report["params"], plan["degrees"]
+    h, f, s = model["hidden"], model["intermediate"], model["sequence"]
+    keys = h * model["kv_heads"] // model["heads"]
+    states = 2 * params / held["weights"] + 2 * params / held["gradients"] + 12 * params / held["optimizer"]
+    copies = params * 1.02 / held["secondary"] if held["secondary"] and "int8 secondary" in plan["losses"] else 0.0
+    if held["secondary"] and not copies and held["secondary"] < held["weights"]:
+        copies = 2 * params / held["secondary"]
+    nodes = report["topology"]["nodes"]
+    residual = 4 * (nodes - 1) * params / (8 * nodes) if "int4 sync" in plan["losses"] else 0.0
+    layer = params / model["layers"]
+    whole = min(params, max(1e9, 2 * layer))
+    message = 0 if held["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
+    flight = 2 * whole + message + 2 * 5e8 + 4 * min(1e9, params / held["optimizer"])
+    # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
+    kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
+    logits = 4 * s * (h + model["vocab"])
+    return states + copies + residual + flight + s * kept + 2 * s * h * model["layers"] + logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_fits_and_loses_nothing_for_less_than_two_percent(case: str, run: Run, tmp_path: Path) -> None:
+    """Seven questions as users ask them: memory as by hand to within 5%, a reason for losses, a block that loads."""
+    words = [*CASES[case], "--micro-batches", "4", "--recommend", "--json"]
+    if case in PUBLISHED:
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[case][0]))
+        words += ["--model", str(tmp_path / "config.json")]
+    status, out, err = run("plan", *words)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    best = report["recommended"]
+    held = sum(best["memory"].values())
+    assert held <= report["memory_limit"] == int(report["topology"]["memory_per_rank"] * 0.9)
+    assert held == pytest.approx(by_hand(report, best), rel=0.05)
+    assert best["range"]["low_s"] < best["seconds"] < best["range"]["high_s"]
+    exact = [plan["seconds"] for plan in report["plans"] if not plan["losses"]]
+    if best["losses"] and exact:
+        assert min(exact) > (1 + LOSS_MUST_GAIN) * best["seconds"]
+        assert any("which saves" in line for line in report["why"])
+    assert load_deepspeed_config({"zero_topo": best["block"]})
+    if case in PUBLISHED:
+        assert report["params"] == PUBLISHED[case][1] and report["model"]["sequence"] == 4096
+        assert any("sequences of 4,096 tokens are taken" in line and "--seq" in line for line in report["why"])
+
+
+def test_the_papers_largest_models_are_those_of_states_alone(run: Run) -> None:
+    """16 dies of 64 GiB: 68.7 billion for ZeRO-3 and 55.0 for ZeRO++, as the paper says."""
+    words = ("plan", "--max-params", "--states-only", "--machine", "frontier", "--nodes", "2", "--json")
+    found = json.loads(run(*words)[1])["schemes"]
+    assert found["zero3"]["max_params"] == pytest.approx(68.7e9, rel=1e-3)
+    assert found["zero++"]["max_params"] == pytest.approx(55.0e9, rel=1e-3)
+
+
+def test_attention_and_sequence_decide_what_activations_take(run: Run, tmp_path: Path) -> None:
+    """Eager attention at the model's whole length is what once made a plan impossible."""
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
+    words = ("plan", "--model", str(tmp_path), "--machine", "frontier", "--nodes", "64", "--recommend")
+    held = [
+        json.loads(run(*words, *more, "--json")[1])["recommended"]["memory"]["activations"]
+        for more in ((), ("--seq", "8192"), ("--attention", "eager"), ("--no-checkpointing",))
+    ]
+    assert held[1] == pytest.approx(2 * held[0], rel=0.01) and held[2] - held[0] == pytest.approx(
+        5 * 32 * 4096**2, rel=0.01
+    )
+    assert held[3] > 8 * held[0]
+    status, _, error = run(*words, "--seq", "32768", "--attention", "eager", "--no-checkpointing")
+    assert status == 2 and "recompute activations" in error and "use flash attention" in error
+    assert run(*words, "--attention", "flesh")[2].count("did you mean 'flash'") == 1
