@@ -73,7 +73,7 @@ def test_every_rate_of_a_preset_has_a_source(name: str) -> None:
     assert machine.rates is not None and read(Rates, "rates", to_json(machine.rates)) == machine.rates
     named = {key.removeprefix("rates.") for key in machine.sources if key.startswith("rates.")}
     assert {"peak_flops", "memory_bandwidth", "link_efficiency", "shared"} <= named
-    assert rates_of(load_preset(name, 8)) == machine.rates
+    assert machine.ranks_per_node and rates_of(load_preset(name, machine.ranks_per_node)) == machine.rates
 
 
 def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:

@@ -3,7 +3,10 @@
 
 The samples in tests/data/devices: Frontier's matrix is the one of ROCm's release notes, of which the other Frontier
 files are the same node in each tool's format; tables of nvidia-smi follow captures in NVIDIA/nccl issues 78 and 1505
-(DGX A100) and sgl-project/sglang issue 19687 (H100), with NUMA columns, escapes and a cell changed as named.
+(DGX A100) and sgl-project/sglang issue 19687 (H100), with NUMA columns, escapes and a cell changed as named;
+vllm-project/vllm issues 5001 (H20, no blank before the header) and 31594 (B200, labels run together) and
+NVIDIA/k8s-test-infra issue 371 (GB200), with rows that are cut there filled in. pcie_rocm_smi.txt is
+ROCm/rocm_smi_lib issue 108.
 """
 
 from __future__ import annotations
@@ -103,56 +106,30 @@ def test_the_old_form_of_amd_smi_knows_pcie() -> None:
     assert tree.links == {(0, 1): DeviceLink("PCIE")} and tree.shape() == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "rate", "numa", "nics"),
-    [
-        ("dgx_a100_nvidia_smi.txt", 12, 300, (3, 3, 1, 1, 7, 7, 5, 5), 12),
-        ("dgx_h100_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1), 8),
-        ("ansi_nvidia_smi.txt", 18, 450, (0, 0, 0, 0, 1, 1, 1, 1), 8),
-    ],
-)
-def test_a_dgx_is_eight_gpus_behind_switches(
-    name: str, count: int, rate: int, numa: tuple[int, ...], nics: int
-) -> None:
-    tree = sample(name)
-    assert set(tree.links.values()) == {DeviceLink("NVLINK", count, float(rate * GB))} and len(tree.links) == 28
-    assert tree.shape() == (8, 1) and tree.numa == numa
-    assert tree.nics is not None and len(tree.nics) == nics
-    assert tree.node_links()["node"].bandwidth == rate * GB
+def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
+    """They are single GPUs, and the reason says that nothing joins them."""
+    tree = sample("pcie_rocm_smi.txt")
+    assert tree.shape() == (4, 1) and set(tree.links.values()) == {DeviceLink("PCIE")}
+    assert tree.sources["packages"] == "rocm-smi: every device is a GPU, as no XGMI joins two"
+    assert sample("mi300x_amd_smi.json").sources["packages"].endswith("as no two share 4 XGMI links")
 
 
-def test_adapters_are_named_by_the_legend_and_near_the_closest_gpus() -> None:
-    tree = sample("dgx_h100_nvidia_smi.txt")
-    assert tree.nics is not None
-    assert [(nic.name, nic.closest) for nic in tree.nics][:3] == [("mlx5_0", (0,)), ("mlx5_3", (1,)), ("mlx5_4", (2,))]
-    a100 = {nic.name: nic.closest for nic in sample("dgx_a100_nvidia_smi.txt").nics or ()}
-    assert a100["mlx5_0"] == (0, 1) and a100["mlx5_4"] == ()
-
-
-def test_a_pcie_box_keeps_its_ways_and_has_no_bandwidths() -> None:
-    tree = sample(BOX)
-    assert tree.link(0, 1) == DeviceLink("PIX") and tree.link(3, 2) == DeviceLink("PHB")
-    assert tree.link(0, 3) == DeviceLink("SYS") and tree.node_links() == {}
-    assert tree.nics is not None and tree.nics[0].closest == (0, 1)
-
-
-def test_an_old_table_without_numa_columns_or_legend_is_read() -> None:
-    tree = sample("old_nvidia_smi.txt")
-    assert tree.numa is None and tree.link(0, 2) == DeviceLink("NVLINK", 2, 50.0 * GB)
-    assert tree.nics is not None and (tree.nics[0].name, tree.nics[0].closest) == ("mlx5_0", (0, 1))
-
-
-def test_cells_of_adapters_and_affinities_are_read_leniently() -> None:
-    changed = text(BOX).replace("NODE\t0-15\t0", "PIXNODE\t0-15\t0,1")
-    tree = read_captures([("box", changed)])
-    assert tree.shape() == (4, 1) and tree.numa == (None, None, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "name", [path.name for path in sorted(SAMPLES.glob("*nvidia*")) if "malformed" not in path.name]
-)
-def test_tabs_turned_into_blanks_by_a_terminal_change_nothing(name: str) -> None:
-    assert read_captures([(name, text(name).expandtabs(8))]) == sample(name)
+def test_graphics_of_a_management_controller_are_no_rank() -> None:
+    """ATI's ES1000 and ASPEED's beside GPUs, and beside nothing else; a lone card with a screen is one."""
+    frontier = text("frontier_hwloc.xml")
+    at = frontier.index('<object type="PCIDev"')
+    vga = '<object type="PCIDev" pci_busid="0000:02:00.0" pci_type="0300 [%s] [1002:515e] 02"/>'
+    for model in ("1002:515e", "1a03:2000", "1002:73bf"):
+        added = frontier[:at] + vga % model + frontier[at:]
+        assert read_captures([("added", added)]).bus_ids == sample("frontier_hwloc.xml").bus_ids
+    head = frontier[: frontier.index("<object")]
+    for model, count in (("1002:73bf", 1), ("10de:2684", 1), ("1002:515e", 0), ("1a03:2000", 0)):
+        alone = f"{head}<object type='Machine'>{vga % model}</object></topology>"
+        if count:
+            assert read_captures([("alone", alone)]).count == 1
+        else:
+            with pytest.raises(ValueError, match="no GPU among its PCI devices"):
+                read_captures([("alone", alone)])
 
 
 @pytest.mark.parametrize(
@@ -164,10 +141,12 @@ def test_tabs_turned_into_blanks_by_a_terminal_change_nothing(name: str) -> None
             "GPU3   ",
             "row GPU3 of 'its matrix' has 7 cells for 8 devices",
         ),
-        ("malformed_nvidia_smi.txt", "", "", "row GPU1, column GPU2 is 'PIXNODE'"),
+        ("malformed_nvidia_smi.txt", "", "", "row GPU1 has 6 cells for 5 columns"),
+        (BOX, "NODE\t0-15\t0", "PIXNODE\t0-15\t0,1", "row GPU0 has 6 cells for 5 columns"),
+        (BOX, "GPU2\tGPU3", "", "its header names GPU0, GPU1 but there is a row GPU2"),
         (BOX, "GPU1\tPIX", "GPU1\tPHB", "row GPU1, column GPU0 is 'PHB' but row GPU0, column GPU1 is 'PIX'"),
         (BOX, "GPU3\tSYS\tSYS\tPHB", "GPU3\tSYS\tSYS\tNV0", "row GPU3, column GPU2 is 'NV0'"),
-        (BOX, "\nGPU2\t", "\nGPU9\t", "row GPU2, column GPU0 is ''"),
+        (BOX, "\nGPU2\t", "\nGPU9\t", "but there is a row GPU9"),
         ("old_nvidia_smi.txt", "NV2", "NV", "row GPU0, column GPU2 is 'NV'; it must be NV followed by a number"),
         ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for the 8 columns"),
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),

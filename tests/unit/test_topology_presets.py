@@ -18,7 +18,16 @@ GCD = 68_702_699_520
 
 
 def test_the_presets_are_these() -> None:
-    assert preset_names() == ["dgx-a100", "dgx-h100", "emulated-t8", "frontier", "lumi-g", "perlmutter", "single-node"]
+    assert preset_names() == [
+        "dgx-a100",
+        "dgx-h100",
+        "emulated-t8",
+        "frontier",
+        "gb200-nvl72",
+        "lumi-g",
+        "perlmutter",
+        "single-node",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +37,7 @@ def test_the_presets_are_these() -> None:
         ("lumi-g", 4, 2, GCD, {"gpu": 200 * GB, "node": 50 * GB, "world": 12.5 * GB}),
         ("dgx-a100", 8, 1, 81049 * MIB, {"node": 300 * GB, "world": 25 * GB}),
         ("dgx-h100", 8, 1, 81559 * MIB, {"node": 450 * GB, "world": 50 * GB}),
+        ("gb200-nvl72", 72, 1, 186 * GB, {"node": 900 * GB, "world": 50 * GB}),
         ("perlmutter", 4, 1, 42_298_834_944, {"node": 300 * GB, "world": 25 * GB}),
     ],
 )

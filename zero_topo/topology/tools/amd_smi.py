@@ -49,7 +49,7 @@ def parse(text: str) -> DeviceTree:
         raise ValueError(f"{NAME}: its topology names no GPU; capture it where the GPUs are visible")
     place = {number: index for index, number in enumerate(numbers)}
     fabric = read_fabric(len(numbers), _column(cells, place, "bandwidth"), _column(cells, place, "link_type"))
-    sources = {"packages": f"{NAME}: pairs with 4 XGMI links"} if fabric.packages else {}
+    sources = {"packages": f"{NAME}: {fabric.why}"} if fabric.packages else {}
     return DeviceTree(
         NAME,
         len(numbers),

@@ -20,17 +20,21 @@ GPU_CLASSES = ("0300", "0302", "0380", "1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators (AMD Instinct)."""
 
 GPU_VENDORS = ("1002", "10de")
+VGA_CLASS = "0300"
+BMC_GRAPHICS = ("1002:515e", "1002:5969")
+"""ATI ES1000, the graphics of many servers' management controllers; ASPEED's and Matrox' are no GPU vendor's."""
+
 NIC_CLASSES = ("0200", "0207", "0280")
 """PCI classes of Ethernet, InfiniBand and other network controllers."""
 
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A PCI device: address, class and vendor in hex, NUMA node, name if it is an adapter, and the way to it."""
+    """A PCI device: address, class and vendor:device in hex, NUMA node, name if it is an adapter, the way to it."""
 
     bus_id: str
     kind: str
-    vendor: str
+    model: str
     numa: int | None
     name: str
     way: tuple[str, ...]
@@ -81,6 +85,7 @@ def _read_device(place: Path) -> PciDevice | None:
     try:
         kind = (place / "class").read_text().strip().removeprefix("0x")[:4]
         vendor = (place / "vendor").read_text().strip().removeprefix("0x")
+        device = (place / "device").read_text().strip().removeprefix("0x") if (place / "device").is_file() else ""
         numa = int((place / "numa_node").read_text())
         bus_id = normal_bus_id(place.name)
     except (OSError, ValueError):
@@ -88,7 +93,7 @@ def _read_device(place: Path) -> PciDevice | None:
     names = [entry.name for sub in ("infiniband", "net") if (place / sub).is_dir() for entry in (place / sub).iterdir()]
     # The kernel lists devices as links into its tree of bridges; a copied tree may hold plain folders.
     way = tuple(part for part in Path(os.path.realpath(place)).parts if ":" in part)
-    return PciDevice(bus_id, kind, vendor, numa if numa >= 0 else None, min(names, default=bus_id), way)
+    return PciDevice(bus_id, kind, f"{vendor}:{device}", numa if numa >= 0 else None, min(names, default=bus_id), way)
 
 
 def _walk(element: ElementTree.Element, way: tuple[str, ...], numa: int | None) -> Iterable[PciDevice]:
@@ -98,11 +103,11 @@ def _walk(element: ElementTree.Element, way: tuple[str, ...], numa: int | None) 
         near = _single_node(child.get("nodeset")) if kind not in ("Bridge", "PCIDev", "OSDev") else numa
         near = numa if near is None else near
         if kind == "PCIDev" and "pci_busid" in child.attrib:
-            words = child.get("pci_type", "").replace("[", " ").replace(":", " ").split()
+            words = child.get("pci_type", "").replace("[", " ").replace("]", " ").split()
             names = [part.get("name", "") for part in child.findall("object") if part.get("type") == "OSDev"]
             bus_id = normal_bus_id(child.attrib["pci_busid"])
-            vendor = words[1] if len(words) > 1 else ""
-            yield PciDevice(bus_id, words[0] if words else "", vendor, near, min(names, default=bus_id), here)
+            model = words[1] if len(words) > 1 else ""
+            yield PciDevice(bus_id, words[0] if words else "", model, near, min(names, default=bus_id), here)
         yield from _walk(child, here, near)
 
 
@@ -116,7 +121,9 @@ def _single_node(nodeset: str | None) -> int | None:
 
 
 def _tree(tool: str, devices: list[PciDevice]) -> DeviceTree | None:
-    gpus = sorted((d for d in devices if d.kind in GPU_CLASSES and d.vendor in GPU_VENDORS), key=lambda d: d.bus_id)
+    gpus = sorted((device for device in devices if _is_gpu(device)), key=lambda d: d.bus_id)
+    if any(gpu.kind != VGA_CLASS for gpu in gpus):  # beside processors without a screen, what has one computes nothing
+        gpus = [gpu for gpu in gpus if gpu.kind != VGA_CLASS]
     nics = [device for device in devices if device.kind in NIC_CLASSES]
     if not gpus:
         return None
@@ -127,6 +134,11 @@ def _tree(tool: str, devices: list[PciDevice]) -> DeviceTree | None:
         bus_ids=tuple(gpu.bus_id for gpu in gpus),
         nics=tuple(Nic(nic.name, _closest(nic, gpus)) for nic in nics) or None,
     )
+
+
+def _is_gpu(device: PciDevice) -> bool:
+    vendor = device.model.partition(":")[0]
+    return device.kind in GPU_CLASSES and vendor in GPU_VENDORS and device.model not in BMC_GRAPHICS
 
 
 def _closest(nic: PciDevice, gpus: list[PciDevice]) -> tuple[int, ...]:

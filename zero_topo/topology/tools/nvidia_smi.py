@@ -2,8 +2,9 @@
 """``nvidia-smi topo -m``: a table of GPUs and network adapters, with CPU and NUMA affinity in later columns.
 
 Versions differ: the NUMA columns are missing from old ones, adapters are ``NIC0`` with a legend or ``mlx5_0`` without,
-the header may be underlined by escapes, blanks or tabs part the cells. What joins GPUs decides the tree, so their cells
-are read strictly; all else is left out where it is not understood.
+the header may be underlined by escapes, blanks or tabs part the cells. So do captures: the header's leading blank is
+lost, lines are wrapped, cells and labels run into each other. What joins GPUs decides the tree, so their cells are read
+strictly, and a row with another number of cells than there are columns is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ NVLINK_RATE = 25 * GB
 """Bytes/s of one link in each direction for NVLink 2 to 4 (NVIDIA's V100, A100 and H100 whitepapers); the table does
 not say which generation it is. NVML does."""
 
+GRACE_GPUS, NVLINK_5_LINKS, NVLINK_5_RATE = 4, 18, 50 * GB
+"""A node of four GPUs with 18 links each is a tray of GB200 or GB300, whose NVLink 5 has twice the rate; nodes of H100
+with 18 links have eight GPUs, as have those of B200, which the table does not tell from them."""
+
 _GPU = re.compile(r"GPU(\d+)")
+_LABEL = re.compile(r"GPU\d+|NIC\d+|mlx\d+_\d+")
+_AFFINE = re.compile(r"\d[\d,-]*|N/A")
+_CELL = re.compile(rf"{'|'.join(PCI_KINDS)}|NV\d+|X")
 _NVLINK = re.compile(r"NV([1-9]\d*)")
 _LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$", re.MULTILINE)
 _AFFINITY = re.compile(r"\b(CPU|NUMA) Affinity\b")
@@ -64,12 +72,13 @@ def parse(text: str) -> DeviceTree:
                     f"{NAME}: row {a}, column {b} is {cells[a, b]!r} but row {b}, column {a} is {cells[b, a]!r}; "
                     "capture its output again"
                 )
-            links[j, i] = _link(cells[a, b])
+            links[j, i] = _link(cells[a, b], len(gpus))
     numa = tuple(_numa(table, gpu) for gpu in gpus)
     nvlink = any(link.kind == "NVLINK" for link in links.values())
     sources = {"packages": f"{NAME}: every device is a GPU"}
     if nvlink:
-        sources["links"] = f"{NAME}, NVLink taken for 25 GB/s a link"
+        rate = _rate(len(gpus), max(link.count for link in links.values()))
+        sources["links"] = f"{NAME}, NVLink taken for {rate // GB} GB/s a link"
     return DeviceTree(
         NAME,
         len(gpus),
@@ -88,9 +97,20 @@ def _header(lines: Sequence[str]) -> int | None:
     """Index of the header line: the first whose first word is a GPU and that does not go on with cells."""
     for index, line in enumerate(lines):
         words = line.split()
-        if words and _GPU.fullmatch(words[0]) and (len(words) == 1 or words[1] != "X") and line[:1].isspace():
+        if words and _LABEL.match(words[0]) and _GPU.match(words[0]) and not _is_row(words):
             return index
     return None
+
+
+def _is_row(words: Sequence[str]) -> bool:
+    """Whether words are a label and cells."""
+    return bool(_LABEL.fullmatch(words[0])) and len(words) > 1 and len(_apart(words[1], _CELL)) > 0
+
+
+def _apart(word: str, kind: re.Pattern[str]) -> list[str]:
+    """The cells or labels that make up a word, several if they run into each other; none if it is something else."""
+    found = kind.findall(word)
+    return found if "".join(found) == word else []
 
 
 def _table(text: str) -> Table:
@@ -98,11 +118,40 @@ def _table(text: str) -> Table:
     start = _header(lines)
     if start is None:
         raise ValueError(f"{NAME}: no header with GPU0 in its output; capture `{' '.join(COMMAND)}`")
-    header = _AFFINITY.split(lines[start])[0].split()
-    columns = tuple(header)
-    split = [line.split() for line in lines[start + 1 :]]
-    rows = {words[0]: tuple(words[1:]) for words in split if words and words[0] in columns}
-    return Table(columns, rows)
+    end = next((at for at, line in enumerate(lines) if at > start and "Legend" in line), len(lines))
+    first = next((at for at in range(start, end) if _is_row(lines[at].split() or [""])), end)
+    header = _AFFINITY.split(" ".join(lines[start:first]))[0].split()
+    columns = tuple(label for word in header for label in _apart(word, _LABEL) or [word])
+    rows: dict[str, tuple[str, ...]] = {}
+    label = ""
+    for line in lines[first:end]:  # a line that begins with no label goes on with the row before
+        words = line.split()
+        new = bool(words) and (words[0] in columns or bool(_GPU.fullmatch(words[0])))
+        label = words.pop(0) if new else label
+        if label:
+            cells = (part for word in words for part in _apart(word, _CELL) or [word])
+            rows[label] = (*rows.get(label, ()), *cells)
+    table = Table(columns, rows)
+    _check(table)
+    return table
+
+
+def _check(table: Table) -> None:
+    """Refuse rows of GPUs without a column, and rows of another number of cells than there are columns."""
+    lost = [label for label in table.rows if _GPU.fullmatch(label) and label not in table.columns]
+    if lost:
+        raise ValueError(
+            f"{NAME}: its header names {', '.join(table.gpus)} but there is a row {lost[0]}; capture its output again "
+            f"in a wider window (`{' '.join(COMMAND)}`)"
+        )
+    for gpu in table.gpus:
+        row = table.rows.get(gpu, ())
+        cells = next((at for at, word in enumerate(row) if _AFFINE.fullmatch(word)), len(row))
+        if row and cells != len(table.columns):
+            raise ValueError(
+                f"{NAME}: row {gpu} has {cells} cells for {len(table.columns)} columns; capture its output again "
+                f"(`{' '.join(COMMAND)}`)"
+            )
 
 
 def _gpu_cell(table: Table, row: str, column: str) -> str:
@@ -122,9 +171,17 @@ def _gpu_cell(table: Table, row: str, column: str) -> str:
     return cell
 
 
-def _link(cell: str) -> DeviceLink:
+def _link(cell: str, gpus: int) -> DeviceLink:
     match = _NVLINK.fullmatch(cell)
-    return DeviceLink("NVLINK", int(match[1]), float(int(match[1]) * NVLINK_RATE)) if match else DeviceLink(cell)
+    if match is None:
+        return DeviceLink(cell)
+    count = int(match[1])
+    return DeviceLink("NVLINK", count, float(count * _rate(gpus, count)))
+
+
+def _rate(gpus: int, links: int) -> int:
+    """Bytes/s of one link in each direction in a node of so many GPUs."""
+    return NVLINK_5_RATE if (gpus, links) == (GRACE_GPUS, NVLINK_5_LINKS) else NVLINK_RATE
 
 
 def _numa(table: Table, gpu: str) -> int | None:

@@ -135,7 +135,7 @@ def _tree(
     fabric = read_fabric(len(numbers), bandwidths, types)
     numa = _column(facts.get("(Topology) Numa Node", {}), numbers, int)
     bus_ids = _column(facts.get("PCI Bus", {}), numbers, normal_bus_id)
-    sources = {"packages": f"{NAME}: pairs with 4 XGMI links"} if fabric.packages else {}
+    sources = {"packages": f"{NAME}: {fabric.why}"} if fabric.packages else {}
     return DeviceTree(NAME, len(numbers), fabric.packages, fabric.links, numa, bus_ids, sources=sources)
 
 

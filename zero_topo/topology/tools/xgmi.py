@@ -23,10 +23,11 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fabric:
-    """Links by pair, and the package of each device or None where that cannot be told."""
+    """Links by pair, the package of each device or None where that cannot be told, and how it was told."""
 
     links: dict[Pair, DeviceLink]
     packages: tuple[int, ...] | None
+    why: str = ""
 
 
 def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair, str]) -> Fabric:
@@ -54,7 +55,11 @@ def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair,
             links[pair] = DeviceLink("NONE")
     on_pcie = bool(types) and all(cell.upper() in ("PCIE", "PCI") for cell in types.values())
     known = measured or on_pcie or count == 1
-    return Fabric(links, _packages(count, links) if known else None)
+    packages = _packages(count, links) if known else None
+    if packages is not None and len(set(packages)) < count:
+        return Fabric(links, packages, "pairs with 4 XGMI links")
+    alone = "no two share 4 XGMI links" if any(link.kind == "XGMI" for link in links.values()) else "no XGMI joins two"
+    return Fabric(links, packages, f"every device is a GPU, as {alone}")
 
 
 def _packages(count: int, links: Mapping[Pair, DeviceLink]) -> tuple[int, ...]:
