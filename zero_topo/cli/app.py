@@ -11,9 +11,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import takewhile
 from types import MappingProxyType
 
 import typer
+
+from zero_topo.cli.output import only_json
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -34,6 +38,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Command -> the module of this package that has a function, or a group of commands, of that name."""
 
+JSON, NOT_OURS = "--json", "--"
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
 READER_GONE = 128 + 13  # and for SIGPIPE
@@ -72,8 +77,9 @@ def run(
     """Run a command line and return the exit status; ``make`` gives the application for its first word."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        application = make(words[0] if words else "")
-        status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
+        with only_json() if JSON in takewhile(NOT_OURS.__ne__, words) else nullcontext():
+            application = make(words[0] if words else "")
+            status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
     except _CommandLineError as error:
         return _complain(error.format_message())  # type: ignore[attr-defined]
     except BrokenPipeError:  # the reader, such as head, has seen enough; spare the flush at exit

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from zero_topo.cli.inputs import machine
+from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import places_table, show
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
 from zero_topo.topology.render import render_tree
@@ -30,7 +30,7 @@ def check(
     found = machine(block.topology, world_size)
     resolved = resolve_config(block, found)
     if as_json:
-        print(json.dumps({"topology": found.to_json(), **resolved.to_json()}, indent=2))
+        print_json({"topology": found.to_json(), **resolved.to_json()})
         return
     print(render_tree(found))
     print()

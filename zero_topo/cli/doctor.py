@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.output import print_json
 from zero_topo.topology.presets import load_machine
 
 SICK = 1
@@ -38,7 +38,7 @@ def doctor(
     states = [finding.state for finding in findings]
     if as_json:
         told = [asdict(finding) for finding in findings]
-        print(json.dumps({"machine": seen.machine_name(), "findings": told, "failed": states.count(FAIL)}, indent=2))
+        print_json({"machine": seen.machine_name(), "findings": told, "failed": states.count(FAIL)})
     else:
         for finding in findings:
             state = (f"{finding.state:<4}", dict(COLOURS)[finding.state])

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero_topo.cli.inputs import read_json, words_of
+from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.cost import calibrate
 from zero_topo.cost.collectives import fit_rings, read_tests
@@ -44,7 +45,7 @@ def _fit_collectives(options: FitOptions) -> None:
     rings = fit_rings(timed)
     if options.as_json:
         told = {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}
-        print(json.dumps({"rates": {"rings": told}, "measurements": len(timed)}, indent=2))
+        print_json({"rates": {"rings": told}, "measurements": len(timed)})
         return
     table = figures_table(["", "", "bandwidth", "step", "small", "its step", "error"], "Rings, as measured")
     for name, of in rings.items():
@@ -71,7 +72,7 @@ def _fit_record(options: FitOptions) -> None:
     fitted, predicted = calibrate.predict(fitting, rates), calibrate.predict(others, rates)
     if options.as_json:
         told = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
-        print(json.dumps({"rates": to_json(rates), "results": told}, indent=2))
+        print_json({"rates": to_json(rates), "results": told})
         return
     table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
     for rows, what in ((fitted, "fitted"), (predicted, "predicted")):

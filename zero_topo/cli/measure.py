@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from zero_topo.cli.output import print_json
 from zero_topo.launch.env import rank_environment
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
@@ -51,7 +51,10 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
         if dist.get_rank() == 0:
             raise
         raise typer.Exit(WRONG_INPUT) from None
-    print(json.dumps(found.to_json(), indent=2) if as_json else render_tree(found))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print(render_tree(found))
     leave()
 
 

@@ -6,12 +6,12 @@ To add a view, write it in ``plan_views.py`` and name the option that asks for i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from zero_topo.cli.options import taking
+from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import (
     ITEMSIZE,
     PlanOptions,
@@ -71,7 +71,7 @@ def schemes(options: PlanOptions) -> None:
     }
     if options.as_json:
         head = {"topology": found.to_json(), "params": params, "micro_batches": options.micro_batches}
-        print(json.dumps({**head, "schemes": [row.to_json() for row in rows.values()]}, indent=2))
+        print_json({**head, "schemes": [row.to_json() for row in rows.values()]})
         return
     show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
     show(memory_table({name: row.memory for name, row in rows.items()}, found.memory_per_rank))

@@ -10,6 +10,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
+from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_request, found_schemes
 from zero_topo.cli.tables import largest_table, paper_memory, paper_volume, ranking_table, show
 from zero_topo.config import ZeroTopoConfig
@@ -29,7 +30,7 @@ def recommendation(options: PlanOptions) -> None:
     ranking = rank_plans(ZeroTopoConfig.parse({}), found_request(options))
     reasons = explain(ranking)
     if options.as_json:
-        print(json.dumps(_ranking_json(ranking, reasons, options), indent=2))
+        print_json(_ranking_json(ranking, reasons, options))
         return
     model, found = ranking.request.job.model, ranking.request.topology
     title = f"{model.params:,} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
@@ -107,7 +108,7 @@ def largest_models(options: PlanOptions) -> None:
             "micro_batch": job.micro_batch,
             "checkpointing": job.checkpointing,
         }
-        print(json.dumps({**head, "schemes": {name: {"max_params": n} for name, n in found.items()}}, indent=2))
+        print_json({**head, "schemes": {name: {"max_params": n} for name, n in found.items()}})
         return
     show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
     beside = "weights, gradients and optimizer alone" if request.states_only else f"{job.attention} attention"
@@ -134,7 +135,7 @@ def _memory(options: PlanOptions) -> None:
     rows = paper_memory_table(params, found.nodes, found.ranks_per_node, found.ranks_per_gpu)
     if options.as_json:
         held = {name: {role: _number(n) for role, n in row.items()} for name, row in rows.items()}
-        print(json.dumps({"params": params, "nodes": found.nodes, "unit": "bytes per rank", "rows": held}, indent=2))
+        print_json({"params": params, "nodes": found.nodes, "unit": "bytes per rank", "rows": held})
         return
     show(paper_memory(rows, f"Bytes per rank: {params:,} parameters, {found.world_size} ranks of {found.name}"))
 
@@ -147,7 +148,7 @@ def _volume(options: PlanOptions) -> None:
             name: [{"phase": t.phase, "volume": str(t.volume), "degree": t.degree, "domain": t.domain} for t in row]
             for name, row in rows.items()
         }
-        print(json.dumps({"nodes": found.nodes, "unit": "2 psi bytes per micro-batch", "rows": sent}, indent=2))
+        print_json({"nodes": found.nodes, "unit": "2 psi bytes per micro-batch", "rows": sent})
         return
     show(
         paper_volume(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from zero_topo.bench import records
+from zero_topo.cli.output import print_json
 from zero_topo.observe.runlog import new_run_folder
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def measure(
     assert file is not None, "nothing was measured"
     pictures = save(report.draw(content), outputs.plots or file.parent)
     if outputs.as_json:
-        print(json.dumps(content, indent=2))
+        print_json(content)
     else:
         report.show(content)
         print(f"Written: {', '.join(str(path) for path in (file, *pictures))}")

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from zero_topo.cli.output import print_json
 
 
 def report(
@@ -19,6 +20,6 @@ def report(
     from zero_topo.observe.tables import render
 
     if as_json:
-        print(json.dumps(read_report(folder), indent=2))
+        print_json(read_report(folder))
     else:
         render(folder)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from zero_topo.bench.schemes import KNOWN
 from zero_topo.cli.fitting import FitOptions, fit
 from zero_topo.cli.inputs import machine, read_count, read_json, words_of
 from zero_topo.cli.options import taking
+from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.cost.model_files import load_model
@@ -105,7 +105,7 @@ def simulate(options: Options) -> None:
     }
     written = [*_draw(options, points, content), *_trace(options, points)]
     if options.as_json:
-        print(json.dumps(content, indent=2))
+        print_json(content)
         return
     _show(options, points, content)
     if written:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.cli.output import print_json
 from zero_topo.topology.render import render_tree
 from zero_topo.topology.render_devices import render_devices
 
@@ -30,7 +30,10 @@ def topology(
 
         return measure_command(source, as_json)
     found = described(source, world_size) if source else this_machine(world_size)
-    print(json.dumps(found.topology.to_json(), indent=2) if as_json else "\n".join(sections(found)))
+    if as_json:
+        print_json(found.topology.to_json())
+    else:
+        print("\n".join(sections(found)))
 
 
 def sections(found: Described) -> list[str]:

@@ -1,0 +1,58 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Where ``--json`` is given, standard output holds the JSON and nothing else, whatever libraries print or log."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+_DOCUMENTS: ContextVar[TextIO | None] = ContextVar("documents", default=None)
+STDOUT, STDERR = 1, 2
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Sends all that is printed to standard error, programs that are started included, but for :func:`print_json`."""
+    with _real_stdout() as documents, redirect_stdout(sys.stderr):
+        token = _DOCUMENTS.set(documents)
+        try:
+            yield
+        finally:
+            _DOCUMENTS.reset(token)
+
+
+@contextmanager
+def _real_stdout() -> Iterator[TextIO]:
+    """Standard output by a descriptor of its own, whose usual number is standard error meanwhile.
+
+    Where ``sys.stdout`` is no descriptor, as in tests, it is that itself.
+    """
+    sys.stdout.flush()
+    try:
+        is_usual = sys.stdout.fileno() == STDOUT
+    except (io.UnsupportedOperation, AttributeError, ValueError):
+        is_usual = False
+    if not is_usual:
+        yield sys.stdout
+        return
+    with os.fdopen(os.dup(STDOUT), "w", encoding="utf-8") as documents:
+        os.dup2(STDERR, STDOUT)
+        try:
+            yield documents
+        finally:
+            os.dup2(documents.fileno(), STDOUT)
+
+
+def print_json(content: Mapping[str, Any]) -> None:
+    """Print a JSON object to standard output.
+
+    Raises:
+        TypeError: for what JSON has no form of.
+    """
+    print(json.dumps(content, indent=2), file=_DOCUMENTS.get() or sys.stdout, flush=True)
