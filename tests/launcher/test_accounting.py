@@ -102,22 +102,6 @@ def test_a_destroyed_engine_lets_go_of_its_shards_and_groups() -> None:
     assert held() is None
 
 
-def test_nothing_keeps_deepspeeds_flat_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DeepSpeed has flattened is copied into our rows; the old buffer, as large as a world shard, is freed."""
-    name = "_create_fp16_partitions_with_defragmentation"
-    old: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def flattened(self: Any, *args: Any) -> None:
-        flatten(self, *args)
-        old.append(weakref.ref(self.lp_param_buffer.untyped_storage()))
-
-    flatten = getattr(Stock, name)
-    monkeypatch.setattr(Stock, name, flattened)
-    with running(Job(zero_topo=block("topo"), dtype="bf16")):
-        gc.collect()
-        assert [buffer() for buffer in old] == [None]
-
-
 def test_seed_makes_dropout_repeat_and_differ_between_ranks() -> None:
     def draws() -> torch.Tensor:
         with running(Job(zero_topo=block("topo", seed=11))):
