@@ -53,7 +53,7 @@ WRONG = {
     "topology --from {broken": "not valid JSON",
     "topology --world-size many": "--world-size",
     f"topology --from {__file__}": "is not recognised: it is neither a topology's JSON nor output of amd-smi",
-    f"topology --from {DEVICES}/malformed_nvidia_smi.txt": "row GPU1, column GPU2 is 'PIXNODE'",
+    f"topology --from {DEVICES}/malformed_nvidia_smi.txt": "row GPU1 has 6 cells for 5 columns",
     "topology --from frontier --from dgx-a100": "--from states two machines, 'frontier' and 'dgx-a100'",
     f"topology --from {DEVICES}/dgx_a100_nvidia_smi.txt --from {DEVICES}/old_nvidia_smi.txt": "sees 8 devices",
     "topology --measure": "no launcher's variables are here; start every rank with it",

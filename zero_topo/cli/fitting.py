@@ -55,7 +55,7 @@ def _fit_collectives(options: FitOptions) -> None:
             table.add_row(name, domain, *cells)
     show(table)
     written = {"rings": {name: {domain: to_json(ring) for domain, ring in of.items()} for name, of in rings.items()}}
-    print(f"From {len(timed)} measurements. For 'simulate --rates FILE', or a machine's \"rates\":")
+    print(f"From {len(timed)} measurements. For 'simulate --rates FILE' and 'plan --rates FILE':")
     print(json.dumps(written, indent=2))
 
 

@@ -8,12 +8,15 @@ import os
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+from zero_topo.strict import read, to_json
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
+from zero_topo.topology.rates import Rates
 
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE]\+?\d+)?)(?P<suffix>[kKmMbBtT]?)")
 _SUFFIXES: Mapping[str, int] = MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12})
@@ -45,6 +48,25 @@ def read_json(text: str, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what}: must be a JSON object, got {found!r}")
     return found
+
+
+def read_rates(text: str, preset: Rates | None) -> Rates:
+    """The preset's rates with the keys that the user gave; of ``link_efficiency`` and ``rings``, with their parts.
+
+    Args:
+        text: a JSON object, or the path of a file with one.
+        preset: what is not given; None if nothing is known.
+
+    Raises:
+        ValueError: for what are no rates, or incomplete ones without a preset.
+    """
+    given = read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
+    known = {} if preset is None else to_json(preset)
+    merged = {**known, **given}
+    for key in ("link_efficiency", "rings"):
+        if isinstance(given.get(key), dict):
+            merged[key] = {**known.get(key, {}), **given[key]}
+    return cast("Rates", read(Rates, "--rates", merged))
 
 
 def words_of(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.inputs import machine, read_count
+from zero_topo.cli.inputs import machine, read_count, read_rates
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -70,6 +70,10 @@ class PlanOptions:
     ] = None
     sparse: Annotated[
         list[str] | None, typer.Option(metavar="MODE", help="Sparse sync to try too, may be repeated.")
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|JSON", help="Rates in place of the machine's, as simulate --calibrate prints them."),
     ] = None
     deepspeed_config: Annotated[
         str | None,
@@ -169,11 +173,14 @@ def found_request(options: PlanOptions) -> Request:
     zero = load_deepspeed_config(options.deepspeed_config or {}).get("zero_optimization") or {}
     sparse = tuple(options.sparse or ())
     usual = 0.0 if options.states_only else RESERVE
+    topology = found_machine(options)
+    own = None if options.rates is None else read_rates(options.rates, Request(topology, job).rates)
     return Request(
-        found_machine(options),
+        topology,
         job,
         reserve=usual if options.reserve is None else options.reserve,
         sparse=sparse,
         flight=InFlight.read(zero),
         states_only=options.states_only,
+        own_rates=own,
     )

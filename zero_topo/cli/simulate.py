@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from zero_topo.bench.schemes import KNOWN
 from zero_topo.cli.fitting import FitOptions, fit
-from zero_topo.cli.inputs import machine, read_count, read_json, words_of
+from zero_topo.cli.inputs import machine, read_count, read_rates, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
@@ -24,7 +24,7 @@ from zero_topo.cost.sweep import Entry, Point, Sweep, scaling_efficiency
 from zero_topo.cost.time import known_rates, rates_of
 from zero_topo.cost.uncertainty import OVERLAPS, Overlap
 from zero_topo.observe.console import figures_table
-from zero_topo.strict import did_you_mean, read, to_json
+from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
@@ -133,7 +133,7 @@ def _machines(options: Options) -> tuple[list[Topology], Rates]:
     counts = _counts(options.gcds or GCDS, "--gcds") if preset or options.gcds else [None]
     machines = [machine(options.machine, count) for count in counts]
     known = known_rates(machines[0])
-    rates = _rates(options.rates, known) if known or options.rates != "{}" else rates_of(machines[0])
+    rates = read_rates(options.rates, known) if known or options.rates != "{}" else rates_of(machines[0])
     if options.latency is None:
         return machines, rates
     links = [{name: replace(link, latency=options.latency) for name, link in m.links.items()} for m in machines]
@@ -148,15 +148,6 @@ def _overlap(word: str | None) -> Overlap | None:
     if word is None or word in OVERLAPS:
         return word
     raise ValueError(f"--overlap {word!r}{did_you_mean(word, OVERLAPS)} (choose one of {', '.join(OVERLAPS)})")
-
-
-def _rates(text: str, preset: Rates | None) -> Rates:
-    """The preset's rates with the keys that the user gave; of ``link_efficiency``, with the domains."""
-    given = read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
-    known = {} if preset is None else to_json(preset)
-    links = given.get("link_efficiency", {})
-    merged = {**known.get("link_efficiency", {}), **links} if isinstance(links, dict) else links
-    return cast("Rates", read(Rates, "--rates", {**known, **given, "link_efficiency": merged}))
 
 
 def _schemes(names: Sequence[str]) -> dict[str, Entry]:

@@ -62,6 +62,7 @@ class Request:
         flight: DeepSpeed's settings that memory depends on.
         states_only: count the shards of weights, gradients and optimizer alone, as papers do, and leave out what is
             beside them at the peak of a step.
+        own_rates: how fast a rank is, known better than from the machine's name.
     """
 
     topology: Topology
@@ -71,6 +72,7 @@ class Request:
     sparse: tuple[str, ...] = ()
     flight: InFlight = DEFAULTS
     states_only: bool = False
+    own_rates: Rates | None = None
 
     def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
@@ -87,14 +89,14 @@ class Request:
     @cached_property
     def rates(self) -> Rates:
         """How fast a rank computes."""
-        rates = known_rates(self.topology) or load_machine(ASSUMED_MACHINE).rates
+        rates = self.own_rates or known_rates(self.topology) or load_machine(ASSUMED_MACHINE).rates
         assert rates is not None
         return rates
 
     @property
     def assumed_rates(self) -> bool:
         """Whether they are not known."""
-        return known_rates(self.topology) is None
+        return self.own_rates is None and known_rates(self.topology) is None
 
     @property
     def assumed_links(self) -> list[str]:
