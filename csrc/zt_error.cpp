@@ -21,7 +21,7 @@ extern "C" const char *zt_error_text(int status) {
         case ZT_NO_TABLE:
             return "more pieces than travel with a launch, and no table of them";
         case ZT_BAD_ALIGNMENT:
-            return "a message does not begin at a multiple of 16 bytes";
+            return "a quantized message does not begin at a multiple of 16 bytes, or a cast one of a value's size";
         case ZT_LAUNCH_FAILED:
             return "the GPU refused the launch";
         default:

@@ -39,7 +39,7 @@ enum zt_status {
     ZT_BAD_RANGE = 4,   /* a range that leaves the work */
     ZT_BAD_LEVEL = 5,   /* instructions that this processor or this build lacks */
     ZT_NO_TABLE = 6,    /* over ZT_GPU_PIECES pieces without a table (GPU only) */
-    ZT_BAD_ALIGNMENT = 7, /* a quantized message that does not begin at a multiple of 16 bytes (GPU only) */
+    ZT_BAD_ALIGNMENT = 7, /* a message not at a multiple of 16 bytes, or of a value's size if cast (GPU only) */
     ZT_LAUNCH_FAILED = 8  /* the GPU refused the launch */
 };
 
