@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class ClusterOptions(Outputs):
     """Of ``benchmarks cluster``."""
 
-    spec: Annotated[str, typer.Option(metavar="t8|t32|FILE", help="The cluster to emulate.")] = "t8"
+    spec: Annotated[str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")] = "t8"
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4"
     micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,4,8"
     steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 5

@@ -112,7 +112,8 @@ SPECS: Mapping[str, Spec] = MappingProxyType(
         # Both keep the proportions of Frontier: 200 GB/s between the dies of a GPU, 100 between GPUs, and of a node's
         # uplink 25 for each GPU. The uplink is as fast as two cores can keep busy.
         "t8": Spec("t8", 2, 2, 2, LinkRates(400, 200, 100)),
-        "t32": Spec("t32", 4, 4, 2, LinkRates(200, 100, 100)),
+        "t16": Spec("t16", 4, 2, 2, LinkRates(400, 200, 100)),
+        "t32": Spec("t32", 8, 2, 2, LinkRates(400, 200, 100)),
     }
 )
 

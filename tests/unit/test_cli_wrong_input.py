@@ -98,7 +98,7 @@ WRONG = {
 }
 
 WRONG_BENCHMARKS = {
-    "cluster --spec t9": "neither one of t8, t32",
+    "cluster --spec t9": "neither one of t8, t16, t32",
     "cluster --schemes topo,topp": "did you mean 'topo'",
     "cluster --schemes topo,topo": "each named once",
     "cluster --micro-batches 1,1": "different numbers",
