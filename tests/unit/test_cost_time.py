@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import Request
+from zero_topo.cost.simulator import Job
 from zero_topo.cost.time import Network, rates_of
 from zero_topo.strict import read, to_json
 from zero_topo.topology import Link, Topology, emulated, load_preset
@@ -99,3 +102,17 @@ def test_a_machine_without_links_or_rates_is_refused_with_the_way_out() -> None:
 def test_wrong_rates_are_refused(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read(Rates, "rates", {**to_json(RATES), **change})
+
+
+def test_measured_rings_count_only_over_the_links_they_were_measured_on() -> None:
+    """Who states a link of their own, on a known machine or an unknown one, gets its rate and not Frontier's ring."""
+    frontier = load_preset("frontier", 16)
+    faster = replace(frontier, links={**frontier.links, "world": Link(50e9, 1e-6)})
+    assert set(rates_of(frontier).rings["gather"]) == {"node", "world"}
+    assert set(rates_of(faster).rings["gather"]) == {"node"}
+    times = [Network(machine, rates_of(machine)).hop(8, 16, 1e9, "ring").seconds for machine in (frontier, faster)]
+    assert times[1] == pytest.approx(1e9 / (50e9 * 0.8) + 1e-6) and times[1] < times[0]
+    own = replace(faster, name="mine")
+    job = Job(load_model("gpt2"), 1, 1)
+    assert set(Request(own, job).rates.rings["gather"]) == {"node"}
+    assert Request(emulated(2, 4, 2), job).rates == rates_of(frontier)

@@ -26,7 +26,7 @@ from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.simulator import Job, simulate
-from zero_topo.cost.time import known_rates
+from zero_topo.cost.time import known_rates, rates_as
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.cost.uncertainty import overlapping
 from zero_topo.cost.volume import Key, Workload, step_bytes
@@ -89,7 +89,8 @@ class Request:
     @cached_property
     def rates(self) -> Rates:
         """How fast a rank computes."""
-        rates = self.own_rates or known_rates(self.topology) or load_machine(ASSUMED_MACHINE).rates
+        assumed = rates_as(load_machine(ASSUMED_MACHINE), self.topology)
+        rates = self.own_rates or known_rates(self.topology) or assumed
         assert rates is not None
         return rates
 

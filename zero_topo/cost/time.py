@@ -27,12 +27,12 @@ MPICH" (2005), per level of the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
 from zero_topo.topology.model import DOMAINS, Link, Topology
-from zero_topo.topology.presets import load_machine, preset_names
+from zero_topo.topology.presets import Machine, load_machine, preset_names
 from zero_topo.topology.rates import Collective, Rates
 
 BELOW: Mapping[str, str] = MappingProxyType({"gpu": "rank", "node": "gpu", "world": "node"})
@@ -168,7 +168,20 @@ _TIMES: Mapping[str, Callable[[Network, _Group, float], HopTime]] = MappingProxy
 
 def known_rates(topology: Topology) -> Rates | None:
     """Rates of the preset that a topology has its name from, if there is one and it knows."""
-    return load_machine(topology.name).rates if topology.name in preset_names() else None
+    return rates_as(load_machine(topology.name), topology) if topology.name in preset_names() else None
+
+
+def rates_as(machine: Machine, topology: Topology) -> Rates | None:
+    """Rates of a machine for a topology: rings that were measured count only over links that are the machine's."""
+    if machine.rates is None:
+        return None
+    known = {name: link.bandwidth for name, link in machine.links.items()}
+    stated = {name for name, link in topology.links.items() if link.bandwidth != known.get(name)}
+    rings = {
+        collective: {name: ring for name, ring in of.items() if name not in stated}
+        for collective, of in machine.rates.rings.items()
+    }
+    return machine.rates if not stated else replace(machine.rates, rings=rings)
 
 
 def rates_of(topology: Topology) -> Rates:
