@@ -248,7 +248,8 @@ def _way_out(leanest: Priced, request: Request) -> str:
         "use micro-batches of one sequence": replace(request, job=replace(job, micro_batch=1)),
         "offload the optimizer to the host (offload_optimizer)": replace(request, flight=replace(flight, offload=True)),
     }
-    found = [what for what, changed in leaner.items() if changed != request and _fits(leanest, changed)]
+    leaner = {what: changed for what, changed in leaner.items() if changed != request}
+    found = [what for what, changed in leaner.items() if _fits(leanest, changed)]
     if (enough := _enough_nodes(leanest, request)) is not None:
         found.append(f"use {enough:,} nodes")
     if found:
