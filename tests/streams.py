@@ -1,23 +1,29 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A device of symbolic streams: what is read and written on which, element by element, and whether that is ordered.
+"""A device of symbolic streams: what is read and written on which, byte by byte, and whether that is ordered.
 
 Tensors lie on the CPU and every operation runs at once, so results are right whatever the order; but what a GPU would
-run on a stream is booked there. Two accesses of one element, one of them a write, on streams of which neither has
-waited for the other are a race; so is memory that its stream takes again while another still uses it and it was not
-recorded on that one (torch's caching allocator gives it away). Both are errors with both stack traces.
+run on a stream is booked there. Two accesses of one byte, one of them a write, on streams of which neither has waited
+for the other are a race; so is memory that its stream takes again while another still uses it and it was not recorded
+on that one (torch's caching allocator gives it away). Both are errors with both stack traces.
 
 Note [Clocks]
     Each operation has a number. A stream's clock says, for every stream, up to which number it has waited for it; an
     event keeps a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which knows no elements).
+
+Note [What is one operation]
+    An operation of torch, a kernel's call (whatever the reference does inside it), or a collective.
 """
 
 from __future__ import annotations
 
 import linecache
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -25,16 +31,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.mesh import Hop
+from zero_topo.quant import reference, registry
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.spec import Format, Reduce, Total
 
 MAIN = "main"
 Numbers = NDArray[np.int64]
-Trace = list[tuple[str, int]]
+Places = slice | Numbers
+Trace = list[tuple[CodeType, int]]
+Booking = tuple[torch.UntypedStorage, Places]
 
 
 class RaceError(Exception):
@@ -45,7 +55,7 @@ class RaceError(Exception):
 class _Memory:
     """A storage: per byte, the number of the last write and of the last read by each stream."""
 
-    weak: StorageWeakRef
+    storage: weakref.ref[torch.UntypedStorage]
     home: str
     size: int
     wrote: dict[str, Numbers] = field(default_factory=dict)
@@ -78,6 +88,11 @@ class Stream:
         """All that is queued here so far."""
         return Event(self._device, dict(self._device.clocks[self.name]))
 
+    def synchronize(self) -> None:
+        """The host waits for what is queued here, and whatever is queued later comes after it."""
+        for name in self._device.clocks:
+            self._device.catch_up(name, self._device.clocks[self.name])
+
     def __enter__(self) -> Stream:
         self._device.entered.append(self.name)
         return self
@@ -87,14 +102,19 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """The device; within it, operations are booked on the current stream."""
+    """The device; within it, operations are booked on the current stream.
+
+    Attributes:
+        log: stream and name of each kernel's call and collective, in the order in which they were queued.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.clocks: dict[str, dict[str, int]] = {MAIN: {}}
         self.entered = [MAIN]
+        self.log: list[tuple[str, str]] = []
         self._number = 0
-        self._traces: dict[int, Trace] = {}
+        self._traces: list[Trace] = [[]]
         self._memory: dict[int, _Memory] = {}
         self._free: dict[str, list[dict[str, int]]] = {}
 
@@ -106,7 +126,7 @@ class Device(TorchDispatchMode):
     def stream(self, name: str = "") -> Stream:
         """A stream, by default a new one."""
         name = name or f"stream {len(self.clocks)}"
-        self.clocks.setdefault(name, dict(self.clocks[MAIN]) if name == MAIN else {})
+        self.clocks.setdefault(name, {})
         return Stream(self, name)
 
     def current_stream(self) -> Stream:
@@ -115,119 +135,185 @@ class Device(TorchDispatchMode):
 
     def catch_up(self, stream: str, clock: dict[str, int]) -> None:
         """A stream waits for what a clock says."""
-        self._look_for_freed()
         own = self.clocks[stream]
         for other, number in clock.items():
             own[other] = max(own.get(other, 0), number)
 
-    def synchronize(self) -> None:
-        """The host waits for everything, and so does whatever is queued later."""
-        everything = {name: clock.get(name, 0) for name, clock in self.clocks.items()}
-        for name in self.clocks:
-            self.catch_up(name, everything)
-
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``Tensor.record_stream``."""
-        self._memory_of(tensor).recorded.add(stream.name)
+        self._memory_of(tensor.untyped_storage()).recorded.add(stream.name)
 
     # -- operations ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look_for_freed()
         kwargs = kwargs or {}
-        before = {self._key(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
         out = func(*args, **kwargs)
-        self._number += 1
-        self._traces[self._number] = _trace()
-        self.clocks[self.current][self.current] = self._number
-        schema = func._schema
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        given = [*zip(schema.arguments, args, strict=False)]
-        given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-        for argument, value in given:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_flatten(value)[0]:
-                if isinstance(tensor, Tensor) and not view:
-                    self._access(tensor, writes, str(schema.name))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, Tensor) and self._key(tensor) not in before:
-                self._reuse()
-                self._access(tensor, "empty" not in schema.name, str(schema.name))
+        if func.is_view:
+            return out
+        given: dict[bool, list[Tensor]] = {False: [], True: []}
+        names, touches = _known(func)
+        for (_, writes), value in zip(names, args, strict=False):
+            given[writes] += _tensors(value)
+        for name, writes in names[len(args) :]:
+            given[writes] += _tensors(kwargs.get(name))
+        made = [] if given[True] else _tensors(out)
+        keys = {tensor.untyped_storage()._cdata for tensor in given[False]} if made else set()
+        new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in keys]
+        with self._operation(func._schema.name):
+            if new:
+                self._reuse(func._schema.name)
+            for writes, tensors in ((False, given[False]), (True, given[True] + new)) if touches else ():
+                self._book(func._schema.name, writes, map(_all_of, tensors))
+            for tensor in new:
+                self._memory_of(tensor.untyped_storage())
         return out
 
-    def _key(self, tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
+    @contextmanager
+    def call(self, name: str, reads: Iterable[Booking], writes: Iterable[Booking]) -> Iterator[None]:
+        """A kernel or a collective on the current stream; what is done inside is not booked."""
+        self.log.append((self.current, name))
+        with _disable_current_modes(), self._operation(name):
+            self._book(name, False, reads)
+            self._book(name, True, writes)
+            yield
 
-    def _memory_of(self, tensor: Tensor) -> _Memory:
-        key = self._key(tensor)
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        self._number += 1
+        self._traces.append(_trace(sys._getframe(1)))
+        self.clocks[self.current][self.current] = self._number
+        yield
+
+    def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
+        key = storage._cdata
         if key not in self._memory:
-            storage = tensor.untyped_storage()
-            self._memory[key] = _Memory(StorageWeakRef(storage), self.current, storage.nbytes())
+            self._memory[key] = _Memory(
+                weakref.ref(storage, lambda _: self._freed(key)), self.current, storage.nbytes()
+            )
         return self._memory[key]
 
-    def _access(self, tensor: Tensor, writes: bool, name: str) -> None:
-        memory = self._memory_of(tensor)
-        if not tensor.numel() or name.startswith("aten::empty") or name.startswith("aten::new_empty"):
-            return
-        places = _bytes_of(tensor, memory.size)
-        clock = self.clocks[self.current]
-        kinds = [memory.wrote, memory.read] if writes else [memory.wrote]
-        for kind in kinds:
-            for stream, numbers in kind.items():
-                last = int(numbers[places].max())
-                if stream != self.current and last > clock.get(stream, 0):
-                    raise RaceError(self._story(f"{name} on {self.current}", f"an access on {stream}", last))
-        table = (memory.wrote if writes else memory.read).setdefault(
-            self.current, np.zeros(memory.size, dtype=np.int64)
-        )
-        table[places] = self._number
+    def _book(self, name: str, writes: bool, accesses: Iterable[Booking]) -> None:
+        stream, clock = self.current, self.clocks[self.current]
+        for storage, places in accesses:
+            memory = self._memory_of(storage)
+            for kind in (memory.wrote, memory.read) if writes else (memory.wrote,):
+                for other, numbers in kind.items():
+                    if other == stream:
+                        continue
+                    last = int(numbers[places].max(initial=0))
+                    if last > clock.get(other, 0):
+                        raise RaceError(self._story(f"{name} on {stream}", f"an access on {other}", last))
+            kind = memory.wrote if writes else memory.read
+            if stream not in kind:
+                kind[stream] = np.zeros(memory.size, dtype=np.int64)
+            kind[stream][places] = self._number
 
-    def _look_for_freed(self) -> None:
+    def _freed(self, key: int) -> None:
         """Memory that was freed waits for the next allocation on its stream."""
-        for key, memory in [(k, m) for k, m in self._memory.items() if m.weak.expired()]:
-            del self._memory[key]
-            last = {stream: number for table in (memory.read, memory.wrote) for stream, number in _last(table)}
-            others = {stream: last[stream] for stream in last if stream not in (memory.home, *memory.recorded)}
-            if others:
-                self._free.setdefault(memory.home, []).append(others)
+        memory = self._memory.pop(key)
+        last: dict[str, int] = {}
+        for kind in (memory.read, memory.wrote):
+            for stream, numbers in kind.items():
+                if stream not in (memory.home, *memory.recorded):
+                    last[stream] = max(last.get(stream, 0), int(numbers.max(initial=0)))
+        if last:
+            self._free.setdefault(memory.home, []).append(last)
 
-    def _reuse(self) -> None:
+    def _reuse(self, name: str) -> None:
         """The current stream takes memory that was freed: nobody may use it any more."""
         for others in self._free.pop(self.current, []):
             for stream, number in others.items():
                 if number > self.clocks[self.current].get(stream, 0):
-                    what = f"memory of {self.current} is free, and its use again"
+                    what = f"memory of {self.current} is free, and its use again for {name}"
                     raise RaceError(self._story(what, f"its use on {stream}", number))
 
     def _story(self, what: str, before: str, number: int) -> str:
-        here = _trace()
+        here = _trace(sys._getframe(1))
         return "\n".join(
-            [f"{what} is not ordered after {before}, which was:", *_ours(self._traces[number]), "now:", *_ours(here)]
+            [f"{what} is not ordered after {before}, which was:", *_told(self._traces[number]), "now:", *_told(here)]
         )
 
 
-def _last(table: dict[str, Numbers]) -> list[tuple[str, int]]:
-    return [(stream, int(numbers.max())) for stream, numbers in table.items()]
+@cache
+def _known(func: Any) -> tuple[tuple[tuple[str, bool], ...], bool]:
+    """Of an operation: its arguments, and whether it writes them; and whether it touches any memory."""
+    arguments = func._schema.arguments
+    writes = ((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
+    return tuple(writes), "empty" not in func._schema.name
 
 
-def _trace() -> Trace:
-    """Files and lines, innermost first."""
-    return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [part for part in value if isinstance(part, Tensor)] if isinstance(value, list | tuple) else []
 
 
-def _ours(trace: Trace) -> list[str]:
-    """The lines of the package."""
-    ours = [(file.rsplit("/zero_topo/", 1)[-1], file, line) for file, line in trace if "/zero_topo/" in file]
-    return [f"  {short}:{line} {linecache.getline(file, line).strip()}" for short, file, line in ours]
+def _trace(frame: FrameType | None) -> Trace:
+    """The package's functions and lines, innermost first."""
+    found: Trace = []
+    while frame is not None:
+        if "/zero_topo/" in frame.f_code.co_filename:
+            found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found
 
 
-def _bytes_of(tensor: Tensor, size: int) -> Numbers:
-    """Where a tensor's elements lie in its storage."""
-    item = tensor.element_size()
-    places = np.arange(size // item, dtype=np.int64)[tensor.storage_offset() :]
-    strides = [stride * 8 for stride in tensor.stride()]
-    first = np.lib.stride_tricks.as_strided(places, tensor.shape, strides).reshape(-1) * item
-    return (first[:, None] + np.arange(item)).reshape(-1)
+def _told(trace: Trace) -> list[str]:
+    files = [(code.co_filename, line) for code, line in trace]
+    return [
+        f"  {file.rsplit('/zero_topo/', 1)[-1]}:{line} {linecache.getline(file, line).strip()}" for file, line in files
+    ]
+
+
+# -- where things lie ----------------------------------------------------------------------------------------------
+
+
+def _all_of(tensor: Tensor) -> Booking:
+    """All elements of a tensor."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return tensor.untyped_storage(), _places(int(tensor.storage_offset()), shape, strides, tensor.element_size())
+
+
+@lru_cache(maxsize=1 << 16)
+def _places(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> Places:
+    """The bytes of elements that lie so in a storage."""
+    where = _elements(offset, shape, strides)
+    count = where.size
+    if not count or int(where.max()) - offset == count - 1:
+        return slice(offset * item, (offset + count) * item)
+    return _bytes(where, item)
+
+
+def _elements(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Numbers:
+    where = np.array(offset, dtype=np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        where = where[..., None] + np.arange(size, dtype=np.int64) * stride
+    return where
+
+
+def _bytes(elements: Numbers, item: int) -> Numbers:
+    return (np.unique(elements)[:, None] * item + np.arange(item)).reshape(-1)
+
+
+def _of_pieces(pieces: Sequence[Piece], messages: Messages) -> list[Booking]:
+    """What messages are made of, or become: the elements that exist of the members that are not left out."""
+    return [(piece.flat.untyped_storage(), _of_piece(piece, messages.without_member)) for piece in pieces]
+
+
+def _of_piece(piece: Piece, without: int | None) -> Places:
+    shape, strides = (piece.members, piece.rows, piece.width), (piece.member_stride, piece.stride, 1)
+    where = _elements(0, shape, strides)
+    where = where if without is None else np.delete(where, without, 0)
+    return _bytes(where[where < piece.flat.numel()] + int(piece.flat.storage_offset()), piece.flat.element_size())
+
+
+def _of_messages(messages: Messages) -> list[Booking]:
+    table = messages.table
+    where = _elements(int(table.storage_offset()), tuple(table.shape), table.stride())
+    where = where.reshape(table.shape[0], messages.members, -1)
+    for axis, without in ((0, messages.without_source), (1, messages.without_member)):
+        where = where if without is None else np.delete(where, without, axis)
+    return [(table.untyped_storage(), _bytes(where, 1))]
 
 
 # -- in place of the accelerator -----------------------------------------------------------------------------------
@@ -242,36 +328,73 @@ class _Torch:
         self.Event = Event
 
 
+class _Kernels:
+    """The reference, each call of which is one operation; sparse operations are those that it makes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+        """See the reference."""
+        with self._device.call("encode", _of_pieces(pieces, out), _of_messages(out)):
+            reference.quantize(pieces, spec, out)
+
+    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+        """See the reference."""
+        with self._device.call("decode", _of_messages(messages), _of_pieces(pieces, messages)):
+            reference.dequantize_reduce(messages, spec, pieces, reduce)
+
+    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+        """See the reference."""
+        with self._device.call("recode", _of_messages(messages), _of_messages(out)):
+            reference.requantize(messages, source, spec, out, total)
+
+
+class _Collectives:
+    """In place of ``collectives/exchange.py``: they bring what was sent, each on a stream of its communicator."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def to_all(self, hop: Hop, message: Tensor) -> Handle[Tensor]:
+        """See there."""
+        received = torch.empty(hop.size, message.numel(), dtype=message.dtype)
+        return self._queued(hop, message, received, lambda: received.copy_(message.expand(hop.size, -1)))
+
+    def to_each(self, hop: Hop, table: Tensor) -> Handle[Tensor]:
+        """See there."""
+        received = torch.empty_like(table)
+        return self._queued(hop, table, received, lambda: received.copy_(table))
+
+    def to_each_uneven(self, hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        """See there; it brings zeros."""
+        received = rows.new_empty(sum(expected), rows.shape[1])
+        return self._queued(hop, rows, received, received.zero_)
+
+    def _queued(self, hop: Hop, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
+        transport = self._device.stream(f"nccl {hop.lo}-{hop.hi}")
+        transport.wait_stream(self._device.current_stream())
+        with transport, self._device.call("exchange", [_all_of(sent)], [_all_of(received)]):
+            move()
+        return Handle(transport.record_event(), (sent, received), lambda: received)
+
+
 @contextmanager
 def symbolic_device() -> Iterator[Device]:
-    """Lanes, events and collectives of the engine on symbolic streams; a collective runs on one of its group's."""
+    """Lanes, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
-
-    def queued(hop: Hop, reads: Sequence[Tensor], received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
-        transport = device.stream(f"nccl {hop.lo}-{hop.hi}")
-        transport.wait_stream(device.current_stream())
-        with transport:
-            move()
-            event = transport.record_event()
-        return Handle(event, (*reads, received), lambda: received)
-
-    def to_all(hop: Hop, message: Tensor) -> Handle[Tensor]:
-        received = torch.empty(hop.size, message.numel(), dtype=message.dtype)
-        return queued(hop, [message], received, lambda: received.copy_(message.expand(hop.size, -1)))
-
-    def to_each(hop: Hop, table: Tensor) -> Handle[Tensor]:
-        received = torch.empty_like(table)
-        return queued(hop, [table], received, lambda: received.copy_(table))
-
-    def recorded_event(_: torch.device) -> Event:
-        return device.current_stream().record_event()
-
+    collectives = _Collectives(device)
     with (
         patch("zero_topo.collectives.lane.torch", _Torch(device)),
         patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
-        patch("zero_topo.engine.weights.recorded_event", recorded_event),
-        patch("zero_topo.collectives.peers.to_all", to_all),
-        patch("zero_topo.collectives.peers.to_each", to_each),
+        patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
+        patch("zero_topo.collectives.peers.to_all", collectives.to_all),
+        patch("zero_topo.collectives.peers.to_each", collectives.to_each),
+        patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
+        patch.object(registry, "BACKENDS", MappingProxyType({"reference": lambda _: _Kernels(device)})),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,
     ):

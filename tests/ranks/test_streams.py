@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks.worlds import PLAIN, SCHEMES, World, world
+from tests.ranks.worlds import PLAIN, SCHEMES, world
 from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.bench.bare import fake_world
-from zero_topo.engine.stage3 import Stage3
-from zero_topo.topology.presets import emulated
+from zero_topo.sync import Moment
 
 NUMELS = (40, 7, 64, 96)
+GROUPS = (range(2), range(2, 4))
+"""Slots that DeepSpeed's optimizer updates at once."""
 SMALL = {"block_size": 64}
 
 
@@ -24,18 +27,22 @@ class DeepSpeed:
 
     Args:
         device: symbolic.
-        engine: of one rank.
+        block: of the config.
         overlap_comm: whether gathers and scatters have streams of their own.
         offload: masters on the host: what is published from them is a temporary copy.
     """
 
-    def __init__(self, device: Device, engine: Stage3, overlap_comm: bool, offload: bool = False) -> None:
-        self.device, self.engine, self.offload = device, engine, offload
+    def __init__(self, device: Device, block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> None:
+        self.device, self.offload = device, offload
         self.main = device.stream(MAIN)
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
-        rows = engine.weights.optimizer_rows()
-        self.masters = rows.to(torch.float32, copy=True)
+        w, self.moments = world(block, numels=NUMELS), list[Moment]()
+        self.engine = engine = w.engine(torch.bfloat16, chunk=200, moments=lambda: self.moments)
+        engine.weights.publish_world()
+        spans = [engine.layout.spans(slots) for slots in GROUPS]
+        self.columns = [(span[0][0], span[-1][1]) for span in spans]
+        self.masters = [engine.weights.optimizer_rows()[:, a:b].float() for a, b in self.columns]
 
     def fetch(self, slots: list[int], phase: str) -> list[Tensor]:
         """As its coordinator does for one module."""
@@ -56,7 +63,7 @@ class DeepSpeed:
         modules = [[0, 1], [2], [3]]
         for slots in modules:
             whole = self.fetch(slots, "gather_forward")
-            assert all(bool(w.sum() == w.sum()) or True for w in whole)
+            assert torch.stack([tensor.float().sum() for tensor in whole]).isfinite().all()
             self.release(whole)
         for slots in reversed(modules):
             whole = self.fetch(slots, "gather_backward")
@@ -71,40 +78,52 @@ class DeepSpeed:
         self.main.wait_stream(self.scatters)
 
     def step(self, skipped: bool = False) -> None:
-        """The optimizer's step, in two sub-groups."""
-        engine, layout = self.engine, self.engine.layout
-        engine.gradients.sync()
-        for first, past in ((0, 2), (2, 4)):
-            begin, end = layout.spans(range(first, past))[0][0], layout.spans(range(first, past))[-1][1]
-            if not skipped:
-                self.masters[:, begin:end] -= engine.gradients.optimizer_rows()[:, begin:end]
-                slots, new = range(first, past), self.masters[:, begin:end]
-                if engine.weights.publishes_differences:
-                    engine.weights.publish(slots, new.clone() if self.offload else new)
-                else:
-                    engine.weights.optimizer_rows()[:, begin:end].copy_(new)
-                    engine.weights.publish(slots)
-        engine.end_step(skipped)
+        """The optimizer's step, one sub-group after the other."""
+        self.engine.gradients.sync()
+        if not skipped:
+            for group in range(len(GROUPS)):
+                self.update(group)
+            begins = [begin for begin, _ in self.columns]
+            means = [torch.zeros_like(master) for master in self.masters]
+            self.moments[:] = self.moments or [Moment(*of, 0.9) for of in zip(begins, means, strict=True)]
+        self.engine.end_step(skipped)
+
+    def update(self, group: int) -> None:
+        """One sub-group's masters, and the weights that become of them."""
+        weights, (begin, end), new = self.engine.weights, self.columns[group], self.masters[group]
+        with self.engine.watched(new.view(-1), begin, 0.1):
+            new -= self.engine.gradients.optimizer_rows()[:, begin:end]
+        if weights.publishes_differences:
+            weights.publish(GROUPS[group], new.clone() if self.offload else new)
+        else:
+            weights.optimizer_rows()[:, begin:end].copy_(new)
+            weights.publish(GROUPS[group])
 
 
-def trained(w: World, overlap_comm: bool, offload: bool = False, **also: Any) -> None:
-    """Three steps of two micro-batches each, with an edit and a skipped step, on rank 0 of a pretended world."""
-    with fake_world(w.size), symbolic_device() as device:
-        engine = w.engine(torch.bfloat16, chunk=200)
-        engine.weights.publish_world()
-        job = DeepSpeed(device, engine, overlap_comm, offload)
+@contextmanager
+def job(block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> Iterator[DeepSpeed]:
+    """Rank 0 of 8, pretended."""
+    with fake_world(8), symbolic_device() as device:
+        yield DeepSpeed(device, block, overlap_comm, offload)
+
+
+def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> None:
+    """Steps of two micro-batches or one, with one that is skipped, and an edit."""
+    with job(block, overlap_comm, offload) as deepspeed:
+        weights = deepspeed.engine.weights
         for step in range(3):
-            job.micro_batch(last=False)
-            job.micro_batch(last=True)
-            job.step(skipped=step == 1)
-        engine.weights.write_back(2, torch.ones(NUMELS[2], dtype=torch.bfloat16))
-        job.micro_batch(last=True)
-        job.step()
-        engine.weights.finish()
-        engine.weights.primary.sum()
+            if step != 1:
+                deepspeed.micro_batch(last=False)
+            deepspeed.micro_batch(last=True)
+            deepspeed.step(skipped=step == 1)
+        weights.write_back(2, torch.ones(NUMELS[2], dtype=torch.bfloat16))
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        weights.finish()
+        weights.primary.sum()
 
 
-BLOCKS: dict[str, dict[str, object]] = {
+BLOCKS: dict[str, dict[str, Any]] = {
     **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
     "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
@@ -113,19 +132,49 @@ BLOCKS: dict[str, dict[str, object]] = {
         "sync": {"mode": "quantized", "bits": 4, **SMALL},
         "publish": {"delta": "int4", **SMALL},
     },
+    "radius": {"scheme": "topo", "sync": {"mode": "radius", "start": 1, "interval": 2}},
+    "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
+    "oktopk": {"scheme": "topo", "sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
+    "tagc": {"scheme": "topo", "sync": {"mode": "tagc"}},
 }
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("overlap_comm", [True, False], ids=["overlap_comm", "one stream"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_race(name: str, overlap: bool, overlap_comm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
     """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their own."""
-    monkeypatch.setenv("ZERO_TOPO_QUANT", "reference")
-    trained(world({**BLOCKS[name], "overlap": overlap}, emulated(2, 2, 2), NUMELS), overlap_comm)
+    trained({**BLOCKS[name], "overlap": overlap}, overlap_comm)
 
 
-def test_an_offloaded_masters_copy_outlives_its_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offloaded_masters_copy_outlives_its_publication() -> None:
     """The lane reads it after the caller has let it go."""
-    monkeypatch.setenv("ZERO_TOPO_QUANT", "reference")
-    trained(world(BLOCKS["q4"], emulated(2, 2, 2), NUMELS), overlap_comm=True, offload=True)
+    trained(BLOCKS["q4"], overlap_comm=True, offload=True)
+
+
+@pytest.mark.parametrize("phase", ["sync", "publish"])
+def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
+    """The network carries the second run while the device decodes the first."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=False)
+        deepspeed.device.log.clear()
+        if phase == "sync":
+            deepspeed.engine.gradients.sync()
+        else:
+            deepspeed.engine.weights.publish()
+            deepspeed.engine.weights.finish()
+        done = [name for _, name in deepspeed.device.log]
+    assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
+
+
+def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
+    """A prefetch is under way as a whole, and in the order of the starts, whoever needs which first."""
+    with job(BLOCKS["zero3"], overlap_comm=True) as deepspeed:
+        weights = deepspeed.engine.weights
+        weights.finish()
+        deepspeed.device.log.clear()
+        first = [weights.gather([slot], "gather_forward") for slot in (0, 2)]
+        begun = [where for where in deepspeed.device.log if where[1] == "exchange"]
+        for handle in reversed(first):
+            handle.wait()
+    assert begun == [("nccl 4-8", "exchange"), ("nccl 1-4", "exchange")] * 2

@@ -1,0 +1,189 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Every scheme's and mode's step keeps NCCL's rules, whatever the order in which ranks wait for their gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.nccl import RuleError, nccl_rules
+from tests.ranks.trainer import Trainer
+from tests.ranks.worlds import PLAIN, SCHEMES, World, shuffled, world
+from zero_topo import AdamS
+from zero_topo.collectives.exchange import to_all, to_each_uneven
+from zero_topo.mesh import Hop, Mesh
+from zero_topo.topology.presets import emulated
+
+NUMELS = (5, 64, 501, 96)
+SMALL = {"block_size": 64}
+Q4 = {"sync": {"mode": "quantized", "bits": 4, **SMALL}, "publish": {"delta": "int4", **SMALL}}
+SHARES = ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
+BLOCKS: dict[str, dict[str, Any]] = {
+    **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
+    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
+    "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
+    "q4": {"scheme": "topo", **Q4},
+    "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
+    **{
+        mode: {"scheme": "topo", "sync": {"mode": mode}}
+        for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
+    },
+    "oktopk": {"scheme": "topo", "sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
+    "radius": {"scheme": "topo", "sync": {"mode": "radius", "start": 1, "interval": 2}},
+    "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
+}
+
+
+@contextmanager
+def lanes_of_a_gpu() -> Iterator[None]:
+    """Lanes queue what follows at once; nothing here has to be ordered among streams (tests/ranks/test_streams.py)."""
+    streams = MagicMock()
+    with (
+        patch("zero_topo.collectives.lane.torch", streams),
+        patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
+        patch.object(Tensor, "record_stream", lambda *_: None),
+    ):
+        yield
+
+
+def gathered(trainer: Trainer, phase: str, order: Sequence[int]) -> None:
+    """Starts a gather for each parameter, as a prefetch does, and waits for them in some order."""
+    handles = [trainer.engine.weights.gather([slot], phase) for slot in range(len(NUMELS))]
+    for slot in order:
+        assert handles[slot].wait()[0].isfinite().all()
+
+
+def trained(w: World, mixed: bool) -> list[Tensor]:
+    """The weights of each rank after some steps; ``mixed``: each waits for its gathers in an order of its own."""
+
+    def rank_main(rank: int) -> Tensor:
+        trainer = Trainer(w, rank, lambda masters: AdamS(masters, 0.1), 1.0)
+        engine, weights = trainer.engine, trainer.engine.weights
+        weights.publish_world()
+        drawn = torch.Generator().manual_seed(rank)
+        for step in range(3):
+            for phase in ("gather_forward", "gather_backward"):
+                order = torch.randperm(len(NUMELS), generator=drawn).tolist() if mixed else range(len(NUMELS))
+                gathered(trainer, phase, order)
+            grads = w.grads(rank, step)
+            for last in (False, True):
+                for bucket in (slice(2, 4), slice(0, 2)):
+                    engine.gradients.scatter(range(len(NUMELS))[bucket], grads[bucket], last)
+            engine.gradients.sync()
+            trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
+            masters = trainer.table(trainer.masters)
+            if not weights.publishes_differences:
+                weights.optimizer_rows().copy_(masters)
+            for part in (range(2), range(2, 4)):
+                begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
+                weights.publish(part, masters[:, begin:end] if weights.publishes_differences else None)
+            engine.end_step(skipped=False)
+        weights.finish()
+        engine.gradients.mode.drain()
+        return weights.primary.clone()
+
+    return run_threads(w.size, rank_main)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_step_keeps_the_rules(name: str) -> None:
+    """On lanes of a CPU and of a GPU, with the weights that a step has without the rules."""
+    w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), NUMELS)
+    plain = trained(w, mixed=False)
+    for lanes in (nullcontext, lanes_of_a_gpu):
+        with lanes(), nccl_rules():
+            found = trained(w, mixed=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def early(hop: Hop, rank: int) -> None:
+    """Changes what is sent before it has waited."""
+    message = torch.zeros(4)
+    work = to_all(hop, message)
+    message += 1
+    work.wait()
+
+
+def longer(hop: Hop, rank: int) -> None:
+    """One rank's message is longer than the others'."""
+    to_all(hop, torch.zeros(4 + rank // 3)).wait()
+
+
+def other_order(hop: Hop, rank: int) -> None:
+    """One rank begins with what the others do last."""
+    for count in (1, 2) if rank else (2, 1):
+        to_all(hop, torch.zeros(count)).wait()
+
+
+def other_type(hop: Hop, rank: int) -> None:
+    """One rank sends another type."""
+    to_all(hop, torch.zeros(2, dtype=torch.float32 if rank else torch.int32)).wait()
+
+
+def unexpected(hop: Hop, rank: int) -> None:
+    """One rank expects a row less from itself and one more from the next than are sent."""
+    to_each_uneven(hop, torch.zeros(4, 2), [1, 1, 1, 1], [0, 2, 1, 1] if rank == 0 else [1, 1, 1, 1]).wait()
+
+
+def apart(hop: Hop, rank: int) -> None:
+    """Sends every second element as it lies."""
+    to_all(hop, torch.zeros(8)[::2]).wait()
+
+
+def forgotten(hop: Hop, rank: int) -> None:
+    """Nobody waits."""
+    to_all(hop, torch.zeros(2))
+
+
+def one_by_one(hop: Hop, rank: int) -> None:
+    """As on gloo."""
+    with patch("zero_topo.collectives.exchange._point_to_point", lambda _: True):
+        to_all(hop, torch.zeros(2)).wait()
+
+
+BREAKS: dict[Callable[[Hop, int], None], str] = {
+    early: "changed before",
+    longer: "one says all-gather of",
+    other_order: "one says all-gather of",
+    other_type: "another all-gather of 2 x torch.int32",
+    unexpected: "disagree",
+    apart: "strides",
+    forgotten: "never waited for",
+    one_by_one: "point to point",
+}
+
+
+@pytest.mark.parametrize("program", BREAKS, ids=lambda program: program.__name__)
+def test_a_broken_rule_is_named(program: Callable[[Hop, int], None]) -> None:
+    """Each of the rules is held."""
+    config = world({"scheme": "zero3"}, emulated(1, 2, 2)).config
+
+    def rank_main(rank: int) -> None:
+        program(Mesh(config.plan, config.topology, config.plan.hops()).route(1, 4).hops[0], rank)
+
+    with pytest.raises(RuleError, match=BREAKS[program]), nccl_rules():
+        run_threads(4, rank_main)
+
+
+def test_nothing_has_come_before_it_was_waited_for() -> None:
+    """Until then there is garbage."""
+
+    def rank_main(rank: int) -> tuple[bool, list[float]]:
+        received = torch.zeros(4)
+        work = rules.all_gather_into_tensor(
+            received, torch.tensor([float(rank)]), group=dist.group.WORLD, async_op=True
+        )
+        garbage = bool(received.isnan().all())
+        work.wait()
+        return garbage, received.tolist()
+
+    with nccl_rules() as rules:
+        assert run_threads(4, rank_main) == [(True, [0.0, 1.0, 2.0, 3.0])] * 4
