@@ -69,9 +69,9 @@ class Event:
     def __init__(self, device: Device, clock: dict[str, int]) -> None:
         self._device, self._clock = device, clock
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """The current stream (or this one) goes on after it."""
-        self._device.catch_up(stream.name if stream else self._device.current, self._clock)
+    def wait(self) -> None:
+        """The current stream goes on after it."""
+        self._device.catch_up(self._device.current, self._clock)
 
 
 class Stream:
@@ -187,9 +187,8 @@ class Device(TorchDispatchMode):
     def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = _Memory(
-                weakref.ref(storage, lambda _: self._freed(key)), self.current, storage.nbytes()
-            )
+            weak = weakref.ref(storage, lambda _: self._freed(key))
+            self._memory[key] = _Memory(weak, self.current, storage.nbytes())
         return self._memory[key]
 
     def _book(self, name: str, writes: bool, accesses: Iterable[Booking]) -> None:
@@ -325,7 +324,6 @@ class _Torch:
     def __init__(self, device: Device) -> None:
         self.accelerator = device
         self.Stream = lambda _: device.stream()
-        self.Event = Event
 
 
 class _Kernels:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -197,3 +198,19 @@ def test_access_to_gradients_masters_and_states(
     tolerance = 1e-5 if dtype == "fp32" else 3e-2
     torch.testing.assert_close(seen, theirs, rtol=tolerance, atol=tolerance)
     assert_equal(mine, expected, tolerance)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
+    """The step does not end it by gathering resident parameters: the forward pass does, where it needs them."""
+    seen = []
+
+    def after(engine: Any, step: int) -> None:
+        statuses = {param.ds_status for param in engine.optimizer.persistent_parameters}
+        seen.append((engine.optimizer.topo.weights.publishing, statuses))
+
+    resident = {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}
+    job = Job(model=SMALL, steps=2, ds=resident, after_step=after)
+    run(job.under(block("topo", overlap=overlap, debug_checks=False)))
+    wanted = ZeroParamStatus.NOT_AVAILABLE if overlap else ZeroParamStatus.AVAILABLE
+    assert seen == [(overlap, {wanted})] * 2
