@@ -75,7 +75,8 @@ CASES = {
 
 def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     """Bytes of a rank, on the back of an envelope: states by their degrees, DeepSpeed's defaults, one layer's
-    activations by the parts of a layer and every layer's input, FP32 logits."""
+    activations by the parts of a layer and every layer's input, FP32 logits. A gather's message is there, or those of
+    a bucket: what is scattered and comes, and what is synced."""
     model, params, held = report["model"], report["params"], plan["degrees"]
     h, f, s = model["hidden"], model["intermediate"], model["sequence"]
     keys = h * model["kv_heads"] // model["heads"]
@@ -88,7 +89,11 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     layer = params / model["layers"]
     whole = min(params, max(1e9, 2 * layer))
     message = 0 if held["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
-    flight = 2 * whole + message + 2 * 5e8 + 4 * min(1e9, params / held["optimizer"])
+    bits = 0.52 if "int4 gradients" in plan["losses"] else 2
+    bucket = 5e8 * (4 if held["gradients"] == 1 else 2 * bits)
+    if held["gradients"] < held["optimizer"]:
+        bucket += 2 * 5e8 * (0.52 if "int4 sync" in plan["losses"] else 2) / held["gradients"]
+    flight = 2 * whole + 2 * 5e8 + max(message, bucket)
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
     kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
     logits = 4 * s * (h + model["vocab"])
