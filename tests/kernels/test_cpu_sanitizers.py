@@ -81,11 +81,18 @@ def _library(name: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["test_cpu.py", "test_cpu_malformed.py"])
-def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("test_cpu.py", "members or more_than_a_few or sparse or split_work or millions and not casts"),
+        pytest.param("test_cpu.py", "not clang", marks=pytest.mark.long),
+        ("test_cpu_malformed.py", "not clang"),
+    ],
+)
+def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:
     """No access out of bounds and nothing undefined in anything that the other two files do."""
     tests = str(ROOT / "tests" / "kernels" / name)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not clang", tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", which, tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     assert " passed" in done.stdout and " failed" not in done.stdout

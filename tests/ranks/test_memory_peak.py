@@ -77,7 +77,9 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
     return sum(held.values()) - held.get("activations", 0)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "layers", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] not in SPARSE])
 def test_the_peak_is_as_predicted(name: str, layers: int) -> None:
     """Of all schemes and of dense and quantized modes, in one collective or in several."""
