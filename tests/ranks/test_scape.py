@@ -256,15 +256,15 @@ def test_skipped_steps_and_resuming_change_nothing(setting: str, what: str, step
 
 
 def test_not_a_number_reaches_the_optimizer() -> None:
-    """On every rank, and the state stays finite."""
+    """Also where no mask holds it, and the state stays as it was."""
     w = scape_world("hierarchy", density=0.05)
 
-    def rank_main(rank: int) -> tuple[bool, bool]:
+    def rank_main(rank: int) -> bool:
         trainer = Run(w, rank)
         trainer.step(0)
         return overflowed(trainer.engine, w.grads(rank, 1))
 
-    assert any(seen for seen, _ in run_threads(w.size, rank_main))
+    assert any(run_threads(w.size, rank_main))
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01])

@@ -25,6 +25,12 @@ class Masked(Sparse[State]):
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
 
+    def judge(self, reduced: Tensor) -> None:
+        """The host learns nothing of it: what a mask says how many there are of can be sent whatever they are."""
+        assert self.finite is not None
+        reduced.masked_fill_(self.finite.all().logical_not(), torch.nan)
+        self.finite = None
+
     def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.
 

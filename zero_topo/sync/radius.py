@@ -41,12 +41,12 @@ class RadiusState:
 
     Attributes:
         step: steps taken.
-        kept: elements that the mask holds in each row; 0 if there is no mask.
+        kept: elements that the mask holds in each row, of each parameter that takes part; none if there is no mask.
         bits: uint8 ``[P, ceil(C / 8)]``, the mask, each row packed by itself.
     """
 
     step: int
-    kept: int
+    kept: tuple[int, ...]
     bits: Tensor
 
 
@@ -56,10 +56,12 @@ class _Choice:
 
     Attributes:
         mask: bool ``[C]``.
+        kept: how many elements of each parameter it holds; 0 of one that has not been chosen yet.
         moved: whether any of the learning rates was not zero.
     """
 
     mask: Tensor
+    kept: list[int]
     moved: bool
 
 
@@ -77,8 +79,9 @@ class Radius(Masked[RadiusState]):
         if state.step < self.config.start or self._resamples(state):
             reduced = self.reduce_rows(total.view(self.peers.size, -1))
             return Outcome(reduced, total, after, self._numbers(self.numel, resampled=self._resamples(state)))
-        reduced = self.reduce_masked(total, self.mask(state), state.kept)
-        return Outcome(reduced, total, after, self._numbers(self.peers.size * state.kept, resampled=False))
+        kept = sum(state.kept)
+        reduced = self.reduce_masked(total, self.mask(state), kept)
+        return Outcome(reduced, total, after, self._numbers(self.peers.size * kept, resampled=False))
 
     def _resamples(self, state: RadiusState) -> bool:
         """Whether the step reduces everything and chooses a mask."""
@@ -103,17 +106,18 @@ class Radius(Masked[RadiusState]):
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
         """Choose the elements of the own row that the update moved most, if the learning rate moved any."""
         if self._choice is None:
-            self._choice = _Choice(self.mask(self._state)[self.peers.index], False)
+            kept = list(self._state.kept) or [0] * len(self._spans)
+            self._choice = _Choice(self.mask(self._state)[self.peers.index], kept, False)
         if rate == 0 and self._state.kept:
             return
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
-        for (first, past), (low, high) in zip(self._spans, self._places, strict=True):
+        for index, ((first, past), (low, high)) in enumerate(zip(self._spans, self._places, strict=True)):
             if begin <= first < begin + score.numel():
-                slice_ = score[first - begin : past - begin]
-                kept = torch.topk(slice_, max(1, int(self.config.density * (past - first))), sorted=False).indices
-                self._choice.mask[low:high] = False
-                self._choice.mask[low + kept] = True
+                count = max(1, int(self.config.density * (past - first)))
+                largest = torch.topk(score[first - begin : past - begin], count, sorted=False).indices
+                self._choice.mask[low:high].zero_().index_fill_(0, largest, True)
+                self._choice.kept[index] = count
 
     def commit(self, skipped: bool) -> None:
         """Take over the step; after one that resamples it is collective, and tells the peers the choice."""
@@ -121,15 +125,14 @@ class Radius(Masked[RadiusState]):
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
-        kept = int(choice.mask.sum())  # of another density than now where a rate was zero since a run was resumed
-        self._state = replace(self._state, kept=kept, bits=self.peers.gather(self.packed(choice.mask)))
+        self._state = replace(self._state, kept=tuple(choice.kept), bits=self.peers.gather(self.packed(choice.mask)))
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RadiusState:
         """No step, no mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
-        return RadiusState(0, 0, bits)
+        return RadiusState(0, (), bits)
 
     def state_bytes(self) -> int:
         """Bytes of the residual and the mask."""
@@ -137,12 +140,14 @@ class Radius(Masked[RadiusState]):
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
         """Steps, and the mask if one is chosen."""
-        return {"step": torch.tensor(state.step), "chosen": torch.tensor(state.kept > 0), "mask": state.bits}
+        return {"step": torch.tensor(state.step), "chosen": torch.tensor(bool(state.kept)), "mask": state.bits}
 
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Steps and mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        return RadiusState(int(saved["step"]), int(self.unpacked(bits[:1]).sum()), bits)
+        own = self.unpacked(bits[:1])[0]
+        kept = tuple(int(own[low:high].sum()) for low, high in self._places) if saved["chosen"] else ()
+        return RadiusState(int(saved["step"]), kept, bits)
 
 
 build_mode.register(RadiusSync, Radius)

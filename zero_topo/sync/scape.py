@@ -83,7 +83,7 @@ class Scape(Masked[ScapeState]):
         count = share(self.config.density_at(state.step + 1), self._columns)
         momentum = self._momentum(self.context.moments())
         chosen = torch.zeros_like(mask[own])
-        chosen[largest(table[own] + momentum[own], count).indices] = True
+        chosen.index_fill_(0, largest(table[own] + momentum[own], count).indices, True)
         reduced = self.reduce_masked(total, mask, state.kept)
         table += momentum.masked_fill_(mask, 0)
         report = {"density_asked": self.config.density_at(state.step), "density": state.kept / self._columns}

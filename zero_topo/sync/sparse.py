@@ -11,6 +11,8 @@ Note [A sparse step]
 Note [Not a number]
     A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. Ranks therefore
     say first whether all their elements are finite; if not, all get NaN, and DeepSpeed skips the step or reports it.
+    Where a mode looks at the device anyway, it learns so in its first look, and stops; else the device puts NaN into
+    the sums, and nobody waits.
 
 Note [Looks]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
@@ -84,6 +86,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
+        finite: uint8 ``[P, 1]``, whether all elements of each peer are, until somebody has looked.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -104,7 +107,7 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
-        self._finite: Tensor | None = None  # of the step under way, of all peers, until somebody looks
+        self.finite: Tensor | None = None
         self._state = self.fresh()
         self._report: Mapping[str, float | Tensor] = {}
 
@@ -133,26 +136,30 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             numbers: of any shape, one after the other.
         """
         parts = [number.view(-1) for number in numbers]
-        if self._finite is not None:
-            parts.append(self._finite.all().long().view(1))
+        if self.finite is not None:
+            parts.append(self.finite.all().long().view(1))
         seen: list[Any] = torch.cat(parts).tolist()
-        if self._finite is not None:
-            self._finite = None
+        if self.finite is not None:
+            self.finite = None
             if not seen.pop():
                 raise _NotFiniteError
         return seen
+
+    def judge(self, reduced: Tensor) -> None:
+        """Before sums are delivered: nothing that is not finite is in them unseen; see Note [Not a number]."""
+        if self.finite is not None:
+            self.look()
 
     def _step(self, shard: Tensor, scale: float, owing: bool) -> Step[State] | None:
         total = self.table(shard, self._spans).div_(scale).view(-1)
         # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
         finite = torch.stack(total.aminmax()).isfinite().all()
-        self._finite = self.peers.gather(finite.to(torch.uint8).view(1))
+        self.finite = self.peers.gather(finite.to(torch.uint8).view(1))
         if self.residual.numel() and owing:
             total += self.residual.to(total.device, non_blocking=True)
         try:
             outcome = self.exchange(total, self._state)
-            if self._finite is not None:
-                self.look()
+            self.judge(outcome.reduced)
         except _NotFiniteError:
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
