@@ -53,6 +53,7 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
+    "zero-topo bench scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
     "zero-topo bench sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
     # of an option that is given twice, the last one counts
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
@@ -253,6 +254,16 @@ def quantizer_rows() -> list[str]:
     return rows
 
 
+def scale_rows() -> list[str]:
+    """The README's table of launches, from the record committed."""
+    results = json.loads((ROOT / "benchmarks/records/scale.json").read_text())["results"]
+    found = {(row["scheme"], row["ranks"]): row["launches_per_parameter"] for row in results}
+    return [
+        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} |"
+        for scheme in dict.fromkeys(row["scheme"] for row in results)
+    ]
+
+
 def paper_rows() -> list[str]:
     """The README's table of the paper's ratios, from the simulator in the setting that the text states."""
     columns = [ratios(), ratios(how="full"), ratios(stock=False)]
@@ -275,6 +286,7 @@ def paper_rows() -> list[str]:
         ("convergence", convergence_rows),
         ("sparse training", sparse_training_rows),
         ("quantizers", quantizer_rows),
+        ("scale", scale_rows),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
