@@ -61,7 +61,7 @@ def test_calibrate_fits_some_schemes_and_predicts_the_others(run: Run) -> None:
     assert status == 0 and found["rates"]["peak_flops"] > 0
     rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
     fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
-    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 4, 8))
+    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8))
     assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
     status, out, _ = run(*words)
     assert status == 0 and "measured" in out and "predicted" in out
