@@ -211,8 +211,8 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
 }
 
 void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream stream) {
-    check(zt_gpu_sketch_insert(x.data_ptr<float>(), x.numel(), seed, sketch.size(0), sketch.data_ptr<float>(),
-                               handle(stream)));
+    check(zt_gpu_sketch_insert(x.data_ptr<float>(), x.size(0), x.size(1), seed, sketch.size(1),
+                               sketch.data_ptr<float>(), handle(stream)));
 }
 
 at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out,
@@ -292,10 +292,12 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
 }
 
 void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream) {
-    split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
-        return zt_cpu_sketch_insert(x.data_ptr<float>(), x.numel(), seed, sketch.size(0), sketch.data_ptr<float>(),
-                                    lanes);
-    });
+    const int64_t n = x.size(1), rows = sketch.size(1);
+    for (int64_t member = 0; member < x.size(0); ++member)
+        split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
+            return zt_cpu_sketch_insert(x.data_ptr<float>() + member * n, n, seed, rows,
+                                        sketch.data_ptr<float>() + member * rows * ZT_SKETCH_LANES, lanes);
+        });
 }
 
 at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out, Stream) {

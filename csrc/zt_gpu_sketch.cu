@@ -14,7 +14,7 @@ struct zt_sketch_arguments {
     const float *in;
     float *sketch, *x;
     const uint8_t *bits;
-    int64_t n, rows, blocks, words;
+    int64_t members, n, rows, blocks, words;
     uint64_t seed;
     uint32_t *counts; /* [lane][row]: elements not yet known in this row */
     uint8_t *flags;   /* [lane][flag_bytes]: which elements are not yet known, a bit for each block */
@@ -49,7 +49,10 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
     const int64_t tiles = (zt_row_groups(a.rows, 0) + zt_row_groups(a.rows, 1) + zt_row_groups(a.rows, 2)) * ZT_SLICES;
     const int t = threadIdx.x;
     const int64_t step = gridDim.x;
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += step) {
+    for (int64_t all = blockIdx.x; all < a.members * tiles; all += step) {
+        const int64_t member = all / tiles, tile = all - member * tiles;
+        const float *in = a.in + member * a.n;
+        float *sketch = a.sketch + member * a.rows * ZT_SKETCH_LANES;
         const zt_row_group group = zt_row_group_of(a.rows, tile / ZT_SLICES);
         const int64_t lane = tile % ZT_SLICES * ZT_THREADS + t;
         for (int r = 0; r < ZT_SKETCH_GROUP; r++) sums[r][t] = 0.0f;
@@ -68,7 +71,7 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
                     const uint32_t entry = i + k < count ? found[i + k] : 0;
                     const int64_t element = (base + (entry & 255)) * ZT_SKETCH_LANES + lane;
                     const bool exists = i + k < count && element < a.n;
-                    values[k] = exists ? zt_bits<float>(zt_load<uint32_t>(a.in + element)) : 0.0f;
+                    values[k] = exists ? zt_bits<float>(zt_load<uint32_t>(in + element)) : 0.0f;
                 }
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
@@ -79,7 +82,7 @@ ZT_KERNEL(ZT_THREADS) zt_sketch_insert_kernel(ZT_ARGUMENTS zt_sketch_arguments a
             }
         }
         for (int64_t row = group.first; row < group.past; row++)
-            a.sketch[row * ZT_SKETCH_LANES + lane] = sums[row - group.first][t];
+            sketch[row * ZT_SKETCH_LANES + lane] = sums[row - group.first][t];
     }
 }
 
@@ -219,13 +222,18 @@ ZT_KERNEL(32) zt_peel_kernel(ZT_ARGUMENTS zt_sketch_arguments a) {
 
 static int zt_sketch_size_is_bad(int64_t n, int64_t rows) { return n < 0 || rows < 3 || rows > 0x7fffffff; }
 
-int zt_gpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, void *stream) {
-    if (zt_sketch_size_is_bad(n, rows) || !sketch || (n > 0 && !x)) return ZT_BAD_SIZE;
+int zt_gpu_sketch_insert(const float *x, int64_t members, int64_t n, uint64_t seed, int64_t rows, float *sketch,
+                         void *stream) {
+    int64_t all = 0;
+    if (zt_sketch_size_is_bad(n, rows) || members < 0 || __builtin_mul_overflow(members, rows + n, &all))
+        return ZT_BAD_SIZE;
+    if (!sketch || (n > 0 && !x)) return ZT_BAD_SIZE;
+    if (members == 0) return ZT_OK;
     zt_sketch_arguments a = {};
-    a.in = x, a.sketch = sketch, a.n = n, a.rows = rows, a.seed = seed;
+    a.in = x, a.sketch = sketch, a.members = members, a.n = n, a.rows = rows, a.seed = seed;
     a.blocks = zt_blocks_for(n, ZT_SKETCH_LANES);
     const int64_t groups = zt_row_groups(rows, 0) + zt_row_groups(rows, 1) + zt_row_groups(rows, 2);
-    return zt_launch(zt_sketch_insert_kernel, groups * ZT_SLICES, ZT_THREADS, a, stream);
+    return zt_launch(zt_sketch_insert_kernel, members * groups * ZT_SLICES, ZT_THREADS, a, stream);
 }
 
 int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,

@@ -183,7 +183,9 @@ int zt_gpu_count_above(const void *x, int32_t dtype, int64_t n, float threshold,
 /* offsets: where each chunk's first pick goes, the exclusive scan of zt_gpu_count_above's partials. */
 int zt_gpu_compact_above(const void *x, int32_t dtype, int64_t n, float threshold, const int64_t *offsets,
                          int64_t capacity, int64_t *indices, void *values, void *stream);
-int zt_gpu_sketch_insert(const float *x, int64_t n, uint64_t seed, int64_t rows, float *sketch, void *stream);
+/* Of each member's n elements, which follow one another, as its sketches do. */
+int zt_gpu_sketch_insert(const float *x, int64_t members, int64_t n, uint64_t seed, int64_t rows, float *sketch,
+                         void *stream);
 /* work: zt_gpu_sketch_work(n, rows) bytes of device memory; left: one int64 of device memory, added to. */
 ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) {
     return (rows * 4 + (n + ZT_SKETCH_LANES - 1) / ZT_SKETCH_LANES) * ZT_SKETCH_LANES;

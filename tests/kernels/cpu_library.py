@@ -182,7 +182,8 @@ class CpuKernels:
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """As the reference's."""
-        self._split("sketch_insert_at", LANES, x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
+        for own, made in zip(x, sketch, strict=True):
+            self._split("sketch_insert_at", LANES, own.data_ptr(), own.numel(), seed, len(made), made.data_ptr())
 
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         """As the reference's."""

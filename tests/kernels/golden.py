@@ -328,11 +328,13 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(n)
         mask = torch.rand(n, generator=generator) < density
         x = torch.randn(n, generator=generator) * mask
-        expected = torch.full((rows, sparse_reference.LANES), 3.0)
-        sparse_reference.sketch_insert(x, 11, expected)
+        expected = torch.full((2, rows, sparse_reference.LANES), 3.0)
         sketch = torch.full_like(expected, 5.0).to(device)
-        backend.sketch_insert(x.to(device), 11, sketch)
+        members = torch.stack([2 * x, x])
+        sparse_reference.sketch_insert(members, 11, expected)
+        backend.sketch_insert(members.to(device), 11, sketch)
         assert_same(sketch.cpu(), expected, f"sketch {n} {rows}")
+        expected, sketch = expected[1], sketch[1]
         bits = torch.empty(-(-n // 8), dtype=torch.uint8)
         sparse_reference.mask_pack(mask, bits)
         wanted, peeled = torch.full((n,), 9.0), torch.full((n,), 8.0, device=device)

@@ -82,7 +82,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "mask_unpack": [c_void_p, c_int64, c_void_p],
     "count_above": [c_void_p, c_int32, c_int64, c_float, c_void_p],
     "compact_above": [c_void_p, c_int32, c_int64, c_float, c_void_p, c_int64, c_void_p, c_void_p],
-    "sketch_insert": [c_void_p, c_int64, c_uint64, c_int64, c_void_p],
+    "sketch_insert": [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p],
     "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
 }
 
@@ -179,7 +179,7 @@ class GpuLibrary:
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """Sketch of x."""
-        self.call("sketch_insert", x.data_ptr(), x.numel(), seed, sketch.shape[0], sketch.data_ptr())
+        self.call("sketch_insert", x.data_ptr(), *x.shape, seed, sketch.shape[1], sketch.data_ptr())
 
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         """x from its sketch."""

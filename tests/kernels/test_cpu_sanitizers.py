@@ -168,7 +168,7 @@ def everything_fenced(backend: CpuKernels, n: int, fenced: FencedMemory) -> None
     backend.mask_pack(mask, bits)
     backend.mask_unpack(bits, mask)
     sketch, values = fenced.tensor(7 * 1024, torch.float32).view(7, 1024), fenced.copy(mask.float())
-    backend.sketch_insert(values, 5, sketch)
+    backend.sketch_insert(values[None], 5, sketch[None])
     backend.sketch_peel(sketch, bits, 5, values)
 
 

@@ -396,4 +396,4 @@ def test_refusals_of_what_does_not_fit_together(library: ctypes.CDLL) -> None:
     assert call.quantize() == BAD_DTYPE
     x, to = call.x.data_ptr(), call.room.data_ptr()
     assert call.status("count_above", x, 3, 300, 1.0, to) == BAD_DTYPE
-    assert call.status("sketch_insert", x, 300, 1, 2, to) == BAD_SIZE
+    assert call.status("sketch_insert", x, 1, 300, 1, 2, to) == BAD_SIZE

@@ -77,7 +77,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "mask_unpack", lambda: triton.mask_unpack(bits, mask)
     indices, values = torch.zeros(99, dtype=torch.int64), torch.zeros(99, dtype=torch.bfloat16)
     yield "compact_above", lambda: triton.compact_above(bf16.flat, 0.5, indices, values)
-    yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat, 11, torch.zeros(30, 1024))
+    yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat[None], 11, torch.zeros(1, 30, 1024))
     yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
 
 

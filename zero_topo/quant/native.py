@@ -92,7 +92,7 @@ class Native:
         return found
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
-        """FP32 ``[n]`` -> its count sketch ``[rows, 1024]``."""
+        """FP32 ``[members, n]`` -> count sketches ``[members, rows, 1024]``."""
         self._module.sketch_insert(x, seed, sketch, self._stream())
 
     def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:

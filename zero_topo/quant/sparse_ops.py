@@ -109,16 +109,24 @@ class SparseOps:
         return Picks(indices, values, found)
 
     def sketch(self, x: Tensor, seed: int, rows: int) -> Tensor:
-        """The count sketch of ``x`` (FP32 ``[n]``), FP32 ``[rows, 1024]``; sketches of one seed and size add up.
+        """The count sketches of the rows of ``x``; those of one seed and size add up.
+
+        Args:
+            x: FP32 ``[members, n]``, or ``[n]`` of one; contiguous.
+            seed: of the hash.
+            rows: of a sketch.
+
+        Returns:
+            FP32 ``[members, rows, 1024]``, or ``[rows, 1024]``.
 
         Raises:
-            ValueError: if ``x`` is not 1-D FP32 and contiguous, or for fewer than three rows.
+            ValueError: if ``x`` is not FP32 and contiguous, or for fewer than three rows.
         """
-        _check("x", x, (torch.float32,))
+        _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
         _check_rows(rows)
-        sketch = torch.zeros(rows, LANES, device=x.device)
+        sketch = torch.zeros(*x.shape[:-1], rows, LANES, device=x.device)
         if x.numel():
-            self._backend.sketch_insert(x, seed, sketch)
+            self._backend.sketch_insert(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, LANES))
         return sketch
 
     def peel(self, sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, Tensor]:

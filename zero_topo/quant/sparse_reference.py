@@ -51,11 +51,14 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """Overwrite ``sketch`` (FP32 ``[rows, 1024]``) with that of ``x`` (FP32 ``[n]``); Note [Count sketch]."""
+    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with those of ``x`` (FP32 ``[members, n]``).
+
+    See Note [Count sketch].
+    """
     sketch.zero_()
-    for block, part in enumerate(x.split(LANES)):
-        for row, sign in _places(seed, block, sketch.shape[0]):
-            sketch[row, : part.numel()] += sign * part
+    for block, part in enumerate(x.split(LANES, dim=1)):
+        for row, sign in _places(seed, block, sketch.shape[1]):
+            sketch[:, row, : part.shape[1]] += sign * part
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:

@@ -82,15 +82,16 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """FP32 ``[n]`` -> its count sketch ``[rows, 1024]``.
+    """FP32 ``[members, n]`` -> count sketches ``[members, rows, 1024]``; a launch for each member.
 
     A program sums one row. Which blocks go there it reads from a list, sorted, so that sums have the reference's order.
     """
-    rows = sketch.shape[0]
-    places = _places(x, seed, rows)
+    rows = sketch.shape[1]
+    places = _places(x[0], seed, rows)
     found, order = places.rows.view(-1).sort(stable=True)
     starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=found.dtype, device=x.device))
-    launch(_sketch_insert, rows, sketch, x, x.numel(), places, _Sorted(order, starts))
+    for own, made in zip(x, sketch, strict=True):
+        launch(_sketch_insert, rows, made, own, own.numel(), places, _Sorted(order, starts))
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:

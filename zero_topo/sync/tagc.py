@@ -173,7 +173,7 @@ class Tagc(Sparse[int]):
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # in the sketch they would not come apart
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
-        sketches = torch.stack([self.context.sparse.sketch(row, SEED, rows) for row in table])
+        sketches = self.context.sparse.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
