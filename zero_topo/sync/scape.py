@@ -25,7 +25,7 @@ Note [Where the momentum lives]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +99,19 @@ class Scape(Masked[ScapeState]):
                 kept[:, places] = rows[:, columns].to(kept) * factor
         return kept
 
-    def _within(self, begin: int, width: int) -> Iterator[tuple[slice, slice]]:
-        """Of the parameters that take part in some columns: their columns among these, and in the table."""
+    def _within(self, begin: int, width: int) -> list[tuple[slice, slice]]:
+        """Of the parameters that take part in some columns: their columns among these, and in the table.
+
+        Neighbours are one.
+        """
+        found: list[tuple[slice, slice]] = []
         for (first, past), (low, high) in zip(self._spans, self._places, strict=True):
             if begin <= first < begin + width:
-                yield slice(first - begin, past - begin), slice(low, high)
+                if found and found[-1][0].stop == first - begin:
+                    columns, places = found.pop()
+                    first, low = begin + columns.start, places.start
+                found.append((slice(first - begin, past - begin), slice(low, high)))
+        return found
 
     def _of_table(self, rows: Tensor) -> Tensor:
         """Those rows of a gradient shard that the table has."""
@@ -117,7 +125,7 @@ class Scape(Masked[ScapeState]):
         """Zero the momentum off the mask: it has gone into the residuals."""
         if not self._stepped:
             return
-        within = list(self._within(begin, width))
+        within = self._within(begin, width)
         if not within:
             return
         low, high = within[0][1].start, within[-1][1].stop
