@@ -51,6 +51,8 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
         if dist.get_rank() == 0:
             raise
         raise typer.Exit(WRONG_INPUT) from None
+    if dist.get_rank() > 0:
+        leave()
     if as_json:
         print_json(found.to_json())
     else:
