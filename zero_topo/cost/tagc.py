@@ -54,7 +54,8 @@ def _(mode: TagcSync, columns: int, plan: Plan, peers: int) -> float:
     if ratio is None:
         reducing = n + SORTING_BYTES * picks
     else:
-        reducing = max(10 * columns, 4 * n + 2 * peers * mode.sketch_rows(columns, ratio) * BLOCK * 4)
+        sketches = peers * mode.sketch_rows(columns, ratio) * BLOCK * 4
+        reducing = max(10 * columns, sketches + max(4 * n, sketches))
     union = _union(mode, peers) * n
     everywhere = 0.0
     if plan.optimizer < plan.world_size:
