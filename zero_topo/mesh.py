@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ class Hop:
         """Number of members."""
         return self.hi // self.lo
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
-        """Whether group ranks follow the tree order."""
+        """Whether group ranks follow the tree order; found once, since every exchange asks."""
         return self.slots == tuple(range(self.size))
 
 

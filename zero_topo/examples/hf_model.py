@@ -43,7 +43,7 @@ def deepspeed_config(path: str | None, plain: bool = False) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
         "zero_optimization": {
             "stage": 3,
-            "overlap_comm": False,
+            "overlap_comm": True,
             "reduce_bucket_size": "auto",
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
