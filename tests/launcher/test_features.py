@@ -155,8 +155,8 @@ LIKE_STOCK: dict[str, tuple[Case, tuple[str, ...]]] = {
     "edited before backward": (edited_before_backward, ALL),
     # each group keeps its own weight decay, and the learning rate that the scheduler gives it
     "grouped and scheduled": (lambda: grouped(scheduler={"type": "WarmupLR", "params": WARMUP}), MASTERS),
-    # the optimizer steps through slices of the shard, one after the other
-    "in sub-groups": (lambda: grouped(**zero(sub_group_size=20)), MASTERS),
+    # the optimizer steps through slices of the shard, one after the other; and with everything on one stream
+    "in sub-groups": (lambda: grouped(**zero(sub_group_size=20, overlap_comm=False)), MASTERS),
     # below the persistence threshold: never partitioned, whole and new after each step
     "resident": (lambda: Job(model=SMALL, steps=STEPS, ds=zero(stage3_param_persistence_threshold=10**6)), ALL),
     # large prefetch buckets and reuse distances, as by default: a kept parameter is not a stale one

@@ -90,7 +90,7 @@ def ds_config(job: Job) -> dict[str, Any]:
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 200,
         "reduce_bucket_size": 2000,
-        "overlap_comm": False,
+        "overlap_comm": True,
     }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
