@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero_topo.quant.code_reference import codes_apply, codes_assess, codes_emit
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import DTYPES, Piece, read_all, total_numel, write_all
 from zero_topo.quant.sparse_reference import (
@@ -32,6 +33,9 @@ from zero_topo.quant.sparse_reference import (
 from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
 
 __all__ = [
+    "codes_apply",
+    "codes_assess",
+    "codes_emit",
     "compact_above",
     "count_above",
     "dequantize_reduce",

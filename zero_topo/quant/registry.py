@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from zero_topo.quant import reference
+from zero_topo.quant.code_ops import CodeBackend, CodeOps
 from zero_topo.quant.ops import Backend, BackendUnavailable, Quantizer
 from zero_topo.quant.sparse_ops import SparseBackend, SparseOps
 
@@ -73,6 +74,12 @@ def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.env
 def sparse_ops(quantizer: Quantizer, device: torch.device = CPU) -> SparseOps:
     """The element-wise operations of the sparse modes, by the backend that quantizes."""
     return SparseOps(quantizer.name, cast(SparseBackend, BACKENDS[quantizer.name](device)))
+
+
+def code_ops(quantizer: Quantizer, device: torch.device = CPU) -> CodeOps:
+    """The operations on weights held as codes, by the backend that quantizes."""
+    backend = cast(CodeBackend, BACKENDS[quantizer.name](device))
+    return CodeOps(backend, sparse_ops(quantizer, device))
 
 
 def _forced(name: str, device: torch.device) -> Quantizer:

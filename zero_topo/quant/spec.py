@@ -60,16 +60,16 @@ class BlockSpec:
 
     def scales_offset(self, numel: int) -> int:
         """Byte at which the scales begin."""
-        return _padded(self.blocks(numel) * self.block_bytes)
+        return padded(self.blocks(numel) * self.block_bytes)
 
     def zero_points_offset(self, numel: int) -> int:
         """Byte at which the zero points would begin, i.e. the end of the scales."""
-        return self.scales_offset(numel) + _padded(self.blocks(numel) * SCALE_BYTES)
+        return self.scales_offset(numel) + padded(self.blocks(numel) * SCALE_BYTES)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
         end = self.zero_points_offset(numel)
-        return end if self.symmetric else end + _padded(self.blocks(numel) * SCALE_BYTES)
+        return end if self.symmetric else end + padded(self.blocks(numel) * SCALE_BYTES)
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block_size}" + ("" if self.symmetric else "a")
@@ -124,5 +124,6 @@ class Total:
     factor: float = 1.0
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """Bytes rounded up to the alignment of every plane."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,134 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Codes and their messages, by the reference: what they promise to whoever holds weights as codes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_topo.quant import reference
+from zero_topo.quant.code_ops import CodeOps, Codes, Masters, Part
+from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+from zero_topo.quant.trits import TritSpec
+
+BLOCK, ROWS, MEMBERS = 64, 6, 3
+COLUMNS = [(7, 200), (300, 64), (364, 65)]
+WIDTH = 500
+CPU = torch.device("cpu")
+OPS = CodeOps(reference, SparseOps("reference", reference))
+
+
+class Ranks:
+    """Every member's copy of the codes, and all rows' masters ``[ROWS, WIDTH]``."""
+
+    def __init__(self, seed: int) -> None:
+        self.masters = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.02
+        self.codes = [Codes.build(COLUMNS, ROWS, BLOCK, CPU) for _ in range(MEMBERS)]
+        self.part = Part(0, len(self.codes[0].slot_of), ROWS // MEMBERS, MEMBERS)
+
+    def publish(self) -> list[int]:
+        """Each member publishes its rows; how many of its blocks escaped."""
+        own = [Masters(self.masters[m::MEMBERS], 0, m) for m in range(MEMBERS)]
+        changes = [OPS.assess(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
+        size = TritSpec(BLOCK).nbytes(self.part.blocks, max(int(change.count) for change in changes))
+        sent = torch.stack(
+            [OPS.emit(*of, size) for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)]
+        )
+        for member, codes in enumerate(self.codes):
+            OPS.apply(sent[None], codes, self.part, without=member)
+        return [int(change.count) for change in changes]
+
+    def check(self) -> None:
+        """All copies have the same bits, and every code is its master's."""
+        for codes in self.codes[1:]:
+            assert torch.equal(codes.held, self.codes[0].held)
+        for slot, (first, width) in enumerate(COLUMNS):
+            found, scales = held(self.codes[0], slot)
+            x = torch.zeros(ROWS, found.shape[1] * BLOCK)
+            x[:, :width] = self.masters[:, first : first + width]
+            wanted = (x.view(found.shape) * (1 / scales)[..., None]).round().clamp(-127, 127)
+            usable = (scales > 0)[..., None]
+            assert torch.equal(found.float(), torch.where(usable, wanted, 0.0))
+
+
+def held(codes: Codes, slot: int) -> tuple[Tensor, Tensor]:
+    """Codes ``[rows, blocks, block]`` and scales ``[rows, blocks]`` of a slot."""
+    at, scales_at, blocks, *_ = codes.slots[slot].tolist()
+    values = codes.held[at : at + ROWS * blocks * BLOCK].view(torch.int8).view(ROWS, blocks, BLOCK)
+    return values, codes.held[scales_at : scales_at + ROWS * blocks * 4].view(torch.float32).view(ROWS, blocks)
+
+
+def test_codes_follow_their_masters_in_every_copy() -> None:
+    """After each publish, whatever the masters did, all hold the masters' codes."""
+    ranks, generator = Ranks(0), torch.Generator().manual_seed(1)
+    blocks = ranks.part.blocks
+    assert ranks.publish() == [blocks] * MEMBERS, "fresh codes have no scales"
+    ranks.check()
+    for size in (1e-5, 1e-4, 1e-3, 0.1):
+        ranks.masters += torch.randn(ranks.masters.shape, generator=generator) * size
+        escaped = ranks.publish()
+        ranks.check()
+        assert all(e < blocks // 2 for e in escaped) or size > 1e-4
+    assert all(e == blocks for e in escaped), "a change of many codes does not fit into trits"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3.4e38])
+def test_what_is_not_finite_is_seen_and_heals(bad: float) -> None:
+    """A bad master makes its block NaN everywhere, once; a good one brings it back; zeros have no scale."""
+    ranks = Ranks(2)
+    ranks.publish()
+    ranks.masters[1, 310] = bad
+    ranks.masters[2, 300:364] = 0.0
+    assert ranks.publish() == [0, 1, 1]
+    ranks.check()
+    scales = held(ranks.codes[2], 1)[1]
+    assert scales[1, 0].isnan() and scales[2, 0] == 0
+    assert ranks.publish() == [0, 0, 0], "what did not change is not sent again"
+    ranks.masters[1:3, 300:364] = 0.01
+    ranks.publish()
+    ranks.check()
+    assert held(ranks.codes[0], 1)[1].isfinite().all()
+
+
+def test_scales_stay_while_blocks_fit() -> None:
+    """A block's scale changes when it outgrows its headroom, and when it shrinks by a quarter, not before."""
+    ranks = Ranks(3)
+    ranks.publish()
+    for factor, escapes in ((1.06, False), (1 / 1.06, False), (1.07, True), (0.76, False), (0.9, True)):
+        ranks.masters *= factor
+        before = held(ranks.codes[0], 0)[1].clone()
+        ranks.publish()
+        ranks.check()
+        assert torch.equal(before, held(ranks.codes[0], 0)[1]) != escapes, factor
+
+
+def test_a_gather_reads_them_as_one_message() -> None:
+    """What is held of a slot is a message of the INT8 wire format, rows filled up to whole blocks."""
+    ranks = Ranks(4)
+    ranks.publish()
+    codes, out = ranks.codes[0], torch.empty(ROWS * 256)
+    reference_message = codes.held[: BlockSpec(8, BLOCK).nbytes(out.numel())]
+    Quantizer("reference", reference).dequantize(reference_message, BlockSpec(8, BLOCK), out)
+    error = (out.view(ROWS, 256)[:, :200] - ranks.masters[:, 7:207]).abs().max()
+    assert error <= held(codes, 0)[1].max() * 0.5001
+
+
+def test_bytes_of_a_message() -> None:
+    """1.61 bits where nothing escapes, under 8.2 where all does; rows that do not fit their members are refused."""
+    spec, blocks = TritSpec(256), 100_000
+    assert spec.nbytes(blocks, 0) * 8 / (256 * blocks) < 1.61
+    assert spec.nbytes(blocks, blocks) * 8 / (256 * blocks) < 8.14
+    for block in BLOCK_SIZES:
+        sizes = [TritSpec(block).nbytes(301, escaped) for escaped in range(302)]
+        assert sizes == sorted(sizes), "the largest message of a hop has room for the others"
+    ranks = Ranks(5)
+    with pytest.raises(ValueError, match="are not 2 of 3"):
+        OPS.assess(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
+    with pytest.raises(ValueError, match="FP32"):
+        OPS.assess(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))
