@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
+from tests.ranks.worlds import whole_weights
 from zero_topo.collectives.handle import Handle
 from zero_topo.engine.stage3 import Stage3
 
@@ -58,7 +59,7 @@ def test_a_dropped_cross_node_sync_is_seen() -> None:
 
 def test_a_dropped_publish_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: topo.weights._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
 
     assert_seen(drop)
 
@@ -82,7 +83,7 @@ def test_a_secondary_that_is_not_refreshed_is_seen() -> None:
     run = job(quantize={"weights": None, "secondary": "int8", "gradients": None}, secondary="node")
 
     def drop(topo: Stage3) -> None:
-        topo.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+        whole_weights(topo).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="was not refreshed after the last publish"):
         losses_without(run, drop)
@@ -93,8 +94,8 @@ def test_a_stale_secondary_changes_the_loss() -> None:
     run = job(quantize={"weights": None, "secondary": "int8", "gradients": None}, secondary="node")
 
     def drop(topo: Stage3) -> None:
-        topo.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
-        topo.weights.secondary.is_fresh = lambda index: True  # type: ignore[method-assign]
+        whole_weights(topo).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+        whole_weights(topo).secondary.is_fresh = lambda index: True  # type: ignore[method-assign]
 
     assert largest_difference(train(run), list(stock())) <= 5e-3
     assert largest_difference(losses_without(run, drop), list(stock())) > 1e-2
@@ -104,7 +105,7 @@ def test_replicas_that_part_are_seen_by_the_debug_checks() -> None:
     run = job(debug_checks=True)
 
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: topo.weights._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="share a weight shard but hold different bits"):
         losses_without(run, drop)

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.ranks.worlds import NUMELS, PLAIN, SLOTS, World, assert_weights_alike, either_placement, loaded, world
+from tests.ranks.worlds import (
+    NUMELS,
+    PLAIN,
+    SLOTS,
+    World,
+    assert_weights_alike,
+    either_placement,
+    loaded,
+    primary,
+    world,
+)
 from zero_topo.collectives.handle import Handle
 from zero_topo.cost import step_bytes
 from zero_topo.engine.agreement import checksum
@@ -65,7 +75,7 @@ def test_every_copy_is_bit_identical_and_close_to_the_masters(scheme: str, delta
             engine.weights.publish(masters=masters_of(w, rank, plan.optimizer, step, 1e-2))
         engine.weights.finish()
         wanted = masters_of(w, rank, plan.weights, 5, 1e-2)
-        return int(checksum(engine.weights.primary)), float((engine.weights.primary - wanted).norm() / wanted.norm())
+        return int(checksum(primary(engine))), float((primary(engine) - wanted).norm() / wanted.norm())
 
     results = run_threads(w.size, rank_main)
     assert_weights_alike(w, [found for found, _ in results])
@@ -117,8 +127,8 @@ def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) ->
     w = world(block("topo", "int4"))
     start = Publisher.start
 
-    def wrong(self: Publisher, slots: range, masters: Tensor | None = None) -> None:
-        start(self, slots, masters)
+    def wrong(self: Publisher, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
+        start(self, slots, masters, first)
         self.finish()
         assert masters is not None
         rows = self._layout.subset(self._primary, w.config.plan.weights, w.config.plan.optimizer)
@@ -169,7 +179,7 @@ def test_overlap_and_the_size_of_runs_change_no_bit(scheme: str, delta: str | No
 
 def publish_step(engine: Stage3, masters: Tensor) -> None:
     """What the optimizer does with new masters."""
-    if engine.weights.publishes_differences:
+    if engine.weights.needs_masters:
         engine.weights.publish(masters=masters)
         return
     engine.weights.optimizer_rows().copy_(masters)
@@ -252,10 +262,9 @@ def test_held_weights_go_to_a_checkpoint_and_back() -> None:
         engine.weights.finish()
         saved = engine.state_dict()
         fresh, _ = started(w)
-        row = fresh.weights.primary[fresh.layout.row(2)]
-        row.copy_(masters_of(w, rank, 8, 3, 1e-2)[0])
-        fresh.load_state_dict(saved, row)
-        fresh.restart(row)
-        return torch.equal(fresh.weights.primary, engine.weights.primary)
+        fresh.weights.own_row.copy_(masters_of(w, rank, 8, 3, 1e-2)[0])
+        fresh.load_state_dict(saved)
+        fresh.restart()
+        return torch.equal(primary(fresh), primary(engine))
 
     assert all(run_threads(w.size, rank_main))

@@ -50,7 +50,7 @@ def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
     gradient = engine.gradients.optimizer_rows().to(torch.float32, copy=True)
     masters.sub_(gradient)
     del gradient
-    engine.weights.publish(masters=masters if engine.weights.publishes_differences else None)
+    engine.weights.publish(masters=masters if engine.weights.needs_masters else None)
     engine.weights.finish()
     engine.end_step(skipped=False)
 

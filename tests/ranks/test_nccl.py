@@ -80,15 +80,15 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             engine.gradients.sync()
             trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
             masters = trainer.table(trainer.masters)
-            if not weights.publishes_differences:
+            if not weights.needs_masters:
                 weights.optimizer_rows().copy_(masters)
             for part in (range(2), range(2, 4)):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
-                weights.publish(part, masters[:, begin:end] if weights.publishes_differences else None)
+                weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
             engine.end_step(skipped=False)
         weights.finish()
         engine.gradients.mode.drain()
-        return weights.primary.clone()
+        return weights.copies()[0].clone()
 
     return run_threads(w.size, rank_main)
 

@@ -39,7 +39,7 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
 
     def rank_main(rank: int) -> list[tuple[int, Tensor]]:
         engine = w.engine()
-        engine.load_state_dict({}, torch.zeros(w.columns), None if folder is None else str(folder))
+        engine.load_state_dict({}, None if folder is None else str(folder))
         for step in range(steps):
             rows = synced(engine, w.grads(rank, step))
             weights = torch.zeros_like(rows)
@@ -110,6 +110,6 @@ def test_what_does_not_fit_is_refused(
 
     def rank_main(rank: int) -> None:
         with pytest.raises(ValueError, match=message):
-            w.engine().load_state_dict({}, torch.zeros(w.columns), str(tmp_path))
+            w.engine().load_state_dict({}, str(tmp_path))
 
     run_threads(w.size, rank_main)

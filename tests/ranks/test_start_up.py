@@ -40,6 +40,7 @@ def start(scheme: str, on: Topology) -> Stage3:
             numels=numels,
             names=tuple(f"p{index}" for index in range(len(numels))),
             dims=(2,) * len(numels),
+            persistent=(False,) * len(numels),
             like=torch.empty(0, dtype=torch.bfloat16, device="meta"),
             scatter_dtype=torch.bfloat16,
             accumulation_dtype=torch.bfloat16,

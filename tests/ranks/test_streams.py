@@ -93,7 +93,7 @@ class DeepSpeed:
         weights, (begin, end), new = self.engine.weights, self.columns[group], self.masters[group]
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
-        if weights.publishes_differences:
+        if weights.needs_masters:
             weights.publish(GROUPS[group], new.clone() if self.offload else new)
         else:
             weights.optimizer_rows()[:, begin:end].copy_(new)
@@ -120,7 +120,8 @@ def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) ->
         deepspeed.micro_batch(last=True)
         deepspeed.step()
         weights.finish()
-        weights.primary.sum()
+        for copy in weights.copies():
+            copy.sum()
 
 
 BLOCKS: dict[str, dict[str, Any]] = {

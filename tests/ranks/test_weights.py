@@ -11,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import run_threads
-from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, assert_weights_alike, loaded, shards, shuffled, world
+from tests.ranks.worlds import (
+    PLAIN,
+    SCHEMES,
+    SLOTS,
+    World,
+    assert_weights_alike,
+    loaded,
+    primary,
+    shards,
+    shuffled,
+    whole_weights,
+    world,
+)
 from zero_topo.collectives.pack import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
@@ -97,7 +109,7 @@ def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> 
         engine.weights.publish()
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
         same = all(torch.equal(a, b + 1.0) for a, b in zip(found, params, strict=True))
-        return same, int(checksum(engine.weights.primary))
+        return same, int(checksum(primary(engine)))
 
     results = run_threads(w.size, rank_main)
     assert all(same for same, _ in results)
@@ -125,7 +137,7 @@ def test_a_secondary_that_was_not_refreshed_is_an_error_not_a_stale_read() -> No
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)
-        engine.weights.secondary.refresh = lambda slots: None  # type: ignore[method-assign]
+        whole_weights(engine).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
         engine.weights.publish()
         with pytest.raises(RuntimeError, match="was not refreshed") as caught:
             engine.weights.gather(SLOTS, "gather_backward").wait()
@@ -157,7 +169,7 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
         rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
         engine.weights.publish()
         engine.weights.finish()
-        return int(checksum(engine.weights.primary))
+        return int(checksum(primary(engine)))
 
     assert_weights_alike(w, run_threads(w.size, rank_main))
 
@@ -172,7 +184,7 @@ def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
         engine.weights.publish()
         engine.weights.finish()
         if rank == 5:
-            engine.weights.primary[0, 3] += 1e-6
+            primary(engine)[0, 3] += 1e-6
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=False)
         return str(caught.value)

@@ -16,6 +16,7 @@ from tests.harness import run_threads
 from zero_topo.bench.bare import bare_setup
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.weights import Weights
 from zero_topo.plan import Plan
 from zero_topo.sync import Moment
 from zero_topo.topology.model import Topology
@@ -119,11 +120,22 @@ def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -
     """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it, published; parameters."""
     engine, params = w.engine(dtype, chunk), w.params(dtype)
     plan, rank = w.config.plan, engine.layout.rank
-    row = engine.weights.primary[engine.layout.row(plan.weights)]
+    row = engine.weights.own_row
     for index, param in enumerate(params):
         engine.layout.slot(row[None], index)[0].copy_(shards(plan, param)[rank])
     engine.weights.publish_world()
     return engine, params
+
+
+def whole_weights(engine: Stage3) -> Weights:
+    """Of an engine that holds weights as they are, not as codes."""
+    assert isinstance(engine.weights, Weights)
+    return engine.weights
+
+
+def primary(engine: Stage3) -> Tensor:
+    """Their shard."""
+    return whole_weights(engine).primary
 
 
 def assert_weights_alike(w: World, sums: Sequence[int]) -> None:

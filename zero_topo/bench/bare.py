@@ -65,6 +65,7 @@ def bare_setup(
         numels=tuple(numels),
         names=tuple(f"p{index}" for index in range(len(numels))),
         dims=tuple(1 if n == 1 else 2 for n in numels),
+        persistent=(False,) * len(numels),
         like=torch.empty(0, dtype=dtype),
         scatter_dtype=dtype,
         accumulation_dtype=dtype,
@@ -124,5 +125,5 @@ class BareStep:
 
     def _publish(self) -> None:
         weights = self.engine.weights
-        weights.publish(masters=self._masters if weights.publishes_differences else None)
+        weights.publish(masters=self._masters if weights.needs_masters else None)
         weights.finish()

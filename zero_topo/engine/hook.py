@@ -108,6 +108,7 @@ class TopoStage3(Stock):
             numels=tuple(param.ds_numel for param in params),
             names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
             dims=tuple(len(param.ds_shape) for param in params),
+            persistent=tuple(bool(param.ds_persist) for param in params),
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
@@ -116,8 +117,7 @@ class TopoStage3(Stock):
             moments=self._moments,
         )
         self.topo = Stage3(self._topo_config, setup)
-        weights = self.topo.weights
-        row = weights.primary[weights.layout.row(self._topo_config.plan.weights)]
+        row = self.topo.weights.own_row
         row.copy_(self.lp_param_buffer)
         # DeepSpeed's flat buffer is our row from here on: what it cut from the old one is cut again.
         self.lp_param_buffer = row
@@ -125,7 +125,7 @@ class TopoStage3(Stock):
         self._set_fp16_partitioned_groups_flat()
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
-        self.topo.restart(row)
+        self.topo.restart()
         self._gathers = ParameterGathers(self.topo, self._slots, self._write_back)
         self._gathers.adopt(self.module.parameters())
 
@@ -269,8 +269,9 @@ class TopoStage3(Stock):
         weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self._slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
-        if weights.publishes_differences:
-            weights.publish(range(slots[0], slots[-1] + 1), rows.to(weights.primary.device))
+        if weights.needs_masters:
+            device = weights.optimizer_rows().device
+            weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
@@ -345,8 +346,10 @@ class TopoStage3(Stock):
         # DeepSpeed filled it from the masters: rounded as publish does, the run goes on with the weights it had.
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
-        self.topo.load_state_dict(own or {}, self.lp_param_buffer, kwargs.get("checkpoint_folder"))
-        self.topo.restart(self.lp_param_buffer)
+        self.topo.load_state_dict(own or {}, kwargs.get("checkpoint_folder"))
+        masters = [self.topo.masters.table(m.detach()) for m in self.fp32_partitioned_groups_flat]
+        own_row = torch.cat([table[self.topo.masters.own_row] for table in masters])
+        self.topo.restart(own_row.to(self.lp_param_buffer.device, torch.float32))
 
     def _restore_from_bit16_weights(self) -> None:
         narrow = self.fp32_partitioned_groups_flat[0].numel() == self.fp16_partitioned_groups_flat_numel[0]

@@ -16,7 +16,7 @@ Note [Publish under forward]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Mesh
+from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import packed_runs
 from zero_topo.quant.spec import Reduce
 
@@ -42,28 +42,21 @@ class PublishOptions:
     run_numel: int
 
 
-class Publisher:
-    """Publishes into a primary weight shard.
+class Publication:
+    """Publishes slots run by run, and knows which version of each is held.
 
     Args:
-        layout: the slots.
-        mesh: holds the route ``(weights, optimizer)``.
-        primary: ``[N / W, F]``.
-        options: the format.
+        slots: how many there are.
+        route: ``(weights, optimizer)``.
         meter: counts under "publish".
         lane: where it runs.
     """
 
-    def __init__(
-        self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
-    ) -> None:
-        plan = layout.plan
-        self._layout, self._primary, self._options, self._lane = layout, primary, options, lane
-        self._route = mesh.route(plan.weights, plan.optimizer)
-        self._meter = meter
+    def __init__(self, slots: int, route: Route, meter: Meter, lane: Lane) -> None:
+        self._route, self._meter, self._lane = route, meter, lane
         self._counted = Counted(meter, "publish")
-        self._wanted = [0] * len(layout.numels)  # version of the weights, by slot
-        self._held = [0] * len(layout.numels)  # version that the primary shard holds
+        self._wanted = [0] * slots  # version of the weights, by slot
+        self._held = [0] * slots  # version that is held
         self._pending: list[tuple[range, Handle[None]]] = []
 
     @property
@@ -71,43 +64,23 @@ class Publisher:
         """Whether anything is under way to or from other ranks."""
         return self._lane.overlaps and self._route.size > 1 and bool(self._pending)
 
-    def start(self, slots: range, masters: Tensor | None = None) -> None:
+    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
+        """Begin to publish some slots; each run with its handle."""
+        raise NotImplementedError
+
+    def start(self, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
         """Begin to publish consecutive slots whose optimizer rows were updated; collective.
 
         Args:
             slots: the slots.
-            masters: FP32 ``[N / O, columns of these slots]``, for differences; otherwise the optimizer's rows of the
-                primary shard hold the new weights already.
+            masters: FP32 ``[rows, columns]`` of these slots; None where the rows hold the new weights already.
+            first: the column that the first of the masters is.
         """
         assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
-        first = self._layout.begins[slots[0]] if slots else 0
-        sizes = [self._layout.padded_numels[i] for i in slots]
-        for run in packed_runs(sizes, self._options.run_numel):
-            part = range(slots.start + run.start, slots.start + run.stop)
-            for slot in part:
-                self._wanted[slot] += 1
-            spans = self._layout.spans(part)
-            with self._meter.timing("publish"):
-                begun = self._lane.run(
-                    partial(self._publish, spans, masters, first), [] if masters is None else [masters]
-                )
-                self._pending.append((part, begun))
-
-    def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
-        wire, by_member = self._options.wire, members(self._primary, self._route.size)
-        spans = merged(spans, wire.block)
-        pieces = span_pieces(by_member, spans, wire.block)
-        if masters is None:
-            if self._route.size == 1:
-                return Handle(None, (), lambda: None)
-            return all_gather_pieces(self._route, pieces, wire, self._counted)
-        begin, end = spans[0][0], spans[-1][1]  # slots are neighbours
-        # What turns what all ranks hold into (almost) what the masters say.
-        differences = masters[:, begin - first : end - first] - by_member[self._route.index][:, begin:end]
-        message = wire.encoded(span_pieces(differences, places_of(spans), wire.block))
-        add = Reduce(accumulate=True)
-        wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
-        return spread(self._route, message, pieces, wire, self._counted, add)
+        for slot in slots:
+            self._wanted[slot] += 1
+        with self._meter.timing("publish"):
+            self._pending += self._begin(slots, masters, first)
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
         """Finish what is under way for some slots, or for all; collective where publish takes two hops.
@@ -135,3 +108,50 @@ class Publisher:
         if stale:
             raise RuntimeError(f"weights of slots {sorted(stale)[:8]} are about to be read before they were published")
         return changed
+
+
+class Publisher(Publication):
+    """Publishes into a primary weight shard.
+
+    Args:
+        layout: the slots.
+        mesh: holds the route ``(weights, optimizer)``.
+        primary: ``[N / W, F]``.
+        options: the format; with differences, masters are needed.
+        meter: counts under "publish".
+        lane: where it runs.
+    """
+
+    def __init__(
+        self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
+    ) -> None:
+        plan = layout.plan
+        super().__init__(len(layout.numels), mesh.route(plan.weights, plan.optimizer), meter, lane)
+        self._layout, self._primary, self._options = layout, primary, options
+
+    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
+        for part in runs_of(slots, self._layout.padded_numels, self._options.run_numel):
+            publish = partial(self._publish, self._layout.spans(part), masters, first)
+            yield part, self._lane.run(publish, [] if masters is None else [masters])
+
+    def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
+        wire, by_member = self._options.wire, members(self._primary, self._route.size)
+        spans = merged(spans, wire.block)
+        pieces = span_pieces(by_member, spans, wire.block)
+        if masters is None:
+            if self._route.size == 1:
+                return Handle(None, (), lambda: None)
+            return all_gather_pieces(self._route, pieces, wire, self._counted)
+        begin, end = spans[0][0], spans[-1][1]  # slots are neighbours
+        # What turns what all ranks hold into (almost) what the masters say.
+        differences = masters[:, begin - first : end - first] - by_member[self._route.index][:, begin:end]
+        message = wire.encoded(span_pieces(differences, places_of(spans), wire.block))
+        add = Reduce(accumulate=True)
+        wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
+        return spread(self._route, message, pieces, wire, self._counted, add)
+
+
+def runs_of(slots: range, sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive slots in runs of at most ``limit`` elements, ``sizes`` being those of all slots."""
+    runs = packed_runs([sizes[slot] for slot in slots], limit)
+    return [range(slots.start + run.start, slots.start + run.stop) for run in runs]

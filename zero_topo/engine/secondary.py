@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_topo.collectives.wire import cast_to
 from zero_topo.engine.shards import Layout
-from zero_topo.engine.sources import Rows, Source, Stored
+from zero_topo.engine.sources import Rows, Stored
 from zero_topo.mesh import Mesh
 from zero_topo.quant.spec import BlockSpec
 
@@ -27,7 +27,7 @@ class Secondary:
     nbytes = 0
     shared: tuple[Tensor, ...] = ()
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Rows | Stored) -> None:
         self.source = source
 
     def is_fresh(self, index: int) -> bool:
@@ -52,7 +52,7 @@ class Secondary:
 class _Stamped(Secondary):
     """A copy apart: each slot is stamped with the version of the weights that it holds."""
 
-    def __init__(self, source: Source, layout: Layout) -> None:
+    def __init__(self, source: Rows | Stored, layout: Layout) -> None:
         super().__init__(source)
         self.nbytes = source.nbytes
         self._layout = layout
@@ -93,7 +93,7 @@ class _Cut(_Stamped):
 class _Captured(_Stamped):
     """S < W: rows kept from the forward gathers, which bring the parameters whole."""
 
-    def __init__(self, source: Source, layout: Layout, degree: int) -> None:
+    def __init__(self, source: Rows | Stored, layout: Layout, degree: int) -> None:
         super().__init__(source, layout)
         self._degree = degree
 

@@ -6,14 +6,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.pack import span_pieces
+from zero_topo.collectives.pack import members, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
+from zero_topo.quant.code_ops import Codes
+
+
+class Source(Protocol):
+    """What a gather needs; see :class:`Rows`."""
+
+    @property
+    def route(self) -> Route:
+        """The members that hold all rows between them."""
+
+    def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """What this rank sends."""
+
+    def decode(self, index: int, messages: Tensor, rows: Tensor) -> None:
+        """What has come, as rows."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,10 @@ class Rows:
             self.wire.encode(span_pieces(part, [(0, part.shape[1])]), message[begin:end])
         return message, ends
 
+    def decode(self, index: int, messages: Tensor, rows: Tensor) -> None:
+        """A slot's parts of all members' messages -> its rows ``[N / route.lo, width]``, interleaved and rounded."""
+        self.wire.decode(messages, span_pieces(members(rows, self.route.size), [(0, rows.shape[1])]))
+
     def store(self, index: int, rows: Tensor) -> None:
         """Put other values in the place of a slot's rows ``[N / route.hi, width]``."""
         self.layout.slot(self.rows, index).copy_(rows)
@@ -76,6 +96,10 @@ class Stored:
         parts = [self._part(index) for index in slots]
         return parts[0] if len(parts) == 1 else torch.cat(parts), _ends(part.numel() for part in parts)
 
+    def decode(self, index: int, messages: Tensor, rows: Tensor) -> None:
+        """As :meth:`Rows.decode`."""
+        self.wire.decode(messages, span_pieces(members(rows, self.route.size), [(0, rows.shape[1])]))
+
     def store(self, index: int, rows: Tensor) -> None:
         """Quantize a slot's rows ``[N / route.hi, width]``."""
         self.wire.encode(span_pieces(rows, [(0, rows.shape[1])]), self._part(index))
@@ -84,7 +108,38 @@ class Stored:
         return self.held[self._ends[index] : self._ends[index + 1]]
 
 
-Source = Rows | Stored
+class Coded:
+    """Parameters of which some are held as codes, and sent as such; the others as rows.
+
+    Args:
+        plain: rows of the others, in a layout of their own.
+        codes: theirs.
+        wire: the format of a slot's codes and scales.
+        places: of each slot: whether it has codes, and its place among those alike.
+    """
+
+    def __init__(self, plain: Rows, codes: Codes, wire: Wire, places: Sequence[tuple[bool, int]]) -> None:
+        self.route = plain.route
+        self._plain, self._codes, self._wire, self._places = plain, codes, wire, places
+        begins = codes.slots[:, 0].tolist()
+        self._spans = list(pairwise([*begins, codes.held.numel()]))
+
+    def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """As :meth:`Rows.message`."""
+        parts = [self._part(*self._places[index]) for index in slots]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), _ends(part.numel() for part in parts)
+
+    def _part(self, coded: bool, place: int) -> Tensor:
+        return self._codes.held[slice(*self._spans[place])] if coded else self._plain.message([place])[0]
+
+    def decode(self, index: int, messages: Tensor, rows: Tensor) -> None:
+        """As :meth:`Rows.decode`; rows of codes are filled up to whole blocks."""
+        coded, place = self._places[index]
+        if not coded:
+            self._plain.decode(place, messages, rows)
+            return
+        table = members(rows, self.route.size)
+        self._wire.decode(messages, span_pieces(table, [(0, rows.shape[1])], self._wire.block))
 
 
 def _ends(sizes: Iterable[int]) -> list[int]:

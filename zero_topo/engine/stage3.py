@@ -22,12 +22,14 @@ from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
+from zero_topo.engine.resident import CodeOptions, ResidentWeights
 from zero_topo.engine.residual_transfer import STATE_KEY, carried
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
+from zero_topo.plan import coded_slots
 from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.registry import select_quantizer, sparse_ops
+from zero_topo.quant.registry import code_ops, select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
@@ -42,6 +44,7 @@ class Setup:
         numels: elements of each trainable parameter, in DeepSpeed's flat order.
         names: their names.
         dims: dimensions of their shapes.
+        persistent: whether DeepSpeed keeps them whole.
         like: a tensor of the model's dtype on the accelerator.
         scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
@@ -53,6 +56,7 @@ class Setup:
     numels: tuple[int, ...]
     names: tuple[str, ...]
     dims: tuple[int, ...]
+    persistent: tuple[bool, ...]
     like: Tensor
     scatter_dtype: torch.dtype
     accumulation_dtype: torch.dtype
@@ -99,7 +103,7 @@ class Stage3:
     """Owns the nested shards of one optimizer.
 
     Attributes:
-        weights: primary and secondary shards.
+        weights: the shards from which weights are gathered.
         gradients: the gradient shard and the mode of sync.
         masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
         meter: bytes sent.
@@ -110,7 +114,8 @@ class Stage3:
         self.setup = setup
         self.meter = Meter(config.meter)
         self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
-        self.mesh = Mesh(config.plan, config.topology, config.plan.hops())
+        exact = [] if config.resident_spec is None else [(1, config.plan.optimizer)]
+        self.mesh = Mesh(config.plan, config.topology, [*config.plan.hops(), *exact])
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
@@ -129,11 +134,15 @@ class Stage3:
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
 
-    def _build_weights(self) -> Weights:
-        config, setup = self.config, self.setup
+    def _build_weights(self) -> Weights | ResidentWeights:
+        config, setup, spec = self.config, self.setup, self.config.resident_spec
         publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
         options = WeightOptions(config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
-        return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
+        if spec is None:
+            return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
+        coded = coded_slots(config.plan, setup.numels, setup.dims, setup.persistent, spec.block_size)
+        codes = CodeOptions(code_ops(self.quantizer, setup.like.device), spec.block_size, coded, self._lane)
+        return ResidentWeights(self.layout, self.mesh, self.meter, options, setup.like, codes)
 
     def _build_gradients(self) -> Gradients:
         config, setup = self.config, self.setup
@@ -172,14 +181,14 @@ class Stage3:
         """Type in which dense sync values travel."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
-    def restart(self, row: Tensor) -> None:
+    def restart(self, masters: Tensor | None = None) -> None:
         """Take each rank's own world shard as the truth, at start-up and after a load. Collective.
 
         Args:
-            row: ``[F]``, this rank's own row of the primary shard; its padding is zeroed.
+            masters: FP32 ``[F]``, those of the rank's own row, if there are any yet.
         """
-        self.layout.clear_padding(row)
-        self.weights.publish_world()
+        self.layout.clear_padding(self.weights.own_row)
+        self.weights.publish_world(masters=masters)
         self.gradients.zero()
         self.meter.reset_step()
 
@@ -223,26 +232,23 @@ class Stage3:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond DeepSpeed's own to go on bit for bit; this rank's part.
 
-        The residuals of sync, and with delta publish the weights that all hold: they are not the masters rounded.
-        One entry for DeepSpeed's own dictionary, or none if there is neither.
+        The residuals of sync, and what the weights that all hold need beside the masters. One entry for DeepSpeed's own
+        dictionary, or none if there is neither.
         """
-        row = self.weights.primary[self.layout.row(self.config.plan.weights)]
-        held = {"held": row.detach().clone()} if self.weights.publishes_differences else {}
+        held = self.weights.state_dict()
         sync = dict(self.gradients.mode.state_dict())
         owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
         state |= {} if owed is None else {"owed": {"owners": owed.owners, "parameters": owed.parameters}}
         return {STATE_KEY: state} if sync or held else {}
 
-    def load_state_dict(self, saved: Mapping[str, Any], row: Tensor, folder: str | None = None) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> None:
         """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
 
         Collective: where ranks could not all restore the same, all start fresh, for they would part.
 
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
-            row: ``[F]``, this rank's own row of the primary shard, loaded from the masters; overwritten if differences
-                are published.
             folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
         """
         state = saved.get(STATE_KEY, {})
@@ -252,15 +258,14 @@ class Stage3:
             mode.load_state_dict(state.get("sync", {}))
         except (ValueError, TypeError, AttributeError) as error:  # the last two from entries that are no tensors
             problem = str(error)
-        held = state.get("held") if self.weights.publishes_differences else None
+        held = {key: state[key] for key in ("held", "scales") if key in state}
         sums = carried(folder)
-        told = {"plan": bool(state), "problem": problem, "held": held is not None, "carried": sorted(sums)}
+        told = {"plan": bool(state), "problem": problem, "held": sorted(held), "carried": sorted(sums)}
         try:
-            agree(told, Seat(socket.gethostname()), row.device, "look at their files of this checkpoint")
+            agree(told, Seat(socket.gethostname()), self.setup.like.device, "look at their files of this checkpoint")
         except ValueError as error:
-            problem, held, sums = str(error), None, {}
-        if held is not None:
-            row.copy_(held)
+            problem, held, sums = str(error), {}, {}
+        self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
             if dist.get_rank() == 0:

@@ -24,20 +24,20 @@ Note [Publish before gather]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather, all_gather_rows
+from zero_topo.collectives.all_gather import all_gather_rows
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import members, rows_of, span_pieces
+from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import Wire, wire_of
+from zero_topo.engine.gathers import gathered, together
 from zero_topo.engine.publish import Publisher, PublishOptions
 from zero_topo.engine.secondary import build_secondary
 from zero_topo.engine.shards import Layout
@@ -60,8 +60,10 @@ class Weights:
     """This rank's weight shards.
 
     Attributes:
-        primary: ``[N / W, F]`` in the model's dtype; row ``t // W`` is DeepSpeed's flat parameter buffer.
+        primary: ``[N / W, F]`` in the model's dtype.
         secondary: what the backward pass gathers from.
+        exact: what gathers of exact weights send.
+        rows: what gathers of the primary send.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class Weights:
         self._updated: torch.Event | None = None
         quantizer = options.publish.quantizer
         exact = wire_of(quantizer, None, self.primary.dtype)
-        self._exact = Rows(layout, mesh.route(1, plan.weights), self.primary, exact)
-        primary = replace(self._exact, wire=wire_of(quantizer, options.primary, self.primary.dtype))
-        self.secondary = build_secondary(mesh, primary, options.secondary)
-        same = plan.secondary == plan.weights and self.secondary.source.wire == primary.wire
-        self._forward: Source = self.secondary.source if same else primary
+        self.exact = Rows(layout, mesh.route(1, plan.weights), self.primary, exact)
+        self.rows = replace(self.exact, wire=wire_of(quantizer, options.primary, self.primary.dtype))
+        self.secondary = build_secondary(mesh, self.rows, options.secondary)
+        same = plan.secondary == plan.weights and self.secondary.source.wire == self.rows.wire
+        self._forward: Source = self.secondary.source if same else self.rows
 
     # -- gather ----------------------------------------------------------------------------------------------------
 
@@ -100,57 +102,30 @@ class Weights:
     def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
         if phase == "gather_exact":
-            return self._gather(self._exact, slots, phase)
+            return self._gather(self.exact, slots, phase)
         if phase == "gather_forward":
             return self._gather(self._forward, slots, phase)
+        # Of slots that were not captured since they changed, from the primary.
         fresh = [i for i in slots if self.secondary.is_fresh(i)]
-        if len(fresh) == len(slots):
-            return self._gather(self.secondary.source, slots, phase)
-        return self._gather_mixed(slots, fresh)
-
-    def _gather_mixed(self, slots: Sequence[int], fresh: Sequence[int]) -> Handle[list[Tensor]]:
-        """A backward gather of slots of which some were not captured since they changed: these from the primary."""
-        stale = [i for i in slots if i not in set(fresh)]
-        parts = [(stale, self._gather(self._forward, stale, "gather_backward"))]
-        if fresh:
-            parts.append((list(fresh), self._gather(self.secondary.source, fresh, "gather_backward")))
-
-        def finish() -> list[Tensor]:
-            found = {i: full for part, handle in parts for i, full in zip(part, handle.wait(), strict=True)}
-            return [found[i] for i in slots]
-
-        return Handle(None, (), finish)
+        parts = [(self.secondary.source, fresh), (self._forward, [i for i in slots if i not in set(fresh)])]
+        return together(slots, [(part, self._gather(source, part, phase)) for source, part in parts if part])
 
     def _gather(self, source: Source, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         if self.layout.plan.weights == 1:  # every rank holds all weights: nothing is sent, nor rounded by a format
             return Handle(None, (), lambda: [self._local(i) for i in slots])
-        message, ends = source.message(slots)
-        handle = all_gather(source.route, message, Counted(self._meter, phase))
         capture = self.secondary.capturing(slots) if phase == "gather_forward" else None
-
-        def finish() -> list[Tensor]:
-            came = handle.wait()
-            whole = []
-            for index, (begin, end) in zip(slots, pairwise(ends), strict=True):
-                rows = self._assemble(source, index, came[..., begin:end])
-                if capture is not None:
-                    capture(index, rows)
-                whole.append(self.layout.flat_of(rows, index))
-            return whole
-
-        return Handle(None, (), finish)
+        return gathered(self.layout, source, slots, self.primary, Counted(self._meter, phase), capture)
 
     def _local(self, index: int) -> Tensor:
         rows = self.layout.slot(self.primary, index).clone()  # the model may write to what it gets, not to the shard
         return self.layout.flat_of(rows, index)
 
-    def _assemble(self, source: Source, index: int, messages: Tensor) -> Tensor:
-        """A slot's rows ``[N, width]`` from the members' parts; dequantize, interleave and round in one pass."""
-        rows = self.primary.new_empty(self.layout.plan.world_size, self.layout.widths[index])
-        source.wire.decode(messages, span_pieces(members(rows, source.route.size), [(0, rows.shape[1])]))
-        return rows
-
     # -- updates ---------------------------------------------------------------------------------------------------
+
+    @property
+    def own_row(self) -> Tensor:
+        """The rank's own world shard, ``[F]``, a view: DeepSpeed's flat parameter buffer."""
+        return self.primary[self.layout.row(self.layout.plan.weights)]
 
     def optimizer_rows(self) -> Tensor:
         """The rows the optimizer of this rank updates, ``[N / O, F]``, a strided view of the primary shard."""
@@ -158,7 +133,7 @@ class Weights:
         return self.layout.subset(self.primary, plan.weights, plan.optimizer)
 
     @property
-    def publishes_differences(self) -> bool:
+    def needs_masters(self) -> bool:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
         return self._options.publish.lossy
 
@@ -176,7 +151,7 @@ class Weights:
         """
         slots = range(len(self.layout.numels)) if slots is None else slots
         self.finish(slots)
-        self._publisher.start(slots, masters)
+        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
@@ -189,11 +164,12 @@ class Weights:
         if changed:
             self._renew(changed)
 
-    def publish_world(self, index: int | None = None) -> None:
+    def publish_world(self, index: int | None = None, masters: Tensor | None = None) -> None:
         """Rebuild the primary shards from each rank's own world shard: at start-up, after a load, after an edit.
 
         Args:
             index: of the one slot that was edited; None is all.
+            masters: FP32 ``[F]``, those of the own row if they are known; here the row says all.
         """
         plan, slots = self.layout.plan, range(len(self.layout.numels)) if index is None else [index]
         self.finish(slots)
@@ -216,6 +192,20 @@ class Weights:
         self.layout.slot(self.primary, index).copy_(self.layout.subset(rows, 1, plan.weights))
         self._renew([index])
 
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside masters: with differences the own row, which is not them rounded."""
+        return {"held": self.own_row.detach().clone()} if self.needs_masters else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore :meth:`state_dict` into the own row, before :meth:`publish_world`; without it that row stays.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        restore(state.get("held") if self.needs_masters else None, self.own_row)
+
     # -- accounting ------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
@@ -225,6 +215,19 @@ class Weights:
     def copies(self) -> list[Tensor]:
         """Tensors that must be bit-identical on all ranks that share them (for debug checks)."""
         return [self.primary, *self.secondary.shared]
+
+
+def restore(saved: Tensor | None, into: Tensor) -> None:
+    """Copy what was saved, if anything was.
+
+    Raises:
+        ValueError: for another shape.
+    """
+    if saved is None:
+        return
+    if saved.shape != into.shape:
+        raise ValueError(f"a checkpoint holds {tuple(saved.shape)} of the weights where {tuple(into.shape)} are wanted")
+    into.copy_(saved)
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

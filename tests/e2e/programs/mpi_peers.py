@@ -30,7 +30,9 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     sync = {"mode": "oktopk", "tau": 3, "tau_prime": 2, "density": 0.02, "sharded": sharded, "transport": transport}
     plain = {"weights": None, "secondary": None, "gradients": None}
     config = resolve_config(ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}), emulated(size, 1, 1))
-    setup = Setup((NUMEL,), ("w",), (2,), torch.empty(0), torch.float32, torch.float32, 1 << 20, lambda: 1.0, tuple)
+    setup = Setup(
+        (NUMEL,), ("w",), (2,), (False,), torch.empty(0), torch.float32, torch.float32, 1 << 20, lambda: 1.0, tuple
+    )
     engine = Stage3(config, setup)
     found = []
     for step in range(STEPS):
