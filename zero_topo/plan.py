@@ -221,6 +221,27 @@ def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
     return [*runs, range(first, len(sizes))] if sizes else []
 
 
+def coded_slots(
+    plan: Plan, numels: Sequence[int], dims: Sequence[int], persistent: Sequence[bool], block: int
+) -> tuple[bool, ...]:
+    """Which parameters are held as codes in blocks of ``block`` values that never cross a world shard.
+
+    Those that every rank keeps whole, vectors, which are sensitive, and those that filling each world shard up to
+    whole blocks would make larger by more than an eighth stay in the model's type.
+
+    Args:
+        plan: the number of world shards.
+        numels: elements of each parameter.
+        dims: dimensions of its shape.
+        persistent: whether every rank keeps it whole.
+        block: values that share a scale.
+    """
+    return tuple(
+        shape >= 2 and not kept and 0 < 8 * plan.world_size * (-(-plan.shard_numel(m) // block) * block) <= 9 * m
+        for m, shape, kept in zip(numels, dims, persistent, strict=True)
+    )
+
+
 def divisors(number: int) -> list[int]:
     """Divisors of a positive number, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

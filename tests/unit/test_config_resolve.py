@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.plans import TREE, resolve
-from zero_topo.config import DenseSync, ResolvedConfig
+from zero_topo.config import SCHEMES, DenseSync, QuantizeConfig, ResolvedConfig
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 
@@ -142,8 +144,66 @@ def test_the_plan_follows_the_placement_of_the_ranks() -> None:
 
 
 def test_the_resolved_config_is_json_for_reports() -> None:
-    report = resolve(scheme="topo", seed=3).to_json()
-    assert report["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
-    assert report["quantize"] == {"weights": "int8/256", "secondary": "int8/256", "gradients": "int4/256"}
+    report = resolve(scheme="topo", quantize={"resident": "int8"}, seed=3).to_json()
+    assert report["degrees"] == {"weights": 2, "secondary": None, "gradients": 4, "optimizer": 8}
+    formats = {"weights": "int8/256", "secondary": None, "gradients": "int4/256", "resident": "int8/256"}
+    assert report["quantize"] == formats
     assert report["sync"] == {"mode": "dense", "reduce": "reduce_scatter", "dtype": None}
     assert report["seed"] == 3
+
+
+RESIDENT: dict[str, Any] = {"weights": "int8", "resident": "int8"}
+CODED: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "world", "quantize": RESIDENT}
+OBSTACLES: list[tuple[dict[str, Any], str]] = [
+    ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the codes; set it to "int8"'),
+    ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
+    ({"quantize": {"symmetric": False}}, "quantize.symmetric = false: codes have no zero points; set it to true"),
+    ({"secondary": "node"}, "secondary = 4: all gathers send the codes, which 2 ranks share"),
+    ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
+    ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the codes\' own changes are published, exactly; drop it'),
+    ({"publish": {"dtype": "fp32"}}, 'publish.dtype = "fp32"'),
+    ({"gradients": "gpu", "optimizer": "gpu"}, "weights = 2: ranks hold no more weights than they update"),
+]
+
+
+def test_resident_codes_are_what_both_passes_gather() -> None:
+    """No secondary copy beside them, also where the user asked for one over the same ranks; and the run says so."""
+    same: dict[str, Any] = {"secondary": "gpu", "quantize": {**RESIDENT, "secondary": "int8"}}
+    for secondary in ({}, same):
+        config = resolve(**CODED | secondary)
+        assert config.resident_spec == config.weights_spec == BlockSpec(8)
+        assert degrees(config) == (2, None, 4, 8) and config.secondary_spec is None
+    assert any(note.startswith("weights are held as int8/256 codes") for note in config.notes)
+    assert "publish: changes of the codes travel, exactly, over world" in config.notes
+    assert resolve(scheme="zero++").resident_spec is None
+
+
+def test_every_rank_may_hold_all_weights_as_codes() -> None:
+    """Alone too: nothing is gathered, but the codes still have their format."""
+    config = resolve(**CODED | {"weights": "rank"})
+    assert degrees(config) == (1, None, 4, 8) and config.resident_spec == config.weights_spec == BlockSpec(8)
+
+
+@pytest.mark.parametrize(("change", "message"), OBSTACLES)
+def test_codes_that_the_user_asked_for_are_refused_beside_what_they_cannot_do(
+    change: dict[str, Any], message: str
+) -> None:
+    """With the value, the reason and the way out, never without codes in silence."""
+    block = {**CODED, **change, "quantize": {**RESIDENT, **change.get("quantize", {})}}
+    with pytest.raises(ValueError, match='quantize.resident = "int8" does not go with ' + re.escape(message)):
+        resolve(**block)
+    resolve(**block | {"quantize": {**block["quantize"], "resident": None}})
+
+
+@pytest.mark.parametrize(("change", "message"), OBSTACLES)
+def test_codes_that_only_the_scheme_asks_for_give_way_and_a_note_says_why(
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's key never fails for a default that he did not write."""
+    scheme = replace(SCHEMES["topo"], quantize=QuantizeConfig(**RESIDENT, secondary="int8"))
+    monkeypatch.setattr("zero_topo.config.resolve.SCHEMES", {"topo": scheme})
+    assert resolve(scheme="topo").resident_spec == BlockSpec(8)
+    config = resolve(scheme="topo", **change)
+    assert config.resident_spec is None
+    told = message.partition(":")[0]
+    assert [told in note for note in config.notes].count(True) == 1

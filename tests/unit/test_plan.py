@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.plan import Plan, divisors
+from zero_topo.plan import Plan, coded_slots, divisors
 from zero_topo.topology.model import Topology
 
 
@@ -80,3 +80,20 @@ def test_two_hops_go_through_the_node() -> None:
     machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
     assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=True).route(1, 16) == [(1, 4), (4, 16)]
     assert Plan.build(machine, ("gpu", "node", "node", "world"), two_hop=True).route(1, 4) == [(1, 4)]
+
+
+def test_codes_are_held_of_large_matrices_alone() -> None:
+    """Vectors, what every rank keeps whole, and what whole blocks would make larger by over an eighth stay."""
+    plan, block = Plan(8, 2, None, 4, 8), 256
+    rows = {
+        8 * 256: True,  # a block for each rank
+        8 * 256 - 227: True,  # 1821 elements: 2048 are 12.5% more
+        8 * 256 - 228: False,
+        8 * 257: False,  # two blocks for each rank
+        8 * 2048 + 1: True,
+        0: False,
+    }
+    numels, flags = tuple(rows), (False,) * len(rows)
+    assert coded_slots(plan, numels, (2,) * len(rows), flags, block) == tuple(rows.values())
+    assert not any(coded_slots(plan, numels, (1,) * len(rows), flags, block))
+    assert not any(coded_slots(plan, numels, (3,) * len(rows), (True,) * len(rows), block))

@@ -48,6 +48,11 @@ class QuantizeConfig(StrictModel):
         None, description="The secondary copy, as stored and as gathered before a backward; null keeps 16 bits."
     )
     gradients: Bits | None = Field(None, description="Gradients in the scatter; null sends them unquantized.")
+    resident: Literal["int8"] | None = Field(
+        None,
+        description="All that a rank holds of its weight shard: codes that follow the FP32 masters exactly, are "
+        "gathered as they are, and whose changes are published. Null keeps the weights in the model's type.",
+    )
     block_size: BlockSize = Field(
         256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
     )
@@ -56,7 +61,7 @@ class QuantizeConfig(StrictModel):
     )
 
     def spec(self, role: str) -> BlockSpec | None:
-        """The wire format of ``"weights"``, ``"secondary"`` or ``"gradients"``; None where nothing is quantized."""
+        """The format of a key that takes bits; None where nothing is quantized."""
         name = getattr(self, role)
         return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size, self.symmetric)
 

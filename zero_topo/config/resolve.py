@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zero_topo.config.errors import ROOT
 from zero_topo.config.models import ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.config.resident import Obstacle, resident_obstacle
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.plan import Plan
@@ -39,6 +40,8 @@ class ResolvedConfig:
         weights_spec: wire format of the gather before a forward; None sends weights as stored.
         secondary_spec: format of the secondary copy, stored and sent; None keeps it as the weights are stored.
         gradients_spec: wire format of the scatter; None sends gradients unquantized.
+        resident_spec: format of the codes held in place of weights, which gathers send as they are; None holds the
+            weights themselves. ``coded_slots`` of ``plan.py`` tells which parameters it is about.
         sync: settings of the mode of sync.
         publish: settings of publish.
         accumulation_dtype: type of the gradient buffer, or None for the model's own.
@@ -55,6 +58,7 @@ class ResolvedConfig:
     weights_spec: BlockSpec | None
     secondary_spec: BlockSpec | None
     gradients_spec: BlockSpec | None
+    resident_spec: BlockSpec | None
     sync: SyncSettings
     publish: PublishConfig
     accumulation_dtype: str | None
@@ -71,7 +75,7 @@ class ResolvedConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the topology, in JSON types, for reports."""
-        specs = {"weights": self.weights_spec, "secondary": self.secondary_spec, "gradients": self.gradients_spec}
+        specs = {role: getattr(self, f"{role}_spec") for role in ("weights", "secondary", "gradients", "resident")}
         return {
             "scheme": self.scheme,
             "world_size": self.plan.world_size,
@@ -113,11 +117,11 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
     choice = _merge(config)
     plan = Plan.build(topology, choice.places, config.two_hop)
     dropped = plan.weights == 1 and plan.secondary is not None
-    if dropped:
-        weights, _, gradients, optimizer = choice.places
-        plan = Plan.build(topology, (weights, None, gradients, optimizer), config.two_hop)
+    plan = replace(plan, secondary=None) if dropped else plan
     if problem := choice.sync.problem(plan):
         raise ValueError(f"{ROOT}.{problem}")
+    codes = _resident(config, choice, plan)
+    plan = plan if codes[0] is None else replace(plan, secondary=None)
     return ResolvedConfig(
         plan=plan,
         topology=topology,
@@ -125,6 +129,7 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         weights_spec=choice.quantize.spec("weights"),
         secondary_spec=None if plan.secondary is None else choice.quantize.spec("secondary"),
         gradients_spec=choice.quantize.spec("gradients"),
+        resident_spec=codes[0],
         sync=choice.sync,
         publish=config.publish,
         accumulation_dtype=config.accumulation_dtype,
@@ -132,8 +137,28 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         meter=config.meter,
         seed=config.seed,
         debug_checks=config.debug_checks,
-        notes=tuple(_notes(config, choice, plan, topology, dropped)),
+        notes=tuple(_notes(config, choice, plan, topology, dropped, codes)),
     )
+
+
+_Codes = tuple[BlockSpec | None, Obstacle | None]
+
+
+def _resident(config: ZeroTopoConfig, choice: _Choice, plan: Plan) -> _Codes:
+    """The format of the codes that are held, and what is in the way of those that the scheme would hold.
+
+    Raises:
+        ValueError: if the user asked for codes himself.
+    """
+    spec = choice.quantize.spec("resident")
+    if spec is None or (found := resident_obstacle(choice.quantize, plan, config.publish)) is None:
+        return spec, None
+    if "resident" in config.quantize.model_fields_set:
+        raise ValueError(
+            f'{ROOT}.quantize.resident = "int8" does not go with {found.setting}: {found.why}; {found.instead}, or set '
+            '"resident" to null'
+        )
+    return None, found
 
 
 def _merge(config: ZeroTopoConfig) -> _Choice:
@@ -166,7 +191,12 @@ def _overridden(defaults: _Settings, user: _Settings) -> _Settings:
 
 
 def _notes(
-    config: ZeroTopoConfig, choice: _Choice, plan: Plan, topology: Topology, secondary_dropped: bool
+    config: ZeroTopoConfig,
+    choice: _Choice,
+    plan: Plan,
+    topology: Topology,
+    secondary_dropped: bool,
+    codes: _Codes,
 ) -> Iterator[str]:
     given = "" if config.scheme or choice.scheme is None else " (the default)"
     yield f"{f'scheme {choice.scheme}' if choice.scheme else 'no scheme'}{given}: {_who_holds_what(choice, plan)}"
@@ -178,13 +208,22 @@ def _notes(
         yield "no secondary copy is kept: every rank holds all weights, so the backward pass gathers nothing"
     if plan.gradients < plan.world_size:
         yield f"sync: {_sync_words(choice.sync)} over {plan.world_size // plan.gradients} gradient copies"
+    yield from _codes_notes(*codes)
     if plan.weights < plan.optimizer:
         dtype = config.publish.dtype or "the model's own type"
         delta = config.publish.delta
         what = f"updated weights travel in {dtype}" if delta is None else f"{delta} differences of weights travel"
+        what = what if codes[0] is None else "changes of the codes travel, exactly,"
         yield f"publish: {what} over {topology.domain(plan.optimizer)}"
     if len(plan.route(1, plan.gradients)) > 1:
         yield f"scatter in two hops: {plan.inner} ranks inside the node, then across {plan.gradients}"
+
+
+def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[str]:
+    if spec is not None:
+        yield f"weights are held as {spec} codes, which both passes gather; vectors and small matrices stay as they are"
+    if obstacle is not None:
+        yield f"weights are held in the model's own type, not as int8 codes: {obstacle.setting}, but {obstacle.why}"
 
 
 def _who_holds_what(choice: _Choice, plan: Plan) -> str:

@@ -1,0 +1,43 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""When weights can be held as codes alone: every gather then sends these codes, and publish says how they changed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zero_topo.config.parts import PublishConfig, QuantizeConfig
+from zero_topo.plan import Plan
+from zero_topo.strict import as_json
+
+
+class Obstacle(NamedTuple):
+    """A setting that resident codes cannot work beside: which, why, and what to do instead."""
+
+    setting: str
+    why: str
+    instead: str
+
+
+def resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> Obstacle | None:
+    """The first setting that is in the way of ``quantize.resident``; None if the weights can be held as codes."""
+    w, copy = plan.weights, plan.secondary
+    gathers, changes = "all gathers send the codes", "the codes' own changes are published, exactly"
+    rules = (
+        (quantize.weights == "int8", "quantize.weights", quantize.weights, gathers, 'set it to "int8"'),
+        (quantize.symmetric, "quantize.symmetric", quantize.symmetric, "codes have no zero points", "set it to true"),
+        (copy in (None, w), "secondary", copy, f"{gathers}, which {w} ranks share", 'set "secondary" to null'),
+        (
+            copy is None or quantize.secondary == "int8",
+            "quantize.secondary",
+            quantize.secondary,
+            gathers,
+            'set it to "int8"',
+        ),
+        (publish.delta is None, "publish.delta", publish.delta, changes, "drop it"),
+        (publish.dtype is None, "publish.dtype", publish.dtype, changes, "drop it"),
+        (w < plan.optimizer, "weights", w, "ranks hold no more weights than they update, exactly", "lower it"),
+    )
+    for holds, key, value, why, instead in rules:
+        if not holds:
+            return Obstacle(f"{key} = {as_json(value)}", why, instead)
+    return None
