@@ -179,6 +179,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     sizes = [draw(st.sampled_from([2, 4])) for _ in range(4)]
     return Workload(
         numels=tuple(numels),
+        dims=tuple(draw(st.integers(1, 2)) for _ in numels),
         persistent=tuple(draw(st.booleans()) for _ in numels),
         itemsize=sizes[0],
         buckets=draw(st.sampled_from([None, (indices[:cut], indices[cut:])])),

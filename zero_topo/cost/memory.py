@@ -2,7 +2,8 @@
 """Bytes one rank holds, by role: exactly, as the engine allocates them, and the paper's table.
 
 Only the shards are counted; activations, gathered parameters and buckets in flight are in ``footprint.py``. Sizes are
-those of Note [Sizes] in ``volume.py``.
+those of Note [Sizes] in ``volume.py``. A rank that holds codes in place of weights still has the weights it updates,
+DeepSpeed's own buffer, and those of parameters that stay as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from fractions import Fraction
 from functools import singledispatch
 
 from zero_topo.config import ROLES, QuantizedSync, ResolvedConfig
-from zero_topo.cost.volume import Workload, sync_hops
+from zero_topo.cost.codes import codes_bytes
+from zero_topo.cost.volume import Columns, Workload, sync_hops
 from zero_topo.plan import Plan
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
@@ -40,7 +42,7 @@ def memory_bytes(
     shards = [plan.shard_numel(m) for m in work.numels]
     columns, n = sum(shards), plan.world_size
     held = {
-        "weights": n // plan.weights * columns * work.itemsize,
+        "weights": _weights_bytes(config, work),
         "secondary": _secondary_bytes(config, shards, work.itemsize),
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
@@ -91,21 +93,31 @@ def padding_bytes(
 ) -> dict[str, int]:
     """The part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
 
-    World shards are padded to ``ceil(m / N)`` elements; a quantized secondary adds its scales and alignment.
+    World shards are padded to ``ceil(m / N)`` elements; codes and a quantized secondary add scales and alignment.
     """
     held = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
-    degrees = config.plan.degrees()
-    true = sum(work.numels)
-    per_item: Mapping[str, Fraction | int] = {
-        "weights": work.itemsize,
-        "secondary": work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8),
-        "gradients": accumulation_itemsize,
-        "optimizer": optimizer_bytes,
+    plan, true = config.plan, sum(work.numels)
+    coded = sum(m for m, kept in zip(work.numels, work.coded(config), strict=True) if kept)
+    own = 0 if config.resident_spec is None else Fraction(true * work.itemsize, plan.optimizer)
+    copied = work.itemsize if config.secondary_spec is None else Fraction(config.secondary_spec.bits, 8)
+    even: Mapping[str, Fraction] = {
+        "weights": own + Fraction((true - coded) * work.itemsize + coded, plan.weights),
+        "secondary": true * copied / Fraction(plan.secondary or 1),
+        "gradients": Fraction(true * accumulation_itemsize, plan.gradients),
+        "optimizer": Fraction(true * optimizer_bytes, plan.optimizer),
     }
-    return {
-        role: held[role] - int(true * per_item[role] / Fraction(degrees[role] or 1)) if held[role] else 0
-        for role in ROLES
-    }
+    return {role: held[role] - int(even[role]) if held[role] else 0 for role in ROLES}
+
+
+def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
+    plan, spec = config.plan, config.resident_spec
+    rows = plan.world_size // plan.weights
+    columns = Columns.of(plan, list(zip(work.numels, work.coded(config), strict=True)))
+    if spec is None:
+        return rows * sum(columns.plain) * work.itemsize
+    own = plan.world_size // plan.optimizer * sum(columns.all)
+    codes = sum(codes_bytes(rows, width, spec) for width in columns.coded)
+    return (rows * sum(columns.plain) + own) * work.itemsize + codes
 
 
 def _secondary_bytes(config: ResolvedConfig, shards: list[int], itemsize: int) -> int:

@@ -111,8 +111,9 @@ class Request:
     @cached_property
     def work(self) -> Workload:
         """The parameters and the step."""
-        numels = self.job.model.numels() if self.numels is None else self.numels
-        return Workload.uniform(numels, self.job.itemsize, self.job.micro_batches)
+        job = self.job
+        numels, dims = (job.model.numels(), job.model.dims()) if self.numels is None else (self.numels, None)
+        return Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
 
     @property
     def limit(self) -> int | None:
@@ -206,7 +207,7 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
     def expected(config: ResolvedConfig) -> float:
         return (predict(config, request.job) + predict(*overlapping(config, request.job, "none"))) / 2
 
-    whole = replace(request.work, numels=(sum(request.work.numels),), persistent=(False,))
+    whole = replace(request.work, numels=(sum(request.work.numels),), dims=(2,), persistent=(False,))
     fitting: list[Priced] = []
     refused: list[Priced] = []
     for candidate in candidates(asked, request.machine, request.sparse):
@@ -295,7 +296,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
 
     def fits(params: int) -> bool:
         job = replace(request.job, model=scaled(params, sequence=request.job.model.sequence))
-        work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches)
+        work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches, job.model.dims())
         return sum(request.holds(config, work, job).values()) <= limit
 
     low = LEAST_PARAMS

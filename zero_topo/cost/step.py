@@ -3,6 +3,7 @@
 
 Note [A step]
     1. *publish* of the weights updated last, module by module under the first forward pass; without overlap, before it.
+       Of codes, first of all a message that says how large the others are.
     2. For every micro-batch, forward through the modules and backward again. A module's *gather* may run once the
        module ``prefetch + 1`` before it is done, which bounds what is held. After a module's backward, its *scatter*.
        The next micro-batch begins when all is scattered, as DeepSpeed waits at the end of a backward pass.
@@ -33,12 +34,13 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost.events import COMPUTE, Task
 from zero_topo.cost.time import HopTime, Network
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, Move, gather_spec, phase_moves
+from zero_topo.cost.volume import ITEMSIZES, Columns, Move, Workload, count_moves, gather_spec, phase_moves
 
 Attention = Literal["flash", "eager"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values to a byte of their scales
+CODED_BYTES = 2 * (4 + 1) + 1  # masters and codes are read to choose scales and again for the codes, which are written
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 
 
@@ -117,26 +119,29 @@ class Packets:
     config: ResolvedConfig
     job: Job
     network: Network
-    _known: dict[tuple[str, tuple[int, ...]], Packet] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _known: dict[tuple[str, Columns], Packet] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def of(self, phase: str, numels: tuple[int, ...]) -> Packet:
+    def of(self, phase: str, columns: Columns) -> Packet:
         """The collective of a phase for a module of these parameters."""
-        if (phase, numels) not in self._known:
-            widths = [self.config.plan.shard_numel(numel) for numel in numels]
-            self._known[phase, numels] = self._packet(phase, widths)
-        return self._known[phase, numels]
+        if (phase, columns) not in self._known:
+            self._known[phase, columns] = self._packet(phase, columns)
+        return self._known[phase, columns]
 
-    def _packet(self, phase: str, widths: Sequence[int]) -> Packet:
+    def counts(self) -> Packet:
+        """What goes before all publishes of codes: how large they are."""
+        hops = (self.network.hop(m.lo, m.hi, float(m.sent), "direct") for m in count_moves(self.config.plan, 1))
+        return Packet("publish", 0.0, 0.0, tuple(hops))
+
+    def _packet(self, phase: str, columns: Columns) -> Packet:
         config, itemsize, rates = self._sent_by(phase), self._itemsize(phase), self.network.rates
-        moves, message = phase_moves(config, phase, widths, itemsize)
+        moves, message = phase_moves(config, phase, columns, itemsize)
         found = [move for move in moves if move.sent]
-        if not found:
+        if not found and not (columns.coded and phase.startswith("gather")):  # who holds all decodes his own codes
             return Packet(phase, 0.0, 0.0, ())
-        before, after = self._touched(phase, sum(widths), message, sum(move.sent for move in found))
+        before, after = self._touched(phase, columns, message, sum(move.sent for move in found))
         if self.job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
-            apart = [phase_moves(config, phase, [width], itemsize)[0] for width in self._matrices(widths)]
+            matrices = self._matrices(columns.all)
+            apart = [phase_moves(config, phase, Columns((width,)), itemsize)[0] for width in matrices]
             scaled = phase != "scatter" and gather_spec(config, phase) is not None
             scales = [[move._replace(sent=move.sent // SCALES_PER_BYTES) for move in moves] for moves in apart]
             found = [move for moves in (*apart, *(scales if scaled else ())) for move in moves if move.sent]
@@ -167,19 +172,20 @@ class Packets:
         name = {"sync": sync, "publish": config.publish.dtype}.get(phase)
         return self.job.itemsize if name is None else ITEMSIZES[name]
 
-    def _touched(self, phase: str, columns: int, message: int, sent: int) -> tuple[int, int]:
-        """Bytes of memory that packing and unpacking go over, where a rank's world shards have so many columns."""
-        plan, whole = self.config.plan, columns * self.job.itemsize
+    def _touched(self, phase: str, columns: Columns, message: int, sent: int) -> tuple[int, int]:
+        """Bytes of memory that packing and unpacking go over."""
+        plan, whole = self.config.plan, sum(columns.all) * self.job.itemsize
         if phase == "sync":
             return 2 * sent, 2 * sent
         if phase == "publish":
-            return message, sent
+            own, held = (plan.world_size // degree * sum(columns.coded) for degree in (plan.optimizer, plan.weights))
+            return CODED_BYTES * own + message, 2 * held + sent
         if phase == "scatter":
             return plan.world_size * whole + sent, plan.world_size * whole + sent
         members = plan.hop(phase)[1]
         shard = plan.world_size // members * whole
         stored = phase == "gather_backward" and plan.secondary is not None
-        packs = gather_spec(self.config, phase) is not None and not stored
+        packs = gather_spec(self.config, phase) is not None and not stored and not columns.coded
         return (shard + message) * packs, members * (shard + message)
 
 
@@ -194,6 +200,8 @@ class Program:
         self._config, self._job, self._network = config, job, network
         self._packets = Packets(config, job, network)
         self._modules = job.model.modules()
+        self._columns = _columns(config, job)
+        self._counted: tuple[int, ...] = ()
         self._flops = job.model.module_flops(job.micro_batch * job.model.sequence)
         self._computed: list[int] = []
         self._scattered: list[int] = []
@@ -202,18 +210,21 @@ class Program:
         self._build()
 
     def _build(self) -> None:
+        if any(columns.coded for columns in self._columns):
+            end = self._transmit("counts", self._packets.counts(), ())
+            self._counted = () if end is None else (end,)
         published = self._publish_all() if not self._config.overlap else ()
         for micro_batch in range(self._job.micro_batches):
             self._micro_batch(micro_batch, published)
         self._sync_rest()
-        columns = sum(self._config.plan.shard_numel(numel) for numel in self._job.model.numels())
+        columns = sum(sum(of.all) for of in self._columns)
         rows = self._config.plan.world_size // self._config.plan.optimizer
         seconds = rows * columns * OPTIMIZER_BYTES / self._network.rates.memory
         after = (*self._computed[-1:], *self._scattered[-1:], *self._synced[-1:])
         self._compute("optimizer", "optimizer", seconds, after)
 
     def _publish_all(self) -> tuple[int, ...]:
-        ends = [self._send("publish", index, ()) for index in range(len(self._modules))]
+        ends = [self._send("publish", index, self._counted) for index in range(len(self._modules))]
         return tuple(end for end in ends[-1:] if end is not None)
 
     def _micro_batch(self, micro_batch: int, published: tuple[int, ...]) -> None:
@@ -238,7 +249,7 @@ class Program:
     def _fetch(self, phase: str, index: int, after: tuple[int, ...], first: bool) -> int | None:
         """The gather of a module, behind its publish where that is still under way."""
         if first and phase == "gather_forward" and self._config.overlap:
-            published = self._send("publish", index, ())
+            published = self._send("publish", index, self._counted)
             after = after if published is None else (*after, published)
         end = self._send(phase, index, after)
         return end if end is not None else max(after, default=None)
@@ -267,7 +278,7 @@ class Program:
     def _sync_rest(self) -> None:
         after = (*self._computed[-1:], *self._scattered[-1:])
         if self._config.sync.WHOLE:
-            packet = self._packets.of("sync", self._job.model.numels())
+            packet = self._packets.of("sync", Columns(tuple(width for of in self._columns for width in of.all)))
             self._synced += [end for end in (self._transmit("sync", packet, after),) if end is not None]
         elif not self._early:
             for index in reversed(range(len(self._modules))):
@@ -281,12 +292,11 @@ class Program:
         return self._add(Task(name, phase, COMPUTE, seconds, {COMPUTE: seconds}, after))
 
     def _send(self, phase: str, index: int, after: tuple[int, ...]) -> int | None:
-        name, numels = self._modules[index]
-        return self._transmit(name, self._packets.of(phase, numels), after)
+        return self._transmit(self._modules[index][0], self._packets.of(phase, self._columns[index]), after)
 
     def _transmit(self, name: str, packet: Packet, after: tuple[int, ...]) -> int | None:
-        """All tasks of a collective; the index of the last, or None if nothing moves."""
-        if not packet.hops:
+        """All tasks of a collective; the index of the last, or None if there is nothing to do."""
+        if not packet.hops and not packet.after:
             return None
         end = self._pack(f"pack {name}", packet.phase, packet.before, after)
         for hop in packet.hops:
@@ -303,3 +313,12 @@ class Program:
     def _add(self, task: Task) -> int:
         self.tasks.append(task)
         return len(self.tasks) - 1
+
+
+def _columns(config: ResolvedConfig, job: Job) -> list[Columns]:
+    """Of each module's parameters; stock DeepSpeed holds no codes."""
+    numels, dims = job.model.numels(), job.model.dims()
+    coded = iter(
+        Workload.uniform(numels, dims=dims).coded(replace(config, resident_spec=None) if job.stock else config)
+    )
+    return [Columns.of(config.plan, [(numel, next(coded)) for numel in module]) for _, module in job.model.modules()]

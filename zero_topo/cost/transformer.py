@@ -14,6 +14,7 @@ Note [A shape for a size]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,23 +99,25 @@ class Transformer:
 
     def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
-        positions = (self.positions * self.hidden,) if self.positions else ()
-        head = () if self.tied else (self.vocab * self.hidden,)
-        return (
-            ("embedding", (self.vocab * self.hidden, *positions)),
-            *((f"layer {index}", self._layer) for index in range(self.layers)),
-            ("head", (*self._norm, *head)),
-        )
+        layer = tuple(map(math.prod, self._layer))
+        embedding, head = (tuple(map(math.prod, shapes)) for shapes in self._ends)
+        layers = ((f"layer {index}", layer) for index in range(self.layers))
+        return ("embedding", embedding), *layers, ("head", head)
 
     @cached_property
     def params(self) -> int:
         """Parameters in all, each counted once."""
         embedding, *_, head = self.modules()
-        return sum(embedding[1]) + self.layers * sum(self._layer) + sum(head[1])
+        return sum(embedding[1]) + self.layers * sum(map(math.prod, self._layer)) + sum(head[1])
 
     def numels(self) -> tuple[int, ...]:
         """Elements of each parameter, in the order of :meth:`modules`."""
         return tuple(numel for _, sizes in self.modules() for numel in sizes)
+
+    def dims(self) -> tuple[int, ...]:
+        """Dimensions of the shape of each parameter, in the same order."""
+        embedding, head = self._ends
+        return tuple(len(shape) for shapes in (embedding, *[self._layer] * self.layers, head) for shape in shapes)
 
     def module_flops(self, tokens: int) -> tuple[float, ...]:
         """FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
@@ -144,18 +148,25 @@ class Transformer:
         )
 
     @cached_property
-    def _norm(self) -> tuple[int, ...]:
-        return (self.hidden, self.hidden) if self.biases else (self.hidden,)
+    def _norm(self) -> tuple[Shape, ...]:
+        return ((self.hidden,),) * (2 if self.biases else 1)
 
     @cached_property
-    def _layer(self) -> tuple[int, ...]:
+    def _ends(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
+        """Parameters of the embedding and of the head."""
+        matrix, positions = (self.vocab, self.hidden), (self.positions, self.hidden)
+        return (matrix, positions) if self.positions else (matrix,), (*self._norm, *(() if self.tied else (matrix,)))
+
+    @cached_property
+    def _layer(self) -> tuple[Shape, ...]:
         """Parameters of a layer: two norms, the matrices, their biases."""
         to_hidden = ("out", "down")
         biases = [self.hidden if name in to_hidden else n // self.hidden for name, n in self._matrices.items()]
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        qkv = (wide, keys, keys) if self.qkv_biases and not self.biases else ()
-        heads = (self.head_size, self.head_size) if self.qk_norm else ()
-        return (*self._norm, *self._norm, *self._matrices.values(), *(biases if self.biases else ()), *qkv, *heads)
+        vectors = biases if self.biases else [wide, keys, keys] if self.qkv_biases else []
+        vectors += [self.head_size, self.head_size] if self.qk_norm else []
+        matrices = ((numel // self.hidden, self.hidden) for numel in self._matrices.values())
+        return (*self._norm, *self._norm, *matrices, *((numel,) for numel in vectors))
 
 
 def scaled(params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE) -> Transformer:
@@ -175,9 +186,10 @@ def scaled(params: int, layers: int | None = None, hidden: int | None = None, se
     wide = hidden or _width(params, layers)
     vocab = min(VOCABULARY, max(2, params // (8 * wide)))
     bare = Transformer(f"about {params:,} parameters", 1, wide, _heads(wide), _heads(wide), vocab, sequence, 1)
-    outside = bare.params - sum(bare._layer)
+    layer = sum(map(math.prod, bare._layer))
+    outside = bare.params - layer
     deep = layers or max(1, round((params - outside) / (12 * wide**2 + 13 * wide)))
-    fixed, each = outside + deep * (sum(bare._layer) - 2 * wide - 1), deep * (2 * wide + 1)
+    fixed, each = outside + deep * (layer - 2 * wide - 1), deep * (2 * wide + 1)
     intermediate = round((params - fixed) / each)
     if intermediate < 1 or ((layers or hidden) and not wide <= intermediate <= 16 * wide):
         raise ValueError(

@@ -11,7 +11,9 @@ Note [Sizes]
     ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. Every parameter is a message of its own
     in a gather (blocks never straddle parameters), every bucket one per destination in a scatter. Sync and publish
     send one per run of parameters (``packed_runs``), where each parameter's row is filled up to whole blocks if it is
-    quantized. Messages go by the routes of ``plan.py``, unchanged from hop to hop.
+    quantized. Parameters held as codes are gathered as they lie, rows filled up to whole blocks; publish packs them
+    into runs of their own, after one message that says for each of these how many blocks escape. Messages go by the
+    routes of ``plan.py``, unchanged from hop to hop.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
@@ -19,7 +21,7 @@ Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import singledispatch
@@ -27,7 +29,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
-from zero_topo.plan import Plan, packed_runs
+from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes
+from zero_topo.plan import Plan, coded_slots, packed_runs
 from zero_topo.quant.spec import BlockSpec
 
 Key = tuple[str, str]
@@ -40,6 +43,7 @@ class Workload:
 
     Attributes:
         numels: elements of each parameter.
+        dims: dimensions of the shape of each.
         persistent: for each parameter, whether every rank keeps it whole between steps (DeepSpeed's
             ``stage3_param_persistence_threshold``): it is gathered once per step, exactly, after publish.
         itemsize: bytes per weight as stored.
@@ -49,12 +53,15 @@ class Workload:
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
+        escaped: blocks that escape in each run of publish of codes, of the rank with most; None expects a share, see
+            ``codes.py``.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
     """
 
     numels: tuple[int, ...]
+    dims: tuple[int, ...]
     persistent: tuple[bool, ...]
     itemsize: int
     buckets: tuple[tuple[int, ...], ...] | None
@@ -63,10 +70,12 @@ class Workload:
     sync_itemsize: int
     publish_itemsize: int
     run_numel: int | None = None
+    escaped: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.numels) != len(self.persistent):
-            raise ValueError(f"{len(self.numels)} numels but {len(self.persistent)} persistent flags; give one of each")
+        if not len(self.numels) == len(self.persistent) == len(self.dims):
+            lengths = f"{len(self.persistent)} persistent flags and {len(self.dims)} dims"
+            raise ValueError(f"{len(self.numels)} numels but {lengths}; give one of each")
         smallest = min(self.itemsize, self.scatter_itemsize, self.sync_itemsize, self.publish_itemsize)
         if self.micro_batches < 1 or smallest < 1 or min(self.numels, default=0) < 0:
             raise ValueError(
@@ -74,11 +83,23 @@ class Workload:
             )
 
     @classmethod
-    def uniform(cls, numels: Iterable[int], itemsize: int = 2, micro_batches: int = 1) -> Workload:
-        """A model whose weights and gradients all travel in ``itemsize`` bytes, nothing kept whole, one bucket."""
+    def uniform(
+        cls, numels: Iterable[int], itemsize: int = 2, micro_batches: int = 1, dims: Iterable[int] | None = None
+    ) -> Workload:
+        """A model whose weights and gradients all travel in ``itemsize`` bytes, nothing kept whole, one bucket.
+
+        All are matrices unless ``dims`` says otherwise.
+        """
         sizes = tuple(numels)
-        kept = (False,) * len(sizes)
-        return cls(sizes, kept, itemsize, None, micro_batches, itemsize, itemsize, itemsize)
+        shapes, kept = (2,) * len(sizes) if dims is None else tuple(dims), (False,) * len(sizes)
+        return cls(sizes, shapes, kept, itemsize, None, micro_batches, itemsize, itemsize, itemsize)
+
+    def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
+        """Which parameters are held as codes."""
+        spec = config.resident_spec
+        if spec is None:
+            return (False,) * len(self.numels)
+        return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
 
     def parameter_buckets(self) -> tuple[tuple[int, ...], ...]:
         """The scatter buckets, each a tuple of indices into ``numels``."""
@@ -99,26 +120,61 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
         ValueError: if no formula is registered for the mode of sync.
     """
     plan = config.plan
-    shards = [plan.shard_numel(m) for m in work.numels]
-    gathered = [n for n, kept in zip(shards, work.persistent, strict=True) if not kept]
-    kept_whole = [n for n, kept in zip(shards, work.persistent, strict=True) if kept]
+    coded, slots = work.coded(config), range(len(work.numels))
     sent: Counter[Key] = Counter()
 
-    def add(phase: str, widths: Sequence[int], itemsize: int, times: int = 1) -> None:
-        for move in phase_moves(config, phase, widths, itemsize)[0]:
+    def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
+        for move in moves:
             sent[phase, config.topology.domain(move.hi)] += times * move.sent
 
+    def add(phase: str, of: Iterable[int], itemsize: int, times: int = 1, escaped: int | None = None) -> None:
+        columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
+        book(phase, phase_moves(config, phase, columns, itemsize, escaped)[0], times)
+
+    gathered = [i for i in slots if not work.persistent[i]]
     add("gather_forward", gathered, work.itemsize, work.micro_batches)
     add("gather_backward", gathered, work.itemsize, work.micro_batches)
-    add("gather_exact", kept_whole, work.itemsize)
+    add("gather_exact", [i for i in slots if work.persistent[i]], work.itemsize)
     for bucket in work.parameter_buckets():
-        add("scatter", [shards[i] for i in bucket], work.scatter_itemsize, work.micro_batches)
-    sizes = [plan.world_size * n for n in shards]
-    for run in packed_runs(sizes, None if config.sync.WHOLE else work.run_numel):
-        add("sync", [shards[i] for i in run], work.sync_itemsize)
-    for run in packed_runs(sizes, work.run_numel):
-        add("publish", [shards[i] for i in run], work.publish_itemsize)
+        add("scatter", bucket, work.scatter_itemsize, work.micro_batches)
+    for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
+        add("sync", run, work.sync_itemsize)
+    for run in slot_runs(plan, work, [i for i in slots if not coded[i]], work.run_numel):
+        add("publish", run, work.publish_itemsize)
+    changed = slot_runs(plan, work, [i for i in slots if coded[i]], work.run_numel)
+    book("publish", count_moves(plan, len(changed)))
+    for index, run in enumerate(changed):
+        add("publish", run, work.publish_itemsize, escaped=None if work.escaped is None else work.escaped[index])
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
+
+
+def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:
+    """Some parameters in the runs in which sync or publish carries them."""
+    sizes = [plan.world_size * plan.shard_numel(work.numels[slot]) for slot in slots]
+    return [[slots[place] for place in run] for run in packed_runs(sizes, limit)]
+
+
+class Columns(NamedTuple):
+    """How many columns of a world shard each of some parameters takes.
+
+    Attributes:
+        plain: those held in the model's type.
+        coded: those held as codes.
+    """
+
+    plain: tuple[int, ...]
+    coded: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, parameters: Collection[tuple[int, bool]]) -> Columns:
+        """Of parameters: elements, and whether codes are held."""
+        kinds = ([plan.shard_numel(m) for m, coded in parameters if coded == kind] for kind in (False, True))
+        return cls(*map(tuple, kinds))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Of both kinds."""
+        return self.plain + self.coded
 
 
 class Move(NamedTuple):
@@ -157,33 +213,45 @@ class Books:
             self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
 
 
-def phase_moves(config: ResolvedConfig, phase: str, widths: Sequence[int], itemsize: int) -> tuple[Sequence[Move], int]:
+def phase_moves(
+    config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, escaped: int | None = None
+) -> tuple[Sequence[Move], int]:
     """What a rank sends in one pass of a phase over some parameters.
 
     Args:
         config: plan and wire formats.
         phase: one of ``plan.PHASES``.
-        widths: columns of a world shard that each parameter takes.
+        columns: of the parameters.
         itemsize: bytes per element where nothing is quantized.
+        escaped: blocks that escape in a publish of codes; None expects a share.
 
     Returns:
         The moves, and bytes of a rank's message; 0 for sync, which sends several.
     """
     hop, books = config.plan.hop(phase), Books(config.plan)
-    rows, message = config.plan.world_size // hop[1], 0
+    rows, message, codes = config.plan.world_size // hop[1], 0, config.resident_spec
     if phase == "sync":
-        book_sync(config.sync, books, widths, itemsize)
+        book_sync(config.sync, books, columns.all, itemsize)
     elif phase == "scatter":
-        message = message_bytes(rows * sum(widths), config.gradients_spec, itemsize)
+        message = message_bytes(rows * sum(columns.all), config.gradients_spec, itemsize)
         books.reduce(hop, message)
     elif phase == "publish":
-        message = rows_message(rows, widths, config.publish.spec, itemsize)
+        message = rows_message(rows, columns.plain, config.publish.spec, itemsize)
+        message += change_bytes(rows, columns.coded, codes, escaped) if codes and columns.coded else 0
         books.gather(hop, message)
     else:
         spec = gather_spec(config, phase)
-        message = sum(message_bytes(rows * width, spec, itemsize) for width in widths)
+        message = sum(message_bytes(rows * width, spec, itemsize) for width in columns.plain)
+        message += sum(codes_bytes(rows, width, codes) for width in columns.coded) if codes else 0
         books.gather(hop, message)
     return books.moves, message
+
+
+def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
+    """What a rank sends to say how many blocks escape in each run of publish."""
+    books = Books(plan)
+    books.gather(plan.hop("publish"), COUNT_BYTES * runs)
+    return books.moves
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:

@@ -278,6 +278,7 @@ class Stage3:
         setup = self.setup
         return Workload(
             numels=setup.numels,
+            dims=setup.dims,
             persistent=persistent,
             itemsize=setup.like.dtype.itemsize,
             buckets=None,
