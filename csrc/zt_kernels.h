@@ -21,6 +21,7 @@
 #ifndef ZT_KERNELS_H
 #define ZT_KERNELS_H
 
+#include "zt_trits.h"
 #include "zt_wire.h"
 
 #ifdef __cplusplus
@@ -68,6 +69,39 @@ typedef struct zt_range {
     int64_t begin;
     int64_t end;
 } zt_range;
+
+/* INT8 codes and block scales of parameters ("slots"); Note [Codes] in zero_topo/quant/code_ops.py. */
+typedef struct zt_codes {
+    uint8_t *held;          /* of each slot an INT8 message of all its rows, filled up to whole blocks */
+    int64_t nbytes;         /* of held */
+    const int64_t *slots;   /* six numbers each: bytes at which its codes and scales begin, blocks of a row, its first
+                               block column, its first column in the table of masters, its columns */
+    const int32_t *slot_of; /* of each block column */
+    int64_t columns;        /* block columns */
+    int32_t count;          /* slots */
+    int32_t block;          /* values of a block */
+} zt_codes;
+
+/* Blocks of which one message speaks, row by row: block columns begin to end of `rows` rows. Row r of member m is row
+ * m + r * members of the slots. */
+typedef struct zt_part {
+    int64_t begin, end;
+    int64_t rows, members;
+} zt_part;
+
+/* One member's masters: its rows; column 0 is the one that the slots number `first`. */
+typedef struct zt_masters {
+    const float *data;
+    int64_t row_stride, columns; /* values from one row to the next, and of one */
+    int64_t first, member;
+} zt_masters;
+
+/* What is to become of the blocks of a part. */
+typedef struct zt_change {
+    const float *scales;
+    const int64_t *order; /* the blocks that do not escape, then those that do, each ascending */
+    const int64_t *count; /* how many escape */
+} zt_change;
 
 /* What becomes of a sum of messages. In this order, each step one FP32 rounding: total = sum in message order;
  * total *= factor unless factor == 1; total = out + total if accumulate; round to the dtype of out. */
@@ -154,6 +188,21 @@ ZT_WIRE_FN float zt_sketch_sign(uint64_t seed, int64_t block, int32_t j) {
     return zt_sketch_hash(seed, block, j) >> 63 ? -1.0f : 1.0f;
 }
 
+/* -- CPU, codes that are held: ranges are in blocks of a part, or in what is said --------------------------------- */
+
+/* Each block's scale from now on, and whether it escapes (0 or 1). Changes nothing else. */
+int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped,
+                        zt_range blocks, int32_t level);
+
+/* Codes and scales become the masters'; scales, codes and trits of the message (`nbytes`, perhaps more than it needs) are
+ * written. The range is in places of change.order; five that share bytes belong to the call that has the first. */
+int zt_cpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
+                      int64_t nbytes, zt_range places, int32_t level);
+
+/* Codes and scales of each member but the one left out become what its message (of one source) says. Blocks are counted
+ * through all members. A message that contradicts itself within the range is ZT_BAD_SIZE, before anything changes. */
+int zt_cpu_codes_apply(zt_messages messages, zt_codes codes, zt_part part, zt_range blocks, int32_t level);
+
 /* -- GPU: the same operations on device memory; arrays of pieces and messages are in host memory ------------------ */
 /* `stream` is a cudaStream_t or hipStream_t. Quantized messages begin at multiples of 16 bytes; casts and pieces
  * anywhere. Up to ZT_GPU_PIECES pieces travel with the launch; of more, `table` is device memory that holds what
@@ -192,6 +241,12 @@ ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) {
 }
 int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,
                        int64_t *left, void *stream);
+/* The tables of codes and of what changes are in device memory too. Whatever a message says, nothing outside it, and of
+ * the codes nothing but the part, is read or written. */
+int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped, void *stream);
+int zt_gpu_codes_emit(zt_masters masters, zt_codes codes, zt_part part, zt_change change, uint8_t *message,
+                      int64_t nbytes, void *stream);
+int zt_gpu_codes_apply(zt_messages messages, zt_codes codes, zt_part part, void *stream);
 
 #ifdef __cplusplus
 }

@@ -9,6 +9,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import DTYPES as NAMES
 from zero_topo.quant.pieces import Piece
@@ -50,6 +51,38 @@ class CReduce(Structure):
     _fields_ = [("factor", c_float), ("accumulate", c_int32)]
 
 
+class CCodes(Structure):
+    """``zt_codes``."""
+
+    _fields_ = [
+        ("held", c_void_p),
+        ("nbytes", c_int64),
+        ("slots", c_void_p),
+        ("slot_of", c_void_p),
+        ("columns", c_int64),
+        ("count", c_int32),
+        ("block", c_int32),
+    ]
+
+
+class CPart(Structure):
+    """``zt_part``."""
+
+    _fields_ = [(name, c_int64) for name in ("begin", "end", "rows", "members")]
+
+
+class CMasters(Structure):
+    """``zt_masters``."""
+
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("row_stride", "columns", "first", "member"))]
+
+
+class CChange(Structure):
+    """``zt_change``."""
+
+    _fields_ = [(name, c_void_p) for name in ("scales", "order", "count")]
+
+
 def c_spec(spec: BlockSpec | Cast) -> CSpec:
     """The specification in C."""
     if isinstance(spec, Cast):
@@ -73,3 +106,25 @@ def c_messages(messages: Messages) -> CMessages:
     (sources, outer, inner, nbytes), strides = messages.table.shape, messages.table.stride()
     without = (-1 if left is None else left for left in (messages.without_source, messages.without_member))
     return CMessages(messages.table.data_ptr(), nbytes, sources, outer * inner, inner, *without, *strides[:3])
+
+
+def c_codes(codes: Codes) -> CCodes:
+    """Codes in C."""
+    tables = codes.held.numel(), codes.slots.data_ptr(), codes.slot_of.data_ptr()
+    return CCodes(codes.held.data_ptr(), *tables, len(codes.slot_of), len(codes.slots), codes.block)
+
+
+def c_part(part: Part) -> CPart:
+    """A part in C."""
+    return CPart(part.begin, part.end, part.rows, part.members)
+
+
+def c_masters(masters: Masters) -> CMasters:
+    """Masters in C."""
+    table = masters.table
+    return CMasters(table.data_ptr(), table.stride(0), table.shape[1], masters.first, masters.member)
+
+
+def c_change(change: Change) -> CChange:
+    """A change in C."""
+    return CChange(change.scales.data_ptr(), change.order.data_ptr(), change.count.data_ptr())

@@ -21,6 +21,7 @@ import torch
 from torch.utils.hipify import hipify_python
 
 from op_builder import source_dir
+from op_builder.builder import SHARED
 from op_builder.jit import cache_dir
 from tests.kernels import golden, golden_members
 from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
@@ -295,6 +296,6 @@ def test_the_sources_survive_hipify(tmp_path: Path) -> None:
 
 def test_no_source_includes_torch() -> None:
     """The kernels compile without torch, and for HIP without CUDA's headers."""
-    for path in [*source_dir().glob("zt_gpu*"), source_dir() / "zt_kernels.h", source_dir() / "zt_wire.h"]:
+    for path in [*source_dir().glob("zt_gpu*"), *(source_dir() / name for name in SHARED)]:
         included = [line for line in path.read_text().splitlines() if line.startswith("#include")]
         assert not [line for line in included if any(word in line for word in ("torch", "ATen", "c10", "pybind"))]
