@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels import golden, golden_members
+from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.golden import Spec
 from zero_topo.quant import reference
+from zero_topo.quant.code_ops import Masters
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import BlockSpec, Reduce
@@ -101,6 +102,76 @@ def test_confusing_members_is_seen(overlooked: str, fmt: golden.Format) -> None:
     )
     with contextlib.nullcontext() if overlooked == "nothing" else pytest.raises(AssertionError):
         golden_members.check_members(backend, fmt)
+
+
+def test_the_reference_passes_for_codes() -> None:
+    """The suite of codes asks for nothing that the reference does not do, and makes the blocks that it speaks of."""
+    for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE):
+        for fate in golden_codes.FATES:
+            golden_codes.check_codes(reference, layout, fate)
+    golden_codes.check_bytes(reference)
+
+
+def near(masters: Masters) -> Masters:
+    """Masters as one sees them who takes rows for adjacent."""
+    flat, (rows, columns) = masters.table, masters.table.shape
+    return replace(masters, table=flat.as_strided((rows, columns), (columns, 1)))
+
+
+# What somebody makes of masters, parts and messages who overlooks one thing.
+CARELESS_CODES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "nothing": {},
+    "that rows are apart": {"masters": near},
+    "where the columns begin": {"masters": lambda masters: replace(masters, first=masters.first + 1)},
+    "whose rows they are": {"masters": lambda masters: replace(masters, member=0)},
+    "where the part begins": {"part": lambda part: replace(part, begin=part.begin - 1, end=part.end - 1)},
+    "a member left out": {"messages": lambda messages: replace(messages, without_member=None)},
+    "the order of members": {"messages": in_order},
+}
+
+
+@pytest.mark.parametrize("overlooked", CARELESS_CODES)
+def test_confusing_codes_is_seen(overlooked: str) -> None:
+    """The suite of codes accepts only who sees everything."""
+    same = {"masters": lambda x: x, "part": lambda x: x, "messages": lambda x: x}
+    seen = {**same, **CARELESS_CODES[overlooked]}
+    backend = SimpleNamespace(
+        codes_assess=lambda own, codes, part, *out: reference.codes_assess(
+            seen["masters"](own), codes, seen["part"](part), *out
+        ),
+        codes_emit=reference.codes_emit,
+        codes_apply=lambda messages, codes, part: reference.codes_apply(
+            seen["messages"](messages), codes, seen["part"](part)
+        ),
+    )
+    with contextlib.nullcontext() if overlooked == "nothing" else pytest.raises((AssertionError, RuntimeError)):
+        golden_codes.check_codes(backend, golden_codes.RAGGED[0], "mixed")
+
+
+@pytest.mark.parametrize("wrong", ["scales", "escaped", "message", "held by its owner", "held by others"])
+def test_one_wrong_bit_of_codes_is_seen(wrong: str) -> None:
+    """A backend of codes that writes one wrong bit anywhere does not pass."""
+
+    def flip(tensor: torch.Tensor, which: str) -> None:
+        tensor.view(torch.uint8).view(-1)[-130] ^= int(wrong == which)
+
+    def assess(masters: Any, codes: Any, part: Any, scales: torch.Tensor, escaped: torch.Tensor) -> None:
+        reference.codes_assess(masters, codes, part, scales, escaped)
+        flip(scales, "scales")
+        flip(escaped, "escaped")
+
+    def emit(masters: Any, codes: Any, part: Any, change: Any, message: torch.Tensor) -> None:
+        reference.codes_emit(masters, codes, part, change, message)
+        flip(message, "message")
+        flip(codes.held, "held by its owner")
+
+    def apply(messages: Messages, codes: Any, part: Any) -> None:
+        reference.codes_apply(messages, codes, part)
+        flip(codes.held, "held by others")
+
+    backend = SimpleNamespace(codes_assess=assess, codes_emit=emit, codes_apply=apply)
+    with pytest.raises(AssertionError):
+        golden_codes.check_codes(backend, golden_codes.single(321), "mixed")
 
 
 @pytest.mark.parametrize("check", [golden_members.check_many_pieces, golden_members.check_many_members])

@@ -1,0 +1,241 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What every backend of codes passes: the reference's bits in all that is held and in every byte of a message.
+
+A backend is a module or object with the functions of `zero_topo.quant.code_reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant import code_reference, reference
+from zero_topo.quant.code_ops import CodeOps, Codes, Masters, Part
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant.spec import BLOCK_SIZES
+from zero_topo.quant.trits import TritSpec
+
+OPS = CodeOps(reference, SparseOps("reference", reference))
+FILLING = 0xA5
+TIE = 2.0**-10  # the scale that blocks have at first
+LEAST = 2.0**-100 * 1.01  # a block so small still has a scale
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where codes and masters lie, and of which blocks the messages speak.
+
+    Attributes:
+        block: values of a block.
+        columns: of each slot, its first column in the table of masters and how many it has, ascending.
+        begin, end: block columns of the messages.
+        rows: of one member.
+        members: outer and inner.
+        without: a member that is left out.
+    """
+
+    block: int
+    columns: tuple[tuple[int, int], ...]
+    begin: int
+    end: int
+    rows: int = 1
+    members: tuple[int, int] = (1, 1)
+    without: int = -1
+
+    @property
+    def part(self) -> Part:
+        """The blocks of a message."""
+        return Part(self.begin, self.end, self.rows, math.prod(self.members))
+
+
+def ragged(block: int) -> Layout:
+    """Several slots of any widths with gaps between them, of two by three members; not all block columns."""
+    widths = [3 * block + 5, block, 2 * block + 1, 1, 4 * block - 1, block]
+    firsts = [7 + sum(widths[:i]) + 3 * i for i in range(len(widths))]
+    return Layout(block, tuple(zip(firsts, widths, strict=True)), 1, 13, 3, (2, 3), 4)
+
+
+def single(blocks: int, block: int = 64) -> Layout:
+    """So many blocks of one slot and one row."""
+    return Layout(block, ((1, blocks * block),), 0, blocks)
+
+
+RAGGED = [ragged(block) for block in BLOCK_SIZES]
+SINGLE = [single(n) for n in (1, 4, 5, 6, 11, 63, 64, 65, 69, 128, 321)]
+FATES = ("none", "all", "mixed", "first", "last")
+
+
+def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") -> None:
+    """All three operations, on blocks of every kind, of which none, all, some, or one at an end escape."""
+    case = Case(layout, fate, device)
+    messages = [check_member(backend, case, member) for member in range(case.part.members)]
+    size = max(len(message) for message in messages) + 256
+    table = torch.full((*layout.members, size), FILLING, dtype=torch.uint8, device=device)[..., : size - 128]
+    for member, message in enumerate(messages):
+        if member != layout.without:
+            table[divmod(member, layout.members[1])][: len(message)] = message
+    check_apply(backend, case, Messages(table[None], without_member=layout.without if layout.without >= 0 else None))
+
+
+def check_bytes(backend: Any, block: int = 256, device: str = "cpu") -> None:
+    """Every byte that trits may come in, also those that no five trits make."""
+    case = Case(single(10, block), "none", device)
+    message = torch.zeros(TritSpec(block).nbytes(10, 0), dtype=torch.uint8, device=device)
+    message[TritSpec(block).trits_offset(10, 0) :] = torch.arange(2 * block, device=device).to(torch.uint8)
+    check_apply(backend, case, Messages(message.view(1, 1, 1, -1)))
+
+
+def check_member(backend: Any, case: Case, member: int) -> Tensor:
+    """One member's masters become codes and a message, which is returned."""
+    masters, part = case.masters(member), case.part
+    codes, own = case.copy(), case.copy()
+    change = OPS.assess(masters, codes, part)
+    assert torch.equal(change.escaped.cpu(), case.escapes[member].view(-1)), "what the case is meant to show"
+    scales = torch.full_like(change.scales, 77.0)
+    escaped = torch.zeros_like(change.escaped)
+    backend.codes_assess(masters, own, part, scales, escaped)
+    assert_same(scales, change.scales, "scales")
+    assert_same(escaped, change.escaped, "which blocks escape")
+    assert_same(own.held, case.codes.held, "what is held and must not change yet")
+    size = TritSpec(codes.block).nbytes(part.blocks, int(change.count)) + 384
+    wanted = torch.full((size,), FILLING, dtype=torch.uint8, device=scales.device)
+    given = torch.full_like(wanted, FILLING)
+    message = OPS.emit(masters, case.copy(), part, change, size)
+    code_reference.codes_emit(masters, codes, part, change, wanted)
+    backend.codes_emit(masters, own, part, change, given)
+    assert_same(given, wanted, "the message")
+    assert_same(own.held, codes.held, "what is held after a message was made")
+    return message
+
+
+def check_apply(backend: Any, case: Case, messages: Messages) -> None:
+    """All members' messages become codes."""
+    codes, own = case.copy(), case.copy()
+    code_reference.codes_apply(messages, codes, case.part)
+    backend.codes_apply(messages, own, case.part)
+    assert_same(own.held, codes.held, "what is held after messages came")
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal bit for bit, NaN too."""
+    wrong = (actual.cpu().view(torch.uint8) != expected.cpu().view(torch.uint8)).nonzero()
+    assert not len(wrong), f"{what}: {len(wrong)} bytes differ, first that at {wrong[0].tolist()}"
+
+
+class Case:
+    """Codes of masters as they were, and the masters as they are now.
+
+    Args:
+        layout: where all lies.
+        fate: which blocks escape, one of `FATES`.
+        device: where the tensors are.
+    """
+
+    def __init__(self, layout: Layout, fate: str, device: str) -> None:
+        self.layout, self.part, self._device = layout, layout.part, device
+        shape = (self.part.members, layout.rows, layout.end - layout.begin)
+        self.escapes = escaping(shape, fate)
+        before, self._now = moved(self.escapes, layout)
+        self.codes = Codes.build(layout.columns, self.part.rows * self.part.members, layout.block, torch.device(device))
+        for at, scales_at, blocks, *_ in self.codes.slots.tolist():
+            self.codes.held[at:scales_at] = FILLING
+            rows = self.part.rows * self.part.members
+            self.codes.held[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(TIE)
+        for member in range(self.part.members):
+            own = self._masters(before, member)
+            change = OPS.assess(own, self.codes, self.part)
+            size = TritSpec(layout.block).nbytes(self.part.blocks, int(change.count))
+            OPS.emit(own, self.codes, self.part, change, size)
+
+    def copy(self) -> Codes:
+        """The codes, to be changed."""
+        return replace(self.codes, held=self.codes.held.clone())
+
+    def masters(self, member: int) -> Masters:
+        """A member's masters now."""
+        return self._masters(self._now, member)
+
+    def _masters(self, values: Tensor, member: int) -> Masters:
+        """Only the columns of the part's slots, rows apart, at an odd address; NaN where no block lies."""
+        layout, slots = self.layout, self.codes.slots.tolist()
+        slot_of = self.codes.slot_of.tolist()
+        first, last = slots[slot_of[layout.begin]], slots[slot_of[layout.end - 1]]
+        width = last[4] + last[5] - first[4]
+        flat = torch.full((3 + layout.rows * (width + 5) - 5,), torch.nan)
+        table = flat.as_strided((layout.rows, width), (width + 5, 1), 3)
+        for column in range(layout.begin, layout.end):
+            *_, before, begin, columns = slots[slot_of[column]]
+            inside = (column - before) * layout.block
+            size = min(layout.block, columns - inside)
+            at = begin - first[4] + inside
+            table[:, at : at + size] = values[member, :, column - layout.begin, :size]
+        there = flat.to(self._device).as_strided(table.shape, table.stride(), 3)
+        return Masters(there, first[4], member)
+
+
+def escaping(shape: tuple[int, ...], fate: str) -> Tensor:
+    """Which blocks escape: bool ``[members, rows, block columns]``."""
+    escapes = torch.full(shape, fate == "all")
+    flat = escapes.view(shape[0], -1)
+    if fate == "mixed":
+        flat.copy_(torch.rand(flat.shape, generator=torch.Generator().manual_seed(flat.numel())) < 0.4)
+    if fate in ("first", "last"):
+        flat[:, 0 if fate == "first" else -1] = True
+    return escapes
+
+
+def moved(escapes: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Values of blocks before and now; those that escape do so for all reasons in turn, as the others stay."""
+    generator = torch.Generator().manual_seed(layout.block + escapes.numel())
+    x = torch.randn(*escapes.shape, layout.block, generator=generator) * 0.005
+    ties = torch.randint(-120, 120, x.shape, generator=generator).float()
+    noise = torch.rand(x.shape, generator=generator) * 2 - 1
+    now = x.clone()
+    for number, (before, after, tie, shake) in enumerate(
+        zip(*(t.view(-1, layout.block) for t in (x, now, ties, noise)), strict=True)
+    ):
+        before[0] = after[0] = 0.03  # the largest, and in every block
+        scale = 0.03 * 1.0625 / 127
+        if escapes.view(-1)[number]:
+            _leave(after, number % 10, scale)
+        else:
+            _stay(before, after, number % 6, tie * TIE, shake * scale)
+    return x, now
+
+
+def _leave(now: Tensor, kind: int, scale: float) -> None:
+    specials = {2: -torch.inf, 3: torch.nan, 4: 3.3e38, 5: 3e38}
+    if kind in specials:
+        now[0] = specials[kind]
+    elif kind == 6:
+        now[:] = 0.0
+    elif kind == 7:
+        now[:] = torch.sign(now) * 1e-42
+    elif kind == 8:
+        now.mul_(LEAST / 0.03)
+    elif kind == 9:
+        now[0] -= 2.2 * scale
+    else:
+        now.mul_((2.0, 0.7)[kind])
+
+
+def _stay(before: Tensor, now: Tensor, kind: int, ties: Tensor, noise: Tensor) -> None:
+    if kind == 0:
+        now[1:] += noise[1:] * 0.95
+    elif kind == 1:  # halfway between two codes
+        before.copy_(ties)
+        now.copy_(ties + TIE / 2)
+        before[0] = now[0] = 127.25 * TIE
+    elif kind == 2:
+        before[:] = now[:] = 0.0
+    elif kind == 3:
+        before[0] = now[0] = torch.nan
+    elif kind == 4:
+        before.copy_(now.neg_())
+    else:
+        now.mul_(1.003)
