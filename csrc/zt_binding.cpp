@@ -123,7 +123,7 @@ class Tables {
 };
 
 #define ZT_PIECES pieces.data(), count_of(pieces.size()), tables.of(flats, pieces, stream)
-#define ZT_ON(function, blocks, spec, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
+#define ZT_ON(function, blocks, size, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
 
 #else
 
@@ -139,8 +139,8 @@ template <class F> void split(int64_t total, int64_t grain, const F &f) {
                      [&](int64_t begin, int64_t end) { check(f(zt_range{begin, end})); });
 }
 
-#define ZT_ON(function, blocks, spec, ...)                                                                             \
-    split(blocks, kGrain / (spec).block_size,                                                                          \
+#define ZT_ON(function, blocks, size, ...)                                                                             \
+    split(blocks, kGrain / (size),                                                                                     \
           [&](zt_range range) { return zt_cpu_##function(__VA_ARGS__, range, ZT_BEST); })
 
 #endif
@@ -155,7 +155,7 @@ void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format
     const auto spec = spec_of(format);
     const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(out, without);
-    ZT_ON(quantize, blocks_of(spec, numel_of(pieces), messages), spec, spec, ZT_PIECES, messages);
+    ZT_ON(quantize, blocks_of(spec, numel_of(pieces), messages), spec.block_size, spec, ZT_PIECES, messages);
 }
 
 void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Numbers &format, const Tensors &flats,
@@ -165,7 +165,8 @@ void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Nu
     const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(table, without);
     const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
-    ZT_ON(dequantize_reduce, blocks_of(spec, numel_of(pieces), messages), spec, spec, messages, ZT_PIECES, reduce);
+    ZT_ON(dequantize_reduce, blocks_of(spec, numel_of(pieces), messages), spec.block_size, spec, messages, ZT_PIECES,
+          reduce);
 }
 
 void requantize(const at::Tensor &table, const Numbers &without, const Numbers &source, const Numbers &format,
@@ -173,7 +174,50 @@ void requantize(const at::Tensor &table, const Numbers &without, const Numbers &
     const auto from = spec_of(source), to = spec_of(format);
     const auto messages = messages_of(table, {without.at(0), -1}), made = messages_of(out, {-1, without.at(1)});
     const zt_reduce reduce = {static_cast<float>(factor), 0};
-    ZT_ON(requantize, blocks_of(to, numel, made), to, from, messages, to, made, numel, reduce);
+    ZT_ON(requantize, blocks_of(to, numel, made), to.block_size, from, messages, to, made, numel, reduce);
+}
+
+// tables: what is held, slots and slot_of; numbers: block size, and of the part begin, end, rows and members.
+zt_codes codes_of(const Tensors &tables, const Numbers &numbers) {
+    TORCH_CHECK(tables.size() == 3 && numbers.size() == 5, "codes are three tables, and five numbers with their part");
+    return {tables[0].data_ptr<uint8_t>(), tables[0].numel(), tables[1].data_ptr<int64_t>(),
+            tables[2].data_ptr<int32_t>(), tables[2].numel(), count_of(tables[1].size(0)), count_of(numbers[0])};
+}
+
+zt_part part_of(const Numbers &numbers) { return {numbers[1], numbers[2], numbers[3], numbers[4]}; }
+
+int64_t blocks_of(const zt_part &part) { return part.rows * (part.end - part.begin); }
+
+// own: the column of the slots that its first one is, and whose rows.
+zt_masters masters_of(const at::Tensor &table, const Numbers &own) {
+    TORCH_CHECK(table.dim() == 2 && own.size() == 2, "masters are a table of two dimensions, and two numbers");
+    return {table.data_ptr<float>(), table.stride(0), table.size(1), own[0], own[1]};
+}
+
+void codes_assess(const at::Tensor &table, const Numbers &own, const Tensors &tables, const Numbers &numbers,
+                  const at::Tensor &scales, const at::Tensor &escaped, Stream stream) {
+    const auto codes = codes_of(tables, numbers);
+    const auto part = part_of(numbers);
+    ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part, scales.data_ptr<float>(),
+          static_cast<uint8_t *>(escaped.data_ptr()));
+}
+
+// change: scales, order and count.
+void codes_emit(const at::Tensor &table, const Numbers &own, const Tensors &tables, const Numbers &numbers,
+                const Tensors &change, const at::Tensor &message, Stream stream) {
+    const auto codes = codes_of(tables, numbers);
+    const auto part = part_of(numbers);
+    const zt_change made = {change.at(0).data_ptr<float>(), change.at(1).data_ptr<int64_t>(),
+                            change.at(2).data_ptr<int64_t>()};
+    ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own), codes, part, made,
+          message.data_ptr<uint8_t>(), message.numel());
+}
+
+void codes_apply(const at::Tensor &table, const Numbers &without, const Tensors &tables, const Numbers &numbers,
+                 Stream stream) {
+    const auto codes = codes_of(tables, numbers);
+    const auto part = part_of(numbers);
+    ZT_ON(codes_apply, blocks_of(part) * part.members, codes.block, messages_of(table, without), codes, part);
 }
 
 #ifdef ZT_FOR_GPU
@@ -331,6 +375,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     ZT_EXPORT(compact_above);
     ZT_EXPORT(sketch_insert);
     ZT_EXPORT(sketch_peel);
+    ZT_EXPORT(codes_assess);
+    ZT_EXPORT(codes_emit);
+    ZT_EXPORT(codes_apply);
 #ifndef ZT_FOR_GPU
     m.def("best_level", &zt_cpu_best_level);
 #endif

@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * What the CPU files share. zt_cpu.cpp and zt_cpu_sparse.cpp check arguments and find where the elements lie; the inner
- * loops are in a table of functions for each instruction set, one file each (zt_cpu_scalar, _avx2, _avx512).
+ * What the CPU files share. zt_cpu.cpp, zt_cpu_sparse.cpp and zt_cpu_codes.cpp check arguments and find where the elements
+ * lie; the inner loops are in a table of functions for each instruction set, one file each (zt_cpu_scalar, _avx2, _avx512).
  *
  * Note [One file, one instruction set]
  *     Every file is compiled with the same flags; a file raises the instruction set itself, by a pragma after its
@@ -97,6 +97,13 @@ struct Kernels {
     void (*mask_unpack)(const uint8_t *bits, int64_t n, uint8_t *mask);
     void (*sketch_insert)(const float *x, int64_t n, Sketch sketch, zt_range lanes);
     int64_t (*sketch_peel)(Sketch sketch, const uint8_t *bits, int64_t n, float *x, zt_range lanes, void *work);
+    /* One block of n values. Its scale becomes that from now on; whether it escapes. */
+    bool (*assess)(const float *x, const int8_t *codes, int64_t n, float *scale);
+    /* Its codes become those of its values; and trits *= 3, += their changes + 1. */
+    void (*recode)(const float *x, float inverse, int64_t n, int8_t *codes);
+    void (*advance)(const float *x, float inverse, int64_t n, int8_t *codes, uint8_t *trits);
+    /* The changes of five blocks, added to their codes. */
+    void (*decode)(const uint8_t *trits, int64_t n, int8_t *const *codes);
 };
 
 extern const Kernels kScalar;

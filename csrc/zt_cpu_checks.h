@@ -50,8 +50,8 @@ inline int check_pieces(const zt_piece *pieces, int32_t count, int32_t members, 
     return ZT_OK;
 }
 
-/* That they hold `numel` values of each member. */
-inline int check_messages(zt_wire_spec spec, int64_t numel, const zt_messages &messages) {
+/* A table of messages of `numel` values or blocks of each member. */
+inline int check_table(const zt_messages &messages, int64_t numel) {
     const int32_t left_out = messages.without_source >= 0;
     if (messages.members < 0 || (messages.members > 0 && messages.inner < 1)) return ZT_BAD_SIZE;
     if (messages.without_source < -1 || messages.without_source >= messages.sources) return ZT_BAD_SIZE;
@@ -59,8 +59,12 @@ inline int check_messages(zt_wire_spec spec, int64_t numel, const zt_messages &m
     if (messages.sources - left_out < 1 || !fits(messages.members, numel)) return ZT_BAD_SIZE;
     if (!fits(messages.sources, messages.source_step) || !fits(messages.inner, messages.inner_step)) return ZT_BAD_SIZE;
     if (!fits(messages.members, messages.outer_step)) return ZT_BAD_SIZE;
-    if (messages.nbytes != zt_wire_nbytes(spec, numel)) return ZT_BAD_SIZE;
     return messages.data || messages.nbytes == 0 || messages.members == 0 ? ZT_OK : ZT_BAD_SIZE;
+}
+
+/* That they hold `numel` values of each member. */
+inline int check_messages(zt_wire_spec spec, int64_t numel, const zt_messages &messages) {
+    return messages.nbytes == zt_wire_nbytes(spec, numel) ? check_table(messages, numel) : ZT_BAD_SIZE;
 }
 
 /* One message for each member, which is written. */

@@ -22,6 +22,7 @@ struct V {
 
 }  // namespace
 
+#include "zt_cpu_codes.h"
 #include "zt_cpu_sparse.h"
 
 namespace {
@@ -214,4 +215,5 @@ int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks 
 }  // namespace
 
 const zt::Kernels zt::kScalar = {quantize,    sum,           widen,     narrow,      add,           stream,
-                                 count_above, compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel};
+                                 count_above, compact_above, pack_rest, unpack_rest, sketch_insert, sketch_peel,
+                                 assess,      recode,        advance,   decode};

@@ -6,6 +6,7 @@
 #ifndef ZT_CPU_SIMD_H
 #define ZT_CPU_SIMD_H
 
+#include "zt_cpu_codes.h"
 #include "zt_cpu_sparse.h"
 
 namespace {
@@ -126,7 +127,8 @@ void mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask) {
 }
 
 constexpr zt::Kernels kTable = {quantize,    sum,           widen,     narrow,      add,           stream,
-                                count_above, compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel};
+                                count_above, compact_above, mask_pack, mask_unpack, sketch_insert, sketch_peel,
+                                assess,      recode,        advance,   decode};
 
 }  // namespace
 

@@ -24,7 +24,24 @@ from torch import Tensor
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels.c_types import DTYPES, CMessages, CReduce, CSpec, c_messages, c_pieces, c_spec
+from tests.kernels.c_types import (
+    DTYPES,
+    CChange,
+    CCodes,
+    CMasters,
+    CMessages,
+    CPart,
+    CReduce,
+    CSpec,
+    c_change,
+    c_codes,
+    c_masters,
+    c_messages,
+    c_part,
+    c_pieces,
+    c_spec,
+)
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
@@ -52,6 +69,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "zt_cpu_compact_above": [_PTR, _I32, _F32, Range, _I64, _PTR, _PTR, _PTR, _I32],
     "zt_cpu_sketch_insert": [_PTR, _I64, _U64, _I64, _PTR, Range],
     "zt_cpu_sketch_peel": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR],
+    "zt_cpu_codes_assess": [CMasters, CCodes, CPart, _PTR, _PTR, Range, _I32],
+    "zt_cpu_codes_emit": [CMasters, CCodes, CPart, CChange, _PTR, _I64, Range, _I32],
+    "zt_cpu_codes_apply": [CMessages, CCodes, CPart, Range, _I32],
 }
 # At a level of the caller's choice.
 SPLIT = ("mask_pack", "mask_unpack", "sketch_insert", "sketch_peel")
@@ -194,6 +214,21 @@ class CpuKernels:
             self._call("sketch_peel_at", *given, part, work.data_ptr(), ctypes.byref(left), self.level)
             total += left.value
         return torch.tensor([total])
+
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+        """As the reference's."""
+        given = c_masters(masters), c_codes(codes), c_part(part)
+        self._split("codes_assess", part.blocks, *given, scales.data_ptr(), escaped.data_ptr())
+
+    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+        """As the reference's."""
+        given = c_masters(masters), c_codes(codes), c_part(part), c_change(change)
+        self._split("codes_emit", part.blocks, *given, message.data_ptr(), message.numel())
+
+    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+        """As the reference's."""
+        total = part.blocks * part.members
+        self._split("codes_apply", total, c_messages(messages), c_codes(codes), c_part(part))
 
     def _count(self, x: Tensor, threshold: float, part: Range) -> int:
         found = ctypes.c_int64()

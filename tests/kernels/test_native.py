@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.device import DEVICE, ON_GPU
-from tests.kernels import golden, golden_members
+from tests.kernels import golden, golden_codes, golden_members
 from zero_topo.quant.messages import from_sources, to_members
 from zero_topo.quant.native import Native, load
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
@@ -80,6 +80,15 @@ def test_the_sparse_operations_give_the_references_values(native: Native) -> Non
     indices, picked = (torch.empty(300_001, dtype=kind, device=DEVICE) for kind in (torch.int64, torch.float32))
     found = int(native.compact_above(x, 0.5, indices, picked))
     assert torch.equal(indices[:found], (x.abs() >= 0.5).nonzero()[:, 0])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("fate", golden_codes.FATES)
+def test_codes_have_the_references_bits(native: Native, fate: str) -> None:
+    """Tables, parts and what is left out arrive as they were given; enough blocks to be split."""
+    for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE, golden_codes.single(1283)):
+        golden_codes.check_codes(native, layout, fate, DEVICE.type)
+    golden_codes.check_bytes(native, device=DEVICE.type)
 
 
 @pytest.mark.usefixtures("threads")

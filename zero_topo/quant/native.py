@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.ops import BackendUnavailable
 from zero_topo.quant.pieces import DTYPES, FLOATS, Piece
@@ -42,7 +43,7 @@ def _stream() -> int:
 
 
 class Native:
-    """One compiled module; operations as in :class:`zero_topo.quant.ops.Backend`, and those of the sparse modes.
+    """One compiled module; operations as in :class:`zero_topo.quant.ops.Backend`, of the sparse modes and of codes.
 
     Args:
         module: of ``csrc/zt_binding.cpp``.
@@ -99,6 +100,29 @@ class Native:
         """And back, given the mask; how many elements were only estimated, int64 ``[1]``."""
         left: Tensor = self._module.sketch_peel(sketch, bits, seed, out, self._stream())
         return left
+
+    # -- codes -----------------------------------------------------------------------------------------------------
+
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+        """Each block's scale from now on, and whether it escapes."""
+        self._module.codes_assess(*_owned(masters), *_coded(codes, part), scales, escaped, self._stream())
+
+    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+        """Bring codes and scales up to date, and write scales, codes and trits of the message."""
+        made = [change.scales, change.order, change.count]
+        self._module.codes_emit(*_owned(masters), *_coded(codes, part), made, message, self._stream())
+
+    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+        """Bring the rows of all members but the one left out up to date."""
+        self._module.codes_apply(messages.table, _without(messages), *_coded(codes, part), self._stream())
+
+
+def _owned(masters: Masters) -> tuple[Tensor, list[int]]:
+    return masters.table, [masters.first, masters.member]
+
+
+def _coded(codes: Codes, part: Part) -> tuple[list[Tensor], list[int]]:
+    return [codes.held, codes.slots, codes.slot_of], [codes.block, part.begin, part.end, part.rows, part.members]
 
 
 def _format(spec: Format) -> tuple[int, int, int, int]:
