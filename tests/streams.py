@@ -389,6 +389,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.lane.torch", _Torch(device)),
         patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
+        patch("zero_topo.engine.resident.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.collectives.peers.to_all", collectives.to_all),
         patch("zero_topo.collectives.peers.to_each", collectives.to_each),
         patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),

@@ -20,9 +20,9 @@ STEPS = 4
 TAG = "half-way"
 
 
-def net() -> nn.Module:
+def net(width: int = 37) -> nn.Module:
     """The harness's network with one frozen parameter."""
-    model = Net(depth=2)
+    model = Net(width, depth=2)
     model.inp.bias.requires_grad_(False)
     return model
 

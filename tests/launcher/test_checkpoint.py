@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.launcher.checkpoints import (
     files_of,
     job,
     loaded,
+    net,
     poison,
     resume,
     save,
@@ -43,7 +45,11 @@ Q4: dict[str, Any] = {"quantize": {}, "sync": {"mode": "quantized", "bits": 4}, 
 OKTOPK = {"mode": "oktopk", "tau_prime": 4, "sharded": True, "density": 0.1}
 RADIUS = {"mode": "radius", "density": 0.25, "interval": 4}
 SCAPE = {"mode": "scape", "density": 0.1, "warmup": 5}
+CODES: dict[str, Any] = {"quantize": {"resident": "int8", "block_size": 64}}
+WIDE = replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64), steps=6)
 RESUMED: dict[str, Job] = {
+    "codes": WIDE,
+    "codes_whole": WIDE.under(block("topo", weights="rank", secondary=None, optimizer="node", **CODES)),
     "topo_offload": job(block("topo", quantize={}), "bf16", **OFFLOAD),
     "zero++": job(block("zero++", quantize={})),
     "hsdp_bf16": job(block("hsdp"), "bf16"),

@@ -83,7 +83,7 @@ CASES: dict[str, Job] = {
     "offloaded": job(micro_batches=2, ds=OFFLOAD),
     "kept whole": job(ds=zero(stage3_param_persistence_threshold=800)),
     "every rank holds all": job().under(block("topo", **WHOLE)),
-    "replicated optimizer": job().under(block("topo", optimizer="node", **CODES)),
+    "replicated optimizer": job().under(block("topo", optimizer="node", **WHOLE)),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
 }
 

@@ -39,6 +39,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "one-hop": {"scheme": "topo", "two_hop": False},
     "scatter-gpu": {"scheme": "topo", "gradients": "gpu"},
     "replicated": {"weights": "rank", "gradients": "rank", "optimizer": "world"},
+    "codes": {"scheme": "topo", "quantize": {"resident": "int8", "block_size": 64}},
+    "codes-whole": {
+        "scheme": "topo",
+        "weights": "rank",
+        "secondary": None,
+        "quantize": {"resident": "int8", "block_size": 64},
+    },
 }
 DENSE: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -49,7 +56,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "publish-fp32": {"publish": {"dtype": "fp32"}},
     "publish-int8": {"publish": {"delta": "int8"}},
     "int4": Q4,
+    "sync-int4": {"sync": Q4["sync"]},
 }
+CODES = ("codes", "codes-whole")
 SPARSE: dict[str, dict[str, Any]] = {
     **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")},
     "oktopk": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
@@ -59,7 +68,9 @@ SPARSE: dict[str, dict[str, Any]] = {
     "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
 }
 CASES = {
-    **{f"{scheme}+{mode}": SCHEMES[scheme] | DENSE[mode] for scheme in SCHEMES for mode in ("dense", "int4")},
+    **{
+        f"{s}+{m}": SCHEMES[s] | DENSE[m] for s in SCHEMES for m in ("dense", "int4" if s not in CODES else "sync-int4")
+    },
     **{f"topo+{mode}": SCHEMES["topo"] | DENSE[mode] for mode in DENSE},
     **{f"topo+{mode}": SCHEMES["topo"] | SPARSE[mode] for mode in SPARSE},
     **{f"one-hop+{mode}": SCHEMES["one-hop"] | SPARSE[mode] for mode in ("topk_a", "radius")},
@@ -71,16 +82,17 @@ def on(block: dict[str, Any], nodes: int) -> ResolvedConfig:
     return resolve(emulated(nodes, 4, 2), **block, overlap=False)
 
 
-def numels(ranks: int) -> list[int]:
-    """Parameters of which each rank holds 8 or 9 elements, some with padding at the end."""
-    return [8 * ranks, 8 * ranks - 5, 9 * ranks, 9 * ranks - 1] * (PARAMS // 4)
+def numels(ranks: int, width: int = 8) -> list[int]:
+    """Parameters of which each rank holds ``width`` elements or one more, some with padding at the end."""
+    return [width * ranks, width * ranks - 5, (width + 1) * ranks, (width + 1) * ranks - 1] * (PARAMS // 4)
 
 
 @cache
 def counted(name: str, nodes: int, together: int | None = None) -> Mapping[str, Counts]:
     """Counts of a step by phase; sparse modes may do other work in each second one."""
     steps = 2 if name.partition("+")[2] in SPARSE else 1
-    return count(on(CASES[name], nodes), numels(8 * nodes), together, steps)
+    width = 64 if name.partition("+")[0] in CODES else 8  # a block, so that half of them have codes
+    return count(on(CASES[name], nodes), numels(8 * nodes, width), together, steps)
 
 
 def launched(name: str, nodes: int, together: int | None = None) -> float:
@@ -100,14 +112,14 @@ def test_a_step_launches_no_more_on_many_nodes(name: str) -> None:
     assert many <= GROWTH * few + levels * PER_LEVEL / PARAMS
 
 
-@pytest.mark.parametrize("name", ["zero3+dense", "topo+dense", "topo+int4"])
+@pytest.mark.parametrize("name", ["zero3+dense", "topo+dense", "topo+int4", "codes+dense"])
 def test_not_even_on_all_of_frontier(name: str) -> None:
     """The same with 75,264 ranks."""
     few, all_of_them = launched(name, FEW), launched(name, ALL)
     assert all_of_them <= min(GROWTH * few, PER_PARAMETER), (few, all_of_them)
 
 
-@pytest.mark.parametrize("name", ["zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+dense", "topo+int4"])
+@pytest.mark.parametrize("name", ["zero3+dense", "zero+++dense", "mics-gpu+int4", "topo+int4", "codes+dense"])
 def test_a_run_costs_three_launches(name: str) -> None:
     """Collectives of a few parameters each: every one of them costs a little, and no more on more nodes."""
     together = 4
@@ -118,5 +130,9 @@ def test_a_run_costs_three_launches(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape")])
 def test_the_host_waits_for_nothing(name: str) -> None:
-    """What is sent does not depend on values, so the host never asks the device for any."""
-    assert {phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs} == {}
+    """What is sent does not depend on values, so the host never asks the device for any.
+
+    But changed codes have a size, which is asked for once in a publish.
+    """
+    asked = {"publish": 1} if name.partition("+")[0] in CODES else {}
+    assert {phase: counts.syncs for phase, counts in counted(name, FEW).items() if counts.syncs} == asked

@@ -22,7 +22,7 @@ from zero_topo.collectives.exchange import to_all, to_each_uneven
 from zero_topo.mesh import Hop, Mesh
 from zero_topo.topology.presets import emulated
 
-NUMELS = (5, 64, 501, 96)
+NUMELS = (5, 64, 501, 512)
 SMALL = {"block_size": 64}
 Q4 = {"sync": {"mode": "quantized", "bits": 4, **SMALL}, "publish": {"delta": "int4", **SMALL}}
 SHARES = ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
@@ -31,6 +31,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
     "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
     "q4": {"scheme": "topo", **Q4},
+    "codes": {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}},
     "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
     **{
         mode: {"scheme": "topo", "sync": {"mode": mode}}

@@ -16,7 +16,7 @@ from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.bench.bare import fake_world
 from zero_topo.sync import Moment
 
-NUMELS = (40, 7, 64, 96)
+NUMELS = (40, 7, 64, 512)
 GROUPS = (range(2), range(2, 4))
 """Slots that DeepSpeed's optimizer updates at once."""
 SMALL = {"block_size": 64}
@@ -125,6 +125,7 @@ def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) ->
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
+    "codes": {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}},
     **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
     "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
     "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},

@@ -36,19 +36,22 @@ def gathered(
     Returns:
         On ``wait``: one flat tensor ``[numel]`` per slot.
     """
+
+    def whole(index: int, messages: Tensor) -> Tensor:
+        rows = like.new_empty(layout.plan.world_size, layout.widths[index])
+        source.decode(index, messages, rows)
+        if capture is not None:
+            capture(index, rows)
+        return layout.flat_of(rows, index)
+
+    if source.route.size == 1:  # nothing travels, so nothing is put together
+        return Handle(None, (), lambda: [whole(i, source.message([i])[0][None, None]) for i in slots])
     message, ends = source.message(slots)
     handle = all_gather(source.route, message, counted)
 
     def finish() -> list[Tensor]:
         came = handle.wait()
-        whole = []
-        for index, (begin, end) in zip(slots, pairwise(ends), strict=True):
-            rows = like.new_empty(layout.plan.world_size, layout.widths[index])
-            source.decode(index, came[..., begin:end], rows)
-            if capture is not None:
-                capture(index, rows)
-            whole.append(layout.flat_of(rows, index))
-        return whole
+        return [whole(i, came[..., begin:end]) for i, (begin, end) in zip(slots, pairwise(ends), strict=True)]
 
     return Handle(None, (), finish)
 
