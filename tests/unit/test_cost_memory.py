@@ -55,6 +55,26 @@ def test_an_unquantized_secondary_inside_the_weight_shard_is_free_and_a_narrower
     assert memory_bytes(resolve(scheme="zero++"), work, 2)["secondary"] == 2 * 2048
 
 
+CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
+
+
+@pytest.mark.parametrize(("weights", "held"), [("gpu", 15.89), ("rank", 26.04), ("node", 8.27)])
+def test_codes_hold_20_billion_weights_on_384_dies_in_few_bytes(weights: str, held: float) -> None:
+    """In all but what sync keeps; a secondary copy and 16 bits beside took 35.78 GB over the dies of a GPU."""
+    config = resolve(FRONTIER, weights=weights, gradients="node", optimizer="world", quantize=CODES)
+    assert round(sum(memory_bytes(config, Workload.uniform([20 * 10**9]), 2).values()) / GB, 2) == held
+
+
+def test_what_a_rank_holds_of_codes_by_hand() -> None:
+    """N = 8, W = 2, O = 8: codes and scales of the matrix, a vector twice over, and the own rows of both in 16 bits."""
+    config = resolve(weights="gpu", gradients="node", optimizer="world", quantize=CODES)
+    work = Workload.uniform([8 * 250, 80], dims=(2, 1))
+    codes, own, vector = 4 * 256 + 128, (250 + 10) * 2, 4 * 10 * 2
+    held, padding = memory_bytes(config, work, 2), padding_bytes(config, work, 2)
+    assert (held["weights"], held["secondary"]) == (codes + own + vector, 0)
+    assert padding["weights"] == codes - 1000
+
+
 @given(
     scheme=st.sampled_from(list(SCHEMES)),
     numels=st.lists(st.integers(1, 5000), min_size=1, max_size=5),

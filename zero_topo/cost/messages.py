@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
-from zero_topo.cost.volume import ITEMSIZES, Workload, message_bytes, rows_message, sync_hops
-from zero_topo.plan import packed_runs
+from zero_topo.cost.codes import change_bytes
+from zero_topo.cost.volume import ITEMSIZES, Workload, message_bytes, rows_message, slot_runs, sync_hops
 
 FP32 = 4
 
@@ -46,12 +46,14 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, itemsize: int) -> int:
 
 
 def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
-    """Of a run of weights: differences, the message made of them, and what comes from all members."""
-    plan, spec = config.plan, config.publish.spec
+    """Of a run of weights: differences, the message made of them, and what comes; or of codes, if all blocks escape."""
+    plan, spec, codes = config.plan, config.publish.spec, config.resident_spec
     rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
-    widths = widest_run(config, work)
+    widths, coded = (widest_run(config, work, kind) for kind in (False, True))
     itemsize = ITEMSIZES[config.publish.dtype] if config.publish.dtype else work.itemsize
     own = rows_message(rows, widths, spec, itemsize)
+    if codes is not None:
+        own = max(own, change_bytes(rows, coded, codes, rows * sum(map(codes.blocks, coded))))
     differences = 0 if spec is None else FP32 * rows * sum(widths)
     if size == 1:
         return 0 if spec is None else differences + own
@@ -62,12 +64,11 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
     return max(differences + own + came if spec else 0, came + own * size)
 
 
-def widest_run(config: ResolvedConfig, work: Workload) -> list[int]:
-    """Columns of each parameter of the run that has most."""
-    plan = config.plan
-    widths = [plan.shard_numel(numel) for numel in work.numels]
-    runs = packed_runs([plan.world_size * width for width in widths], work.run_numel)
-    return max(([widths[slot] for slot in run] for run in runs), key=sum, default=[])
+def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> list[int]:
+    """Columns of each parameter of the run that has most; of publish, by whether codes of them are held."""
+    slots = [slot for slot, held in enumerate(work.coded(config)) if coded in (None, held)]
+    runs = slot_runs(config.plan, work, slots, work.run_numel)
+    return max(([config.plan.shard_numel(work.numels[slot]) for slot in run] for run in runs), key=sum, default=[])
 
 
 @singledispatch
