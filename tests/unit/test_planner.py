@@ -23,7 +23,7 @@ from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request, max_params, rank_plans
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import scaled
-from zero_topo.cost.volume import Workload
+from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.engine.automatic import choose_plan
 from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
@@ -31,6 +31,7 @@ from zero_topo.units import GB
 FRONTIER = load_preset("frontier", 384)
 ASKED = ZeroTopoConfig.parse({"scheme": "auto"})
 NEOX = load_model("gpt-neox-20b")
+WHOLE = {"weights": 1, "secondary": None, "gradients": 8, "optimizer": 384}
 
 
 def request(topology: Topology = FRONTIER, params: int | None = None, **job: Any) -> Request:
@@ -156,6 +157,28 @@ def test_a_plan_is_not_named_after_what_the_user_overrode() -> None:
         assert plan.named or f"weights {FRONTIER.ranks_per_gpu}" in plan.name.split(", ")
 
 
+def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
+    """Beside sync in INT4, in place of INT4 differences; also where every rank holds all weights, which loses bits."""
+    found = [plan for plan in candidates(ASKED, FRONTIER) if plan.config.resident_spec]
+    assert all(plan.config.weights_spec == plan.config.resident_spec for plan in found)
+    assert all(plan.config.publish.delta is None and plan.losses[0][0] == "int8 weights" for plan in found)
+    named = {plan.name: plan.losses[1:] for plan in found if plan.config.scheme == "topo"}
+    assert list(named.values()) == [(), (("int4 sync",),)]
+    alone = [plan for plan in found if plan.config.plan.degrees() == WHOLE]
+    assert alone and not any(by_domain(step_bytes(p.config, request().work)).get("gpu") for p in alone)
+
+
+def test_codes_hold_models_of_58_billion_on_frontier() -> None:
+    """In 16 bits with a copy to gather from, 30; on 384 dies and on ten times as many."""
+    for ranks in (384, 4096):
+        wanted = request(load_preset("frontier", ranks))
+        most = {
+            key: max_params(resolve(wanted.topology, scheme="topo", quantize={"resident": key}), wanted) or 0
+            for key in ("int8", None)
+        }
+        assert most["int8"] > 58 * 10**9 and most[None] < 32 * 10**9
+
+
 def test_sparse_modes_are_tried_only_if_asked_for() -> None:
     assert {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER)} == {"dense", "quantized"}
     assert "oktopk" in {plan.config.sync.MODE for plan in candidates(ASKED, FRONTIER, ["oktopk"])}
@@ -230,9 +253,9 @@ def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit()
         rank_plans(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights)
     )
     text = "\n".join(lines)
-    assert lines[0].startswith("weights 2, ") and "plans that fit, of" in lines[0]
+    assert lines[0].startswith("weights 1, ") and "plans that fit, of" in lines[0]
     assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
-    assert "topo does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
+    assert "paper does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
 
 
 def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:

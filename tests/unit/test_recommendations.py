@@ -81,6 +81,8 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     h, f, s = model["hidden"], model["intermediate"], model["sequence"]
     keys = h * model["kv_heads"] // model["heads"]
     states = 2 * params / held["weights"] + 2 * params / held["gradients"] + 12 * params / held["optimizer"]
+    if plan["quantize"]["resident"]:  # a byte and a scale for 256, and the rank's own weights
+        states += (1 + 4 / 256 - 2) * params / held["weights"] + 2 * params / held["optimizer"]
     copies = params * 1.02 / held["secondary"] if held["secondary"] and "int8 secondary" in plan["losses"] else 0.0
     if held["secondary"] and not copies and held["secondary"] < held["weights"]:
         copies = 2 * params / held["secondary"]

@@ -72,6 +72,7 @@ def _plan_json(plan: Priced, options: PlanOptions) -> dict[str, Any]:
     return {
         "name": plan.candidate.name,
         "degrees": plan.candidate.config.plan.degrees(),
+        "quantize": plan.candidate.config.to_json()["quantize"],
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
         "wire_seconds": plan.wire,

@@ -5,8 +5,9 @@ Note [What is tried]
     Degrees are those of the machine's units: the divisors of a node that do not cut a GPU apart, two and four nodes,
     the world. Weights, gradients and optimizer follow the dependency rule; the optimizer is sharded over the world, or
     replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
-    the bits of the ZeRO-topo paper, and with sync and publish in INT4 as well. Sparse modes change how training
-    converges, so they are tried only if asked for. Keys that the user wrote are kept: they override every candidate's.
+    the bits of the ZeRO-topo paper, and with sync and publish in INT4 as well; and where weights travel in INT8, with
+    codes in place of the weights, whose publish is exact and needs no INT4. Sparse modes change how training converges,
+    so they are tried only if asked for. Keys that the user wrote are kept: they override every candidate's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Candidate:
         """
         plan, config = self.config.plan, self.config
         inside = {
-            "weights": config.weights_spec if plan.weights > 1 else None,
+            "weights": config.weights_spec if plan.weights > 1 else config.resident_spec,
             "secondary": config.secondary_spec if plan.weights > 1 else None,
             "gradients": config.gradients_spec if plan.gradients > 1 else None,
         }
@@ -102,8 +103,13 @@ def _name(own: Block, config: ResolvedConfig) -> str:
     """The scheme or the degrees, then what the planner, not the user, added."""
     degrees = (f"{role} {degree}" for role, degree in config.plan.degrees().items() if degree is not None)
     parts = [own["scheme"] if "scheme" in own else ", ".join(degrees)]
-    if "quantize" in own:
+    quantize = own.get("quantize", {})
+    if "weights" in quantize:
         parts.append("paper's bits")
+    if quantize.get("resident"):
+        parts.append("resident weights")
+    elif "scheme" in own and SCHEMES[own["scheme"]].quantize.resident and config.resident_spec is None:
+        parts.append("16-bit weights")
     if moving := [key for key in ("sync", "publish") if key in own]:
         mode = own.get("sync", FEW_BITS["sync"])["mode"]
         parts.append(f"{'int4' if mode == FEW_BITS['sync']['mode'] else mode} {' and '.join(moving)}")
@@ -113,16 +119,19 @@ def _name(own: Block, config: ResolvedConfig) -> str:
 def _schemes(sparse: Sequence[str]) -> Iterator[Block]:
     for name, scheme in SCHEMES.items():
         yield {"scheme": name}
-        between = scheme.quantize.gradients is not None and scheme.sync == DenseSync()
-        for settings in _between_nodes(sparse) if between else ():
-            yield {"scheme": name, **settings}
+        if scheme.quantize.gradients is None or scheme.sync != DenseSync():
+            continue
+        coded = scheme.quantize.resident is not None
+        for codes in (False, True):
+            settings: Block = {} if codes == coded else {"quantize": {"resident": "int8" if codes else None}}
+            for more in ({}, *_between_nodes(sparse, codes)):
+                yield {"scheme": name, **settings, **more}
 
 
-def _between_nodes(sparse: Sequence[str]) -> Iterator[Block]:
-    """Ways to sync and publish beside the plain ones."""
-    yield FEW_BITS
-    for mode in sparse:
-        yield {"sync": {"mode": mode}, "publish": FEW_BITS["publish"]}
+def _between_nodes(sparse: Sequence[str], codes: bool) -> Iterator[Block]:
+    """Ways to sync and publish beside the plain ones; of codes, to sync."""
+    for mode in (FEW_BITS["sync"], *({"mode": name} for name in sparse)):
+        yield {"sync": mode} if codes else {"sync": mode, "publish": FEW_BITS["publish"]}
 
 
 def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
@@ -143,10 +152,10 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
                 if not bits:
                     yield block
                     continue
-                block["quantize"] = dict(PAPER_BITS)
-                yield block
-                for more in _between_nodes(sparse):
-                    yield {**block, **_moving(more, degrees_of, topology)}
+                for codes in (False, True) if secondary is None and weights < optimizer else (False,):
+                    block["quantize"] = {**PAPER_BITS, **({"resident": "int8"} if codes else {})}
+                    for more in ({}, *_between_nodes(sparse, codes)):
+                        yield {**block, **_moving(more, degrees_of, topology)}
 
 
 def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topology) -> Block:
@@ -194,8 +203,9 @@ def _effect(config: ResolvedConfig) -> object:
     """What distinguishes two plans: formats of what does not move count for nothing."""
     plan = config.plan
     degrees = (plan.weights, plan.secondary, plan.gradients, plan.optimizer)
-    weights = config.weights_spec if plan.weights > 1 else None
+    weights = config.weights_spec if plan.weights > 1 else config.resident_spec
     gradients = config.gradients_spec if plan.gradients > 1 else None
     sync = config.sync if plan.gradients < plan.world_size else None
     publish = config.publish if plan.weights < plan.optimizer else None
-    return degrees, weights, config.secondary_spec, gradients, repr(sync), repr(publish)
+    held = config.resident_spec
+    return degrees, weights, config.secondary_spec, gradients, held, repr(sync), repr(publish)
