@@ -10,6 +10,7 @@ using namespace zt;
 namespace {
 
 constexpr int64_t kMostBlock = 2048;
+constexpr uint8_t kPowers[ZT_TRITS_GROUP] = {1, 3, 9, 27, 81};
 
 /* A block of a part, of a row and a block column. */
 struct Place {
@@ -155,8 +156,8 @@ struct Writer {
         for (int64_t k = 0; k < count; ++k) found[k] = at(place + k, buffers[k]);
         uint8_t *const trits = message + layout.trits + place / ZT_TRITS_GROUP * codes.block;
         memset(trits, 0, static_cast<size_t>(codes.block));
-        for (int64_t k = count - 1; k >= 0; --k)
-            kernels.advance(found[k].x, zt_codes_inverse(found[k].scale), codes.block, found[k].codes, trits);
+        for (int64_t k = 0; k < count; ++k)
+            kernels.advance(found[k].x, zt_codes_inverse(found[k].scale), codes.block, kPowers[k], found[k].codes, trits);
     }
 
     void whole(int64_t place) {
