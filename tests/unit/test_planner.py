@@ -95,20 +95,35 @@ def test_what_is_gathered_is_bounded_by_the_model_and_by_what_deepspeed_keeps() 
     assert coming == 2 * (2 * layer) + 2 * layer * (1 + 48) // 384  # the rank's own message, and one of each node
 
 
+def asked(**zero: Any) -> dict[str, Any]:
+    """A DeepSpeed config with these keys."""
+    return {"zero_optimization": zero}
+
+
 def test_deepspeeds_own_settings_count() -> None:
     """Buckets and live parameters as they are set; offloaded states and their gradients are not on the device."""
     config, work = resolve(FRONTIER, scheme="topo"), Workload.uniform(NEOX.numels())
-    flight = InFlight.read({"reduce_bucket_size": 5e7, "stage3_max_live_parameters": 0, "sub_group_size": 1000})
+    flight = InFlight.read(asked(reduce_bucket_size=5e7, stage3_max_live_parameters=0, sub_group_size=1000))
     assert flight == InFlight(live=0, bucket=50_000_000, sub_group=1000)
     held, usual = (predict_memory(config, work, Job(NEOX, 1, 1), which) for which in (flight, DEFAULTS))
     assert (held["bucket"], usual["bucket"]) == (100_000_000, 1_000_000_000)
     assert moments(config, work, Job(NEOX, 1, 1), flight)[3]["step"] == 4000 and held["gathered"] < usual["gathered"]
-    offload = InFlight.read({"offload_optimizer": {"device": "cpu"}})
+    offload = InFlight.read(asked(offload_optimizer={"device": "cpu"}))
     assert predict_memory(config, work, Job(NEOX, 1, 1), offload) == usual | {"optimizer": 0}
     assert not moments(config, work, Job(NEOX, 1, 1), offload)[3]["step"]
-    assert InFlight.read({"reduce_bucket_size": "auto", "offload_optimizer": None}) == DEFAULTS
+    assert InFlight.read(asked(reduce_bucket_size="auto", offload_optimizer=None)) == DEFAULTS
     with pytest.raises(ValueError, match=r"zero_optimization\.reduce_bucket_size is 'x'; it must be a number"):
-        InFlight.read({"reduce_bucket_size": "x"})
+        InFlight.read(asked(reduce_bucket_size="x"))
+
+
+def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
+    """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
+    config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
+    request = Request(FRONTIER, Job(NEOX, 1, 1), flight=InFlight.read({"fp16": {"enabled": True}}))
+    held = request.holds(config, request.work, request.job)
+    assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
+    plain = replace(request, flight=InFlight.read({"bf16": {"enabled": True}}))
+    assert plain.holds(config, request.work, request.job) == {k: v for k, v in held.items() if k != "residual"}
 
 
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
@@ -343,6 +358,7 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
         zero_reduce_bucket_size=lambda: flight.bucket,
         zero_sub_group_size=lambda: flight.sub_group,
         zero_cpu_offload=lambda: flight.offload,
+        fp16_enabled=lambda: flight.loss_scaled,
     )
 
 

@@ -170,7 +170,7 @@ def found_request(options: PlanOptions) -> Request:
         raise ValueError(f"--attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
     job = replace(job, attention=options.attention)
-    zero = load_deepspeed_config(options.deepspeed_config or {}).get("zero_optimization") or {}
+    flight = InFlight.read(load_deepspeed_config(options.deepspeed_config or {}))
     sparse = tuple(options.sparse or ())
     usual = 0.0 if options.states_only else RESERVE
     topology = found_machine(options)
@@ -180,7 +180,7 @@ def found_request(options: PlanOptions) -> Request:
         job,
         reserve=usual if options.reserve is None else options.reserve,
         sparse=sparse,
-        flight=InFlight.read(zero),
+        flight=flight,
         states_only=options.states_only,
         own_rates=own,
     )

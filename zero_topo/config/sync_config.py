@@ -50,8 +50,9 @@ class QuantizedSync(SyncSettings):
     error_feedback: bool = Field(
         True,
         strict=True,
-        description="Keep what quantization took away, in FP32 where it was taken, and add it at the next step. Costs "
-        "4 bytes for each gradient element a rank sends.",
+        description="Keep what quantization took away and add it at the next step. It stays in the gradient shard, "
+        "rounded to its type, and costs nothing; in FP16, which may skip steps, 4 bytes for each gradient element a "
+        "rank sends.",
     )
 
     @property

@@ -42,27 +42,31 @@ class InFlight:
         bucket: ``reduce_bucket_size``.
         sub_group: ``sub_group_size``.
         offload: whether ``offload_optimizer`` names the CPU.
+        loss_scaled: whether ``fp16`` is enabled.
     """
 
     live: int = 10**9
     bucket: int = 5 * 10**8
     sub_group: int = 10**9
     offload: bool = False
+    loss_scaled: bool = False
 
     @classmethod
-    def read(cls, zero: Mapping[str, Any]) -> InFlight:
-        """Of the ``zero_optimization`` object of a DeepSpeed config; what is absent or "auto" has its default.
+    def read(cls, config: Mapping[str, Any]) -> InFlight:
+        """Of a DeepSpeed config; what is absent or "auto" has its default.
 
         Raises:
             ValueError: for what is no number.
         """
+        zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
         keys = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
         found = {name: zero[key] for name, key in keys.items() if zero.get(key, AUTO) != AUTO}
         for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise ValueError(f"zero_optimization.{keys[name]} is {value!r}; it must be a number of elements")
         device = (zero.get("offload_optimizer") or {}).get("device", "none")
-        return cls(**{name: int(value) for name, value in found.items()}, offload=device == "cpu")
+        counts = {name: int(value) for name, value in found.items()}
+        return cls(**counts, offload=device == "cpu", loss_scaled=fp16.get("enabled") is True)
 
 
 DEFAULTS = InFlight()
@@ -111,8 +115,7 @@ def moments(
     Returns:
         A backward pass: "gathered" parameters, "activations", and "messages" of sync if that runs under it. The same
         when a bucket is scattered. Sync after it. The optimizer's step: "step", its FP32 gradients, beside "messages"
-        that sync keeps, and of publish if that runs beside it. Publish after it. The end, when sync keeps what its
-        messages left out.
+        that sync keeps, and of publish if that runs beside it. Publish after it.
     """
     plan, work = config.plan, replace(work, run_numel=flight.bucket)
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
@@ -132,7 +135,6 @@ def moments(
         {"messages": sync.peak},
         {**step, "messages": sync.kept + (publish if config.overlap else 0)},
         {"messages": sync.kept + publish},
-        {"messages": sync.kept + sync.commit},
     )
 
 

@@ -47,21 +47,27 @@ def memory_bytes(
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
-    kept = residual_elements(config.sync, plan) * columns * RESIDUAL_BYTES
+    kept = residual_elements(config.sync, plan, work.loss_scaled) * columns * RESIDUAL_BYTES
     return {**held, "residual": kept} if kept else held
 
 
 @singledispatch
-def residual_elements(mode: object, plan: Plan) -> int:
-    """World shards of FP32 residual that a mode of sync keeps on a rank; dispatches on the mode's settings."""
+def residual_elements(mode: object, plan: Plan, loss_scaled: bool) -> int:
+    """World shards of FP32 residual that a mode of sync keeps on a rank; dispatches on the mode's settings.
+
+    Args:
+        mode: the settings.
+        plan: the degrees.
+        loss_scaled: whether a loss scaler may skip steps (FP16).
+    """
     return 0
 
 
 @residual_elements.register
-def _(mode: QuantizedSync, plan: Plan) -> int:
-    """One row for each other member of the hop across nodes."""
+def _(mode: QuantizedSync, plan: Plan, loss_scaled: bool) -> int:
+    """One row for each other member of the hop across nodes, if the gradient shard cannot hold what is owed."""
     lo, hi = sync_hops(plan)[1]
-    return hi // lo - 1 if mode.error_feedback else 0
+    return hi // lo - 1 if mode.error_feedback and loss_scaled else 0
 
 
 @singledispatch

@@ -24,12 +24,10 @@ class SyncBytes:
     Attributes:
         peak: the most at once, of all that follow too.
         kept: until the step is decided.
-        commit: then, beside what was kept.
     """
 
     peak: int = 0
     kept: int = 0
-    commit: int = 0
 
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, itemsize: int) -> int:
@@ -94,19 +92,18 @@ def _(mode: DenseSync, config: ResolvedConfig, work: Workload, itemsize: int) ->
 
 @sync_bytes.register
 def _(mode: QuantizedSync, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
-    """Rows plus residual in FP32 and the messages made of them; messages are kept, to know what they left out."""
+    """The messages sent and those that come; and where rows are copied, for sums or for what is sent back, in FP32.
+
+    Copies that hold what is owed while gradients sent back lie in its place are kept until the step is decided.
+    """
     plan, (inner, (lo, hi)) = config.plan, sync_hops(config.plan)
     peers, widths = hi // lo, widest_run(config, work)
     if peers == 1:
         return SyncBytes()
-    every = [plan.shard_numel(numel) for numel in work.numels]
-    table, tables = FP32 * peers * sum(widths), FP32 * peers * sum(every)
-    message, messages = (rows_message(peers, of, mode.spec, itemsize) for of in (widths, every))
-    copied = inner is not None or plan.optimizer < plan.world_size
-    residual = FP32 * (peers - 1) * sum(widths) if mode.error_feedback else 0
-    wanted = table + residual if mode.error_feedback else 0
+    replicated = plan.optimizer < plan.world_size
+    table = FP32 * peers * sum(widths) if inner is not None or replicated else 0
+    tables = FP32 * peers * sum(plan.shard_numel(numel) for numel in work.numels)
+    kept = tables if replicated and mode.error_feedback else 0
     summed = 2 * plan.world_size // plan.gradients * sum(widths) * itemsize if inner else 0
-    before = messages - message + (tables - table if copied else 0)
-    held = table if copied else 0
-    peak = before + held + max(summed, wanted + message, 2 * message)
-    return SyncBytes(peak, messages + (tables if copied else 0), wanted)
+    message = rows_message(peers, widths, mode.spec, itemsize)
+    return SyncBytes(max(kept, table) + max(summed, 2 * message), kept)

@@ -76,6 +76,7 @@ class Request:
 
     def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
+        work = replace(work, loss_scaled=self.flight.loss_scaled)
         if self.states_only:
             return memory_bytes(config, work, work.itemsize)
         return predict_memory(config, work, job, self.flight)

@@ -156,7 +156,7 @@ def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
 
 
 @residual_elements.register
-def _(mode: SparseSync, plan: Plan) -> int:
+def _(mode: SparseSync, plan: Plan, loss_scaled: bool) -> int:
     """All elements that the peers reduce."""
     lo, hi = sync_hops(plan)[1]
     return hi // lo if mode.error_feedback and not mode.offload_residual and hi > lo else 0

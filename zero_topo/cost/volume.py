@@ -55,6 +55,7 @@ class Workload:
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
         escaped: blocks that escape in each run of publish of codes, of the rank with most; None expects a share, see
             ``codes.py``.
+        loss_scaled: whether a loss scaler may skip steps (FP16).
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -71,6 +72,7 @@ class Workload:
     publish_itemsize: int
     run_numel: int | None = None
     escaped: tuple[int, ...] | None = None
+    loss_scaled: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.numels) == len(self.persistent) == len(self.dims):

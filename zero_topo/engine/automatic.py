@@ -50,6 +50,7 @@ def choose_plan(block: ZeroTopoConfig, topology: Topology, engine: Any | None) -
         engine.zero_reduce_bucket_size(),
         engine.zero_sub_group_size(),
         engine.zero_cpu_offload(),
+        engine.fp16_enabled(),
     )
     chosen = recommend(block, Request(topology, job, numels, flight=flight))
     shape = f"{job.model.layers} layers of width {job.model.hidden}, {job.model.sequence} tokens a sequence"

@@ -3,15 +3,20 @@
 
 Note [Zeroed, then added]
     Every micro-batch adds into the gradient buffer, and the buffer is zeroed after each optimizer step, after a
-    skipped one (overflow) and by ``zero_grad``. Stock stage 3 instead overwrites on the first micro-batch; a parameter
-    that gets no gradient in that micro-batch would keep what the last step left behind, and one whose hook fires twice
-    in a backward pass (used inside and outside a reentrant checkpoint) would lose the first part. Where the first part
-    still waits in the bucket, autograd adds the second to it in place.
+    skipped one (overflow) and by ``zero_grad``, but for what is owed (below). Stock stage 3 instead overwrites on the
+    first micro-batch; a parameter that gets no gradient in that micro-batch would keep what the last step left behind,
+    and one whose hook fires twice in a backward pass (used inside and outside a reentrant checkpoint) would lose the
+    first part. Where the first part still waits in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
     ``safe_get_full_grad`` and friends want the synced gradient before the step. A peek syncs and then reopens every
     run: what was delivered is in the rank's own row and nowhere else, so that the sum over the ranks that share a row
     is still the gradient. More micro-batches and the step's own sync stay right, at the price of a second sync.
+
+Note [What is owed]
+    A mode of sync may leave what it has not delivered in the buffer, outside the rank's own row, and the next step
+    begins with that. As long as no gradients have come since the step, ``zero_grad`` keeps it (DeepSpeed calls it
+    after each step); together with gradients it is dropped.
 
 Note [Sync under backward]
     Parameters are synced in runs of neighbours, in whatever order. In the last micro-batch a run begins as soon as all
@@ -21,11 +26,11 @@ Note [Sync under backward]
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
@@ -40,6 +45,8 @@ from zero_topo.plan import packed_runs
 from zero_topo.quant.spec import Reduce
 from zero_topo.sync.base import SyncMode
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class GradientOptions:
@@ -47,13 +54,11 @@ class GradientOptions:
 
     Attributes:
         wire: format of the scatter.
-        accumulation_dtype: of the buffer.
         run_numel: parameter elements that one collective of sync carries; None for all.
         loss_scale: the present one.
     """
 
     wire: Wire
-    accumulation_dtype: torch.dtype
     run_numel: int | None
     loss_scale: Callable[[], float]
 
@@ -62,26 +67,24 @@ class Gradients:
     """This rank's gradient shard.
 
     Attributes:
-        buffer: ``[N / G, F]``; sums over this gradient domain, divided by N. Row ``t // G`` is DeepSpeed's
-            ``grad_partitions_flat_buffer``.
+        buffer: ``[N / G, F]``; sums over this gradient domain, divided by N.
         mode: the mode of sync.
     """
 
     def __init__(
         self, layout: Layout, mesh: Mesh, mode: SyncMode, options: GradientOptions, meter: Meter, lane: Lane
     ) -> None:
-        context, plan = mode.context, layout.plan
         self.layout = layout
-        shape = layout.shape(plan.gradients)
-        self.buffer = torch.zeros(shape, dtype=options.accumulation_dtype, device=context.device)
+        self.buffer = mode.context.shard
         self.mode = mode
-        self._mesh, self._meter, self._options, self._lane = mesh, meter, options, lane
-        self._route = mesh.route(1, plan.gradients)
+        self._meter, self._options, self._lane = meter, options, lane
+        self._route = mesh.route(1, layout.plan.gradients)
         self._runs = packed_runs(layout.padded_numels, options.run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
         self._missing = [set(slots) for slots in self._runs]  # what the last micro-batch has not scattered yet
         self._started: dict[int, Handle[None]] = {}
-        self._dirty = False
+        self._came = False  # gradients, since the last step
+        self._shown = False  # the own row, which its reader may have written to
         self._current = True  # the own row is the synced gradient: nothing came since
 
     def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool = False) -> None:
@@ -100,7 +103,7 @@ class Gradients:
         self._reopen([run for run in runs if run in self._started])
         with self._meter.timing("scatter"):
             self._scatter(slots, grads)
-        self._dirty, self._current = True, False
+        self._came, self._current = True, False
         if last and self._lane.overlaps:
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
@@ -139,13 +142,18 @@ class Gradients:
         self._wait()
         self._current = True
 
+    @property
+    def own_row(self) -> Tensor:
+        """``[F]``: DeepSpeed's ``grad_partitions_flat_buffer``."""
+        return self.buffer[self.mode.context.own_row]
+
     def peek(self) -> Tensor:
         """The rank's own row, synced, ``[F]``; collective (see Note [Peeking]). Writing to it changes the gradient."""
         if not self._current:
             self.sync()
             self._reopen(sorted(self._started))
-        self._dirty = True
-        return self.buffer[self.layout.row(self.layout.plan.gradients)]
+        self._shown = True
+        return self.own_row
 
     def replace(self, index: int, full: Tensor) -> None:
         """Make a whole tensor, alike on every rank, the synced gradient of a slot; collective."""
@@ -165,10 +173,23 @@ class Gradients:
         self._current = True
         with self._meter.timing("sync"):
             self.mode.commit(skipped)
-        if self._dirty:
-            self.buffer.zero_()
-        self._dirty = False
+        self._came = self._shown = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """That of the mode; without what it owes, and with a warning, where gradients have come on top of that."""
+        if not (self._came and self.mode.owes_in_shard):
+            return self.mode.state_dict()
+        if self.layout.rank == 0:
+            logger.warning(
+                "zero_topo: saved between a backward pass and its step, so what sync still owes is left out, for "
+                "gradients were added to it; save after a step to keep it"
+            )
+        return {}
 
     def zero(self) -> None:
-        """Forget all accumulated gradients, as if they had never been."""
-        self.end_step(skipped=True)
+        """Forget all gradients that came since the step, as if they had never been; see Note [What is owed]."""
+        if self._came or self._started:
+            self.end_step(skipped=True)
+        elif self._shown:
+            self.own_row.zero_()
+            self._shown = False

@@ -72,7 +72,8 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(built, TopoStage3):
             log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
         else:
-            log_dist(f"zero_topo: {built.topo.mesh.words()}", ranks=[0])
+            for note in filter(None, [built.topo.mesh.words(), built.topo.gradients.mode.note()]):
+                log_dist(f"zero_topo: {note}", ranks=[0])
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, dist.get_rank())
         return built
@@ -133,7 +134,7 @@ class TopoStage3(Stock):
         self.topo.gradients.mode.check_optimizer(self.optimizer)
         super()._setup_for_real_optimizer()
         gradients = self.topo.gradients
-        own = gradients.buffer[gradients.layout.row(gradients.layout.plan.gradients)]
+        own = gradients.own_row
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)

@@ -39,7 +39,7 @@ from zero_topo.engine.gathers import gathered, together
 from zero_topo.engine.publish import Publication, runs_of
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Coded, Rows
-from zero_topo.engine.weights import WeightOptions, Weights, recorded_event, restore
+from zero_topo.engine.weights import WeightOptions, Weights, recorded_event
 from zero_topo.mesh import Mesh, Route
 from zero_topo.quant.code_ops import Change, CodeOps, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec
@@ -329,15 +329,12 @@ class ResidentWeights:
         return {"scales": self._store.own_scales()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over scales for the next :meth:`publish_world` of everything; without any it chooses them anew.
+        """Take over scales for the next :meth:`publish_world` of everything, if they are of as many blocks.
 
-        Raises:
-            ValueError: for another number of blocks.
+        A rank that chooses its scales anew agrees with the others all the same: it sends them.
         """
-        self._scales = None
-        scales = self._store.own_scales()
-        restore(state.get("scales"), scales)
-        self._scales = scales if "scales" in state else None
+        saved, own = state.get("scales"), self._store.own_scales()
+        self._scales = own.copy_(saved) if isinstance(saved, Tensor) and saved.shape == own.shape else None
 
     # -- accounting ------------------------------------------------------------------------------------------------
 

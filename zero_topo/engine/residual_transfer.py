@@ -18,9 +18,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_topo.plan import Plan
+from zero_topo.sync import Owed, SyncMode
+
 FILE = "zero_topo_owed.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 _SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+
+
+def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
+    """Give a mode of sync what a checkpoint has for it.
+
+    A residual depends on who the peers are, and what a mode remembers beside it on who needs which sums: on degrees of
+    gradients and optimizer, and on the placement. Of another plan only rows for peers that are peers here are taken.
+
+    Args:
+        mode: as it was made.
+        state: this rank's, as :meth:`~zero_topo.engine.stage3.Stage3.state_dict` made it, or empty.
+        plan: the present one, of as many ranks.
+
+    Returns:
+        What could not be taken over, and what can be done about it; None if nothing was lost.
+
+    Raises:
+        ValueError: for state of another mode or of other shapes.
+    """
+    degrees, now, sync = state.get("degrees") or {}, plan.degrees(), state.get("sync", {})
+    was, present = state.get("owed"), mode.owed()
+    alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
+    if not state or (alike and (was is None or present is None or was["owners"] == present.owners)):
+        mode.load_state_dict(sync)
+        return None
+    residual = sync.get("residual")
+    if residual is None or not residual.numel():
+        return None
+    dropped = None if was is None else mode.take_over(residual, Owed(was["owners"], was["parameters"]))
+    if dropped == 0 and len(sync) == 1:
+        return None
+    plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
+    owed = "what each rank's sync still owed is" if dropped is None else f"{dropped} rows that a rank still owed are"
+    return (
+        f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere: {owed} dropped"
+        f"{', masks and thresholds start anew' if len(sync) > 1 else ''}; a universal checkpoint and "
+        '"zero-topo carry" take all that is owed along'
+    )
 
 
 def carry(saved: Path, universal: Path) -> dict[str, Tensor]:

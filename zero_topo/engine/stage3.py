@@ -23,7 +23,7 @@ from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.resident import CodeOptions, ResidentWeights
-from zero_topo.engine.residual_transfer import STATE_KEY, carried
+from zero_topo.engine.residual_transfer import STATE_KEY, carried, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
@@ -153,8 +153,8 @@ class Stage3:
             meter=self.meter,
             quantizer=self.quantizer,
             dtype=self.sync_dtype,
-            columns=self.layout.columns,
-            device=setup.like.device,
+            shard=setup.like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
+            loss_scaled=setup.like.dtype == torch.float16,
             sparse=sparse_ops(self.quantizer, setup.like.device),
             moments=setup.moments,
             parameters=tuple(
@@ -164,7 +164,6 @@ class Stage3:
         )
         options = GradientOptions(
             wire=wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype),
-            accumulation_dtype=self.accumulation_dtype,
             run_numel=self.run_numel,
             loss_scale=setup.loss_scale,
         )
@@ -236,31 +235,34 @@ class Stage3:
         dictionary, or none if there is neither.
         """
         held = self.weights.state_dict()
-        sync = dict(self.gradients.mode.state_dict())
+        sync = self.gradients.state_dict()
         owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
         state |= {} if owed is None else {"owed": {"owners": owed.owners, "parameters": owed.parameters}}
         return {STATE_KEY: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> None:
-        """Restore :meth:`state_dict`, before :meth:`restart`; of another plan, or without it, it means a fresh start.
+        """Restore :meth:`state_dict`, before :meth:`restart`; without one it means a fresh start.
 
-        Collective: where ranks could not all restore the same, all start fresh, for they would part.
+        Of another plan, only what has a place here, and a line says so. Collective: where ranks could not all restore
+        the same, all start fresh, for they would part.
 
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
         """
-        state = saved.get(STATE_KEY, {})
-        state = state if state.get("degrees") == self.config.plan.degrees() else {}
-        mode, problem = self.gradients.mode, None
+        state, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        self.gradients.zero()
+        mode.load_state_dict({})
+        problem = lost = None
         try:
-            mode.load_state_dict(state.get("sync", {}))
+            lost = restore(mode, state, self.config.plan)
         except (ValueError, TypeError, AttributeError) as error:  # the last two from entries that are no tensors
             problem = str(error)
-        held = {key: state[key] for key in ("held", "scales") if key in state}
+        same = state.get("degrees") == self.config.plan.degrees()
+        held = {key: state[key] for key in ("held", "scales") if same and key in state}
         sums = carried(folder)
-        told = {"plan": bool(state), "problem": problem, "held": sorted(held), "carried": sorted(sums)}
+        told = {"degrees": state.get("degrees"), "problem": problem, "held": sorted(held), "carried": sorted(sums)}
         try:
             agree(told, Seat(socket.gethostname()), self.setup.like.device, "look at their files of this checkpoint")
         except ValueError as error:
@@ -268,8 +270,9 @@ class Stage3:
         self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
-            if dist.get_rank() == 0:
-                logger.warning("zero_topo: sync starts without the checkpoint's state on all ranks: %s", problem)
+            lost = f"sync starts without the checkpoint's state on all ranks: {problem}"
+        if lost is not None and dist.get_rank() == 0:
+            logger.warning("zero_topo: %s", lost)
         if sums:
             mode.inherit(sums)
 
@@ -287,6 +290,7 @@ class Stage3:
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
             run_numel=setup.bucket_numel,
+            loss_scaled=setup.like.dtype == torch.float16,
         )
 
     def memory(self) -> dict[str, int]:

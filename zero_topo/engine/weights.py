@@ -199,12 +199,9 @@ class Weights:
         return {"held": self.own_row.detach().clone()} if self.needs_masters else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`state_dict` into the own row, before :meth:`publish_world`; without it that row stays.
-
-        Raises:
-            ValueError: for another shape.
-        """
-        restore(state.get("held") if self.needs_masters else None, self.own_row)
+        """Restore :meth:`state_dict` into the own row, before :meth:`publish_world`; without it that row stays."""
+        if self.needs_masters and "held" in state:
+            self.own_row.copy_(state["held"])
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
@@ -215,19 +212,6 @@ class Weights:
     def copies(self) -> list[Tensor]:
         """Tensors that must be bit-identical on all ranks that share them (for debug checks)."""
         return [self.primary, *self.secondary.shared]
-
-
-def restore(saved: Tensor | None, into: Tensor) -> None:
-    """Copy what was saved, if anything was.
-
-    Raises:
-        ValueError: for another shape.
-    """
-    if saved is None:
-        return
-    if saved.shape != into.shape:
-        raise ValueError(f"a checkpoint holds {tuple(saved.shape)} of the weights where {tuple(into.shape)} are wanted")
-    into.copy_(saved)
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

@@ -74,8 +74,8 @@ class SyncContext:
         meter: counts the bytes sent under phase "sync".
         quantizer: block quantization, for modes that use it.
         dtype: type in which dense values travel.
-        columns: ``F``, columns of a gradient shard.
-        device: of the gradient shard.
+        shard: ``[N / G, F]``, the rank's gradient shard, zero at first.
+        loss_scaled: whether a loss scaler multiplies the gradients, and skips steps as a matter of course (FP16).
         sparse: element-wise operations, for modes that use them.
         parameters: all of them, in the order of their columns.
         moments: what the optimizer remembers now; empty before its first step.
@@ -86,11 +86,26 @@ class SyncContext:
     meter: Meter
     quantizer: Quantizer
     dtype: torch.dtype
-    columns: int
-    device: torch.device
+    shard: Tensor
+    loss_scaled: bool
     sparse: SparseOps
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
+
+    @property
+    def columns(self) -> int:
+        """``F``, columns of the gradient shard."""
+        return self.shard.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradient shard."""
+        return self.shard.device
+
+    @property
+    def own_row(self) -> int:
+        """Of the gradient shard: that of the rank's own world shard."""
+        return self.plan.row(self.mesh.rank, self.plan.gradients)
 
     @property
     def counted(self) -> Counted:
@@ -131,11 +146,8 @@ class OptimizerHooks:
             rate: the learning rate, alike on all ranks.
         """
 
-    def commit(self, skipped: bool) -> None:
-        """The optimizer has stepped, or has skipped the step (overflow): then state must stay as it was."""
-
     def drain(self) -> None:
-        """Wait for what :meth:`commit` has begun; collective."""
+        """Wait for what :meth:`SyncMode.commit` has begun; collective."""
 
 
 class SyncMode(OptimizerHooks, ABC):
@@ -144,7 +156,12 @@ class SyncMode(OptimizerHooks, ABC):
     Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
     every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
     A mode that says :attr:`wants_updates` after that wait is shown the optimizer's updates before :meth:`commit`.
+
+    Attributes:
+        owes_in_shard: whether what this mode owes stays in the gradient shard from one step to the next.
     """
+
+    owes_in_shard = False
 
     def __init__(self, context: SyncContext) -> None:
         self.context = context
@@ -154,9 +171,8 @@ class SyncMode(OptimizerHooks, ABC):
         """Begin to reduce some parameters, in place.
 
         Args:
-            shard: ``[N / G, F]``, the rank's gradient shard: this gradient domain's sum, divided by N, times the loss
-                scale. Once the handle has been waited for, the rows of the rank's optimizer shard hold the sum over all
-                gradient domains.
+            shard: that of the context: this gradient domain's sum, divided by N, times the loss scale. Once the handle
+                has been waited for, the rows of the rank's optimizer shard hold the sum over all gradient domains.
             spans: ranges of columns, one for each parameter.
             scale: the loss scale. State is kept without it.
         """
@@ -166,10 +182,22 @@ class SyncMode(OptimizerHooks, ABC):
 
         What has been delivered stays in the rank's own row; the other rows keep only what has not.
         """
-        own = self.context.plan.row(self.context.mesh.rank, self.context.plan.gradients)
+        own = self.context.own_row
         for begin, end in merged(spans):
-            shard[:own, begin:end] = 0
-            shard[own + 1 :, begin:end] = 0
+            shard[:own, begin:end].zero_()
+            shard[own + 1 :, begin:end].zero_()
+
+    def commit(self, skipped: bool) -> None:
+        """The optimizer has stepped, or skipped the step, or the gradients are dropped: empty the gradient shard.
+
+        Args:
+            skipped: as if the gradients had never been: state stays as it was, but for what lay among them.
+        """
+        self.context.shard.zero_()
+
+    def note(self) -> str | None:
+        """What was chosen for the user, if anything was."""
+        return None
 
     def owed(self) -> Owed | None:
         """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""
@@ -185,9 +213,21 @@ class SyncMode(OptimizerHooks, ABC):
             ValueError: if this mode keeps no residual, or a parameter has another size.
         """
         raise ValueError(
-            "the checkpoint carries residuals of a sparse sync, but this sync mode keeps none; set the same mode, or "
+            "the checkpoint carries residuals of sync, but this sync mode keeps none; set the same mode, or "
             "delete zero_topo_owed.pt from the checkpoint to lose what they hold"
         )
+
+    def take_over(self, residual: Tensor, owed: Owed) -> int:
+        """Take over what this rank owed under another plan of the same ranks, as far as it has a place here.
+
+        Args:
+            residual: the entry "residual" of that plan's :meth:`state_dict`.
+            owed: whose rows they are.
+
+        Returns:
+            How many rows have none, of those that are not zero.
+        """
+        return int(residual.view(len(owed.owners), -1).any(1).sum())
 
     def report(self) -> dict[str, float]:
         """What a user may want to know of the last step: densities, norms, counts; this rank's own."""

@@ -1,35 +1,28 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the modes share that do not deliver everything: the way across gradient domains, and a residual's life.
-
-Note [A residual's life]
-    What a run of parameters did not deliver becomes the residual only when the step is known not to be skipped
-    (``commit``); until then the run keeps what it needs to say it, and the old residual stays as it was. If the run is
-    reopened instead, it gives what it did not deliver back to the gradients. The old residual is in that: it is paid,
-    and must not be added when the run is started again in this step.
-"""
+"""What the modes share that do not deliver everything: the way across gradient domains."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather_pieces
-from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
+from zero_topo.collectives.pack import Span, members, merged, places_of, rows_of, span_pieces
 from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire, wire_of
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.pieces import total_numel
-from zero_topo.sync.base import SyncContext, SyncMode
+from zero_topo.sync.base import Owed, SyncContext, SyncMode
 
-Run = TypeVar("Run")
+logger = logging.getLogger(__name__)
 
 
-class Crossing(SyncMode, Generic[Run]):
+class Crossing(SyncMode):
     """A mode whose peers exchange tables: row ``p`` of the table ``[P, C]`` belongs to peer ``p``.
 
     Attributes:
@@ -44,55 +37,58 @@ class Crossing(SyncMode, Generic[Run]):
         self.across: Hop = hops[-1]
         self.peers = self.join(self.across)
         self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
-        self._runs: dict[tuple[Span, ...], Run] = {}  # what was started in this step
-        self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
 
     def join(self, across: Hop) -> Peers:
         """The peers of the hop across."""
         return Peers(across, self.context.counted)
 
-    @abstractmethod
-    def undelivered(self, run: Run) -> Tensor | None:
-        """What a run was to deliver and did not, FP32 ``[P, C]``, times the loss scale; None if that is dropped."""
+    def members(self) -> list[int]:
+        """The peers' ranks."""
+        return self.context.plan.group(self.context.mesh.rank, self.across.lo, self.across.hi)
 
     @abstractmethod
-    def keep(self, run: Run) -> None:
-        """The step counts: what the run did not deliver is the residual now."""
+    def owed_rows(self) -> Tensor | None:
+        """What is owed, a view: a row for each of the owners that :meth:`owed` names; None if that is None."""
 
-    def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
-        """Put what was not delivered back into the gradients.
-
-        Args:
-            rows: those of a gradient shard that the table has; zero but for the own one, which holds what came.
-            spans: columns of the run.
-            left: ``[P, C]``.
-        """
-        spans = merged(spans)
-        for (begin, end), (first, past) in zip(spans, places_of(spans), strict=True):
-            rows[:, begin:end] += left[:, first:past].to(rows.dtype)
-
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
-        """What was delivered stays in the own row; what was not goes back to the gradients, and the residual is spent.
+    def inherit(self, sums: Mapping[str, Tensor]) -> None:
+        """Take a share of what the peers of another run owed, in the rows of the owners here: as many have such rows.
 
         Args:
-            shard: as in :meth:`start`.
-            spans: the same.
+            sums: as in the base.
         """
-        run = self._runs.pop(tuple(spans), None)
-        left = None if run is None else self.undelivered(run)  # may lie in the rows that are zeroed now
-        super().reopen(shard, spans)
-        if left is not None:
-            self.give_back(self.rows(shard), spans, left)
-        if run is not None:
-            self._paid.add(tuple(spans))
+        owed, rows = self.owed(), self.owed_rows()
+        if self.peers.size == 1:
+            logger.warning("residuals of another run are dropped: here one gradient domain has all ranks")
+            return
+        if owed is None or rows is None:
+            return super().inherit(sums)
+        plan = self.context.plan
+        positions = [plan.position(owner) for owner in owed.owners]
+        for name, (numel, first, past) in owed.parameters.items():
+            if name not in sums:
+                continue
+            if sums[name].numel() != numel:
+                raise ValueError(
+                    f"the checkpoint carries a residual of {sums[name].numel()} elements for {name}, which has {numel}"
+                )
+            rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
 
-    def commit(self, skipped: bool) -> None:
-        """Take over what the runs of this step did not deliver, or forget them."""
-        runs, self._runs = self._runs, {}
-        self._paid.clear()
-        if not skipped:
-            for run in runs.values():
-                self.keep(run)
+    def take_over(self, residual: Tensor, owed: Owed) -> int:
+        """Take the rows of owners that are peers here too.
+
+        Args:
+            residual: as in the base.
+            owed: the same.
+        """
+        mine, rows = self.owed(), self.owed_rows()
+        came = residual.view(len(owed.owners), -1)
+        left = came.any(1)
+        if mine is not None and rows is not None and mine.parameters == owed.parameters:
+            place = {owner: row for row, owner in enumerate(mine.owners)}
+            fitting = [row for row, owner in enumerate(owed.owners) if owner in place]
+            rows[[place[owed.owners[row]] for row in fitting]] = came[fitting].to(rows)
+            left[fitting] = False
+        return int(left.sum())
 
     def rows(self, shard: Tensor) -> Tensor:
         """View of those rows of a gradient shard that the table has."""
@@ -132,8 +128,6 @@ def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], rout
     """Gather rows that are synced from the ranks that own them, over a route that begins at the wanted degree."""
     if route.size == 1:
         return
-    plan = context.plan
-    step = route.lo // plan.gradients  # the rows of that shard are every step-th of the gradient shard
-    own = plan.row(context.mesh.rank, plan.gradients)
-    held = members(shard[own % step :: step], route.size)
+    step = route.lo // context.plan.gradients  # the rows of that shard are every step-th of the gradient shard
+    held = members(shard[context.own_row % step :: step], route.size)
     all_gather_pieces(route, span_pieces(held, merged(spans)), wire, context.counted).wait()

@@ -5,14 +5,25 @@ Note [Error feedback]
     Let ``g`` be this rank's gradient shard and ``e`` what earlier steps took away. It sends ``q = Q(g + e)`` to the
     owners of its rows and keeps ``e' = (g + e) - q``, so that the sum of all it ever sent is the sum of all gradients
     minus the present ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). Its own row it adds without
-    quantizing, so there is no ``e`` for it. ``e'`` is computed only when the step is known not to be skipped: until
-    then the messages and the gradients are kept, and ``e`` is what it was.
+    quantizing, so there is no ``e`` for it.
+
+Note [What is owed lies in the gradient shard]
+    ``e`` needs no memory of its own: as soon as ``q`` is made it is subtracted where ``g + e`` lies, and the next
+    step's gradients are added to that instead of to zero. The rounding of the gradient shard is then that of ``e``,
+    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of what is owed to
+    the same element adds nothing, so that an element that stays below 1e-4 of its block's largest may never be sent
+    (FP32 loses half as many of them); ``"accumulation_dtype": "fp32"`` avoids that for 2 bytes an element more.
+
+    A step that is skipped, or gradients that ``zero_grad`` drops, take what is owed with them, for it is in them. In
+    BF16 and FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps as a
+    matter of course, and changes the scale: there ``e`` is copied to an FP32 residual when a step is known to count,
+    without the scale, and added again when the run is started.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,82 +34,68 @@ from zero_topo.collectives.wire import wire_of
 from zero_topo.config import QuantizedSync
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import Reduce
-from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.crossing import Crossing, exact, spread_back
+from zero_topo.sync.base import Owed, SyncContext, build_mode
+from zero_topo.sync.crossing import Crossing, spread_back
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """What one run of parameters sent in this step, until the step is decided.
-
-    Attributes:
-        spans: their columns of a gradient shard.
-        rows: what was to be sent, ``[members, ...]``: the gradient shard itself, or a table of these columns alone.
-        places: their columns of ``rows``.
-        messages: uint8 ``[members, bytes]``; nothing for this rank itself.
-        scale: the loss scale in both.
-        owing: whether the residual was added to the rows.
-    """
-
-    spans: tuple[Span, ...]
-    rows: Tensor
-    places: tuple[Span, ...]
-    messages: Tensor
-    scale: float
-    owing: bool
-
-
-class Quantized(Crossing[_Sent]):
+class Quantized(Crossing):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
     1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
-    2. rows plus residual, quantized, one all-to-all over ``(max(G, L), N)``;
+    2. rows, with what is owed in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
+       stays in them. See Note [Error feedback];
     3. the owner adds the messages, in tree order, to its own row in FP32;
-    4. if optimizer shards are replicated: gather hop back to them, unquantized;
-    5. after the step: residual = rows + residual - dequantized messages. See Note [Error feedback].
+    4. if optimizer shards are replicated: gather hop back to them, unquantized.
 
     Attributes:
         wire: format of the messages.
-        residual: FP32 ``[other members, F]``: what this rank still owes each, unscaled; None without error feedback.
+        residual: FP32 ``[other members, F]``: what this rank still owes each, unscaled, where a loss scaler may skip
+            steps; else None.
+        owes_in_shard: whether it lies in the gradient shard instead.
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
         super().__init__(context, wire_of(context.quantizer, None, context.dtype))
         self._down = context.mesh.route(context.plan.optimizer, context.plan.world_size)
         self.wire = wire_of(context.quantizer, config.spec, context.dtype)
+        self._owing = config.error_feedback and self.peers.size > 1
+        self.owes_in_shard = self._owing and not context.loss_scaled
         self.residual: Tensor | None = None
-        if config.error_feedback and self.peers.size > 1:
+        if self._owing and context.loss_scaled:
             self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
+        self._left: dict[tuple[Span, ...], Tensor] = {}  # owed, while the gradients sent back lie in its place
+        self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
+        self._scale = 1.0  # of the gradients of this step
+        self._told = False
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """Send the messages of a run; what comes is added when waited for."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
-        run = self._encoded(shard, tuple(spans), scale)
-        self._runs[run.spans] = run
-        across, own = self.peers.scatter_later(run.messages), self.peers.index
+        run, own = tuple(spans), self.peers.index
+        self._pay(shard, run, scale)
+        copied = self._inner is not None or self._down.size > 1
+        rows, places = (self.table(shard, run), places_of(run)) if copied else (shard, run)
+        pieces = self._pieces(rows, places)
+        messages = rows.new_empty(self.peers.size, self.wire.nbytes(total_numel(pieces)), dtype=torch.uint8)
+        self.wire.encode(pieces, messages, without=own)
+        across = self.peers.scatter_later(messages)
+        if self._owing:
+            self.wire.decode(messages, pieces, Reduce(-1.0, accumulate=True), without=own)
 
         def finish() -> None:
-            total = [piece.member(own) for piece in self._pieces(run.rows, run.places)]
-            self.wire.reduce(across.wait(), total, Reduce(accumulate=True), without=own)
-            if run.rows is not shard:
-                self.deliver(shard, run.spans, run.rows, slice(own, own + 1))
-            spread_back(self.context, shard, run.spans, self._down, self._dense_wire)
+            mine = [piece.member(own) for piece in pieces]
+            self.wire.reduce(across.wait(), mine, Reduce(accumulate=True), without=own)
+            if copied:
+                self.deliver(shard, run, rows, slice(own, own + 1))
+                self._left |= {run: rows} if self._owing else {}
+            if self._down.size == 1:
+                self._settle(shard, run)
+            spread_back(self.context, shard, run, self._down, self._dense_wire)
 
         return Handle(None, (), finish)
-
-    def _encoded(self, shard: Tensor, spans: tuple[Span, ...], scale: float) -> _Sent:
-        """A run with the message for each other member."""
-        # What is sent back would overwrite rows that are needed until the step is decided: those are copied.
-        whole = self._inner is None and self._down.size == 1
-        rows, places = (shard, spans) if whole else (self.table(shard, spans), places_of(spans))
-        owing = self.residual is not None and spans not in self._paid
-        numel = total_numel(self._pieces(rows, places))
-        messages = torch.empty(self.peers.size, self.wire.nbytes(numel), dtype=torch.uint8, device=rows.device)
-        run = _Sent(spans, rows, places, messages, scale, owing)
-        sent, columns = (self._wanted(run), places_of(spans)) if owing else (rows, places)
-        self.wire.encode(self._pieces(sent, columns), messages, without=self.peers.index)
-        return run
 
     def _pieces(self, rows: Tensor, spans: Sequence[Span]) -> list[Piece]:
         """Some columns of the rows ``[P, ...]``, one row for each member, each span filled up to whole blocks."""
@@ -109,71 +106,102 @@ class Quantized(Crossing[_Sent]):
         own = self.peers.index
         return (slice(own), slice(own)), (slice(own + 1, None), slice(own, None))
 
-    def _wanted(self, run: _Sent) -> Tensor:
-        """What members should get if nothing were lost, FP32 ``[P, C]``: the rows, plus the residual if it is due."""
-        wanted = self.columns(run.rows, run.places)
-        if run.owing:
-            assert self.residual is not None
-            spans, add = merged(run.spans), Reduce(run.scale, accumulate=True)
-            for (begin, end), place in zip(spans, places_of(spans), strict=True):
-                owed = self.residual[:, begin:end].view(torch.uint8)
-                for others, rows in self._halves():
-                    exact(self.context).decode(owed[rows], span_pieces(wanted[others, None], [place]), add)
-        return wanted
+    def _pay(self, shard: Tensor, spans: tuple[Span, ...], scale: float) -> None:
+        """Add the residual of a run, if there is one, to its gradients, once in a step."""
+        if self.residual is None or spans in self._paid:
+            return
+        self._paid.add(spans)
+        self._scale, rows = scale, self.rows(shard)
+        for begin, end in merged(spans):
+            for others, owed in self._halves():
+                rows[others, begin:end].add_(self.residual[owed, begin:end], alpha=scale)
 
-    def _lost(self, run: _Sent) -> Tensor:
-        """What members should have got and did not, FP32 ``[P, C]``, times the loss scale; the own row is of no use."""
-        lost = self._wanted(run)
-        pieces = self._pieces(lost, places_of(run.spans))
-        self.wire.decode(run.messages, pieces, Reduce(-1.0, accumulate=True), without=self.peers.index)
-        return lost
+    def _settle(self, shard: Tensor, spans: tuple[Span, ...]) -> None:
+        """What is owed of a run is in its rows of the gradient shard, and nothing else is but for the own row."""
+        left = self._left.pop(spans, None)
+        if left is None:
+            return
+        super().reopen(shard, spans)
+        for others, _ in self._halves():
+            self.deliver(shard, spans, left, others)
 
-    def undelivered(self, run: _Sent) -> Tensor | None:
-        """What quantization took away, nothing for this rank itself; without error feedback it is dropped."""
+    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+        """What was delivered stays in the own row; the others keep what is owed, if anything is.
+
+        Args:
+            shard: as in :meth:`start`.
+            spans: the same.
+        """
+        if self._owing:
+            self._settle(shard, tuple(spans))
+        else:
+            super().reopen(shard, spans)
+
+    def commit(self, skipped: bool) -> None:
+        """What is owed stays for the next step; of a skipped one only a residual does."""
+        shard = self.context.shard
+        for spans in () if skipped else tuple(self._left):
+            self._settle(shard, spans)
+        self._left.clear()
+        if self.residual is not None and self._paid and not skipped:
+            for others, owed in self._halves():
+                self.residual[owed] = self.rows(shard)[others]
+            self.residual.div_(self._scale)
+        self._paid.clear()
+        if self.owes_in_shard and not skipped:
+            shard[self.context.own_row].zero_()
+            return
+        super().commit(skipped)
+        if self.owes_in_shard and not self._told and self.context.mesh.rank == 0:
+            self._told = True
+            logger.warning(
+                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and what quantized "
+                "sync owed of earlier steps with them, for it is among them"
+            )
+
+    def note(self) -> str | None:
+        """Where a loss scaler makes it, that there is a residual."""
         if self.residual is None:
             return None
-        lost = self._lost(run)
-        lost[self.peers.index] = 0
-        return lost
+        return (
+            "FP16 may skip steps, so what quantized sync owes takes an FP32 buffer of its own of "
+            f"{self.residual.nbytes} bytes a rank; in BF16 it lies among the gradients and takes none"
+        )
 
-    def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
-        """To the rows of the others: the own one was delivered whole."""
-        for others, _ in self._halves():
-            self._put(rows[others], spans, left[others])
-
-    def keep(self, run: _Sent) -> None:
-        """What quantization took away, without the loss scale."""
-        if self.residual is None:
-            return
-        lost = self._lost(run)
-        if run.scale != 1:
-            lost.div_(run.scale)
-        for others, rows in self._halves():
-            self._put(self.residual[rows], run.spans, lost[others])
-
-    def _put(self, rows: Tensor, spans: Sequence[Span], table: Tensor) -> None:
-        """A table ``[r, C]`` -> some columns of rows ``[r, F]``."""
-        exact(self.context).decode(table.view(torch.uint8), span_pieces(rows[:, None], merged(spans)))
+    # -- state -----------------------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
         """Bytes of the residual."""
         return 0 if self.residual is None else self.residual.nbytes
 
+    def owed_rows(self) -> Tensor | None:
+        """Of the gradient shard, the own one among them, or the residual."""
+        return self.residual if not self.owes_in_shard else self.rows(self.context.shard)
+
+    def owed(self) -> Owed | None:
+        """All peers of the one, those but this rank of the other."""
+        if not self._owing:
+            return None
+        owners = [rank for rank in self.members() if self.owes_in_shard or rank != self.context.mesh.rank]
+        return Owed(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
+
     def state_dict(self) -> dict[str, Tensor]:
-        """The residual."""
-        return {} if self.residual is None else {"residual": self.residual}
+        """What is owed; between steps."""
+        rows = self.owed_rows()
+        return {} if rows is None else {"residual": rows.contiguous()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the residual, or start with none owed; refuse another shape."""
-        if self.residual is None:
+        """Restore what is owed, or start with nothing owed; refuse another shape."""
+        rows = self.owed_rows()
+        if rows is None:
             return super().load_state_dict(state)
         if not state:
-            self.residual.zero_()
+            rows.zero_()
             return
-        if set(state) != {"residual"} or state["residual"].shape != self.residual.shape:
+        if set(state) != {"residual"} or state["residual"].shape != rows.shape:
             shapes = {name: tuple(value.shape) for name, value in state.items()}
-            raise ValueError(f"quantized sync needs a residual of {tuple(self.residual.shape)}, not {shapes}")
-        self.residual.copy_(state["residual"])
+            raise ValueError(f"quantized sync needs a residual of {tuple(rows.shape)}, not {shapes}")
+        rows.copy_(state["residual"])
 
 
 build_mode.register(QuantizedSync, Quantized)

@@ -6,7 +6,9 @@ Note [A sparse step]
     The mode turns ``a = g + e`` into a sum over the peers, of which it brings to the optimizer what that needs, and
     into a new residual ``e'``, such that nothing is lost: summed over the peers, ``a = u + e'`` element by element,
     where ``u`` is what the owner of the element gets. ``e'`` and whatever else a mode remembers (thresholds, regions,
-    counts) take effect only when the step is known not to be skipped.
+    counts) take effect only when the step is known not to be skipped; until then ``e`` stays as it was. If the run is
+    reopened instead, ``e'`` goes back to the gradients. ``e`` is in that: it is paid, and not added once more when the
+    run is started again in this step.
 
 Note [Not a number]
     A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. Ranks therefore
@@ -25,7 +27,6 @@ Note [Peers]
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,14 +37,13 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, places_of, rows_of
+from zero_topo.collectives.pack import Span, places_of
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
 from zero_topo.sync.base import Owed, Parameter, SyncContext
 from zero_topo.sync.crossing import Crossing, exact, spread_back
 from zero_topo.sync.dense import Dense
 
-logger = logging.getLogger(__name__)
 State = TypeVar("State")
 
 
@@ -78,7 +78,7 @@ class _NotFiniteError(Exception):
     """Some rank has an element that is not finite: all ranks learn that in the same look."""
 
 
-class Sparse(Crossing[Step[State]], Generic[State]):
+class Sparse(Crossing, Generic[State]):
     """A mode that sends a share of the elements.
 
     Attributes:
@@ -108,6 +108,8 @@ class Sparse(Crossing[Step[State]], Generic[State]):
             pin_memory=self._offloaded,
         )
         self.finite: Tensor | None = None
+        self._undecided: Step[State] | None = None  # exchanged, all of it finite, and not decided yet
+        self._paid = False  # the residual is in the gradients already
         self._state = self.fresh()
         self._report: Mapping[str, float | Tensor] = {}
 
@@ -125,8 +127,8 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         dense = self._dense.start(shard, self._others, scale) if self._others else None
-        if self._columns and (step := self._step(shard, scale, owing=tuple(spans) not in self._paid)):
-            self._runs[tuple(spans)] = step
+        if self._columns:
+            self._undecided = self._step(shard, scale)
         return Handle(None, (), lambda: None if dense is None else dense.wait())
 
     def look(self, *numbers: Tensor) -> list[Any]:
@@ -150,12 +152,12 @@ class Sparse(Crossing[Step[State]], Generic[State]):
         if self.finite is not None:
             self.look()
 
-    def _step(self, shard: Tensor, scale: float, owing: bool) -> Step[State] | None:
+    def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
         total = self.table(shard, self._spans).div_(scale).view(-1)
         # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
         finite = torch.stack(total.aminmax()).isfinite().all()
         self.finite = self.peers.gather(finite.to(torch.uint8).view(1))
-        if self.residual.numel() and owing:
+        if self.residual.numel() and not self._paid:
             total += self.residual.to(total.device, non_blocking=True)
         try:
             outcome = self.exchange(total, self._state)
@@ -181,23 +183,35 @@ class Sparse(Crossing[Step[State]], Generic[State]):
     @property
     def _stepped(self) -> bool:
         """Whether a step was exchanged, all of it finite, that is not decided yet."""
-        return bool(self._runs)
+        return self._undecided is not None
 
-    def undelivered(self, run: Step[State]) -> Tensor:
-        """What the mode left."""
-        return run.residual.view(self.peers.size, -1) * run.scale
+    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+        """What was delivered stays in the own row; what the mode left goes back to the gradients; see the first note.
 
-    def give_back(self, rows: Tensor, spans: Sequence[Span], left: Tensor) -> None:
-        """Only to the parameters that take part."""
-        super().give_back(rows, self._spans, left)
+        Args:
+            shard: as in :meth:`start`.
+            spans: the same.
+        """
+        super().reopen(shard, spans)
+        step, self._undecided = self._undecided, None
+        if step is None:
+            return
+        rows, left = self.rows(shard), step.residual.view(self.peers.size, -1) * step.scale
+        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+            rows[:, begin:end] += left[:, first:past].to(rows.dtype)
+        self._paid = True
 
-    def keep(self, run: Step[State]) -> None:
-        """What the mode left, and what it remembers, are in force."""
+    def commit(self, skipped: bool) -> None:
+        """What the mode left, and what it remembers, are in force, or forgotten."""
+        super().commit(skipped)
+        step, self._undecided, self._paid = self._undecided, None, False
+        if skipped or step is None:
+            return
         if self.residual.numel():
-            left = run.residual.view(-1)
+            left = step.residual.view(-1)
             self.residual = self.residual.copy_(left) if self._offloaded else left
-        self._state = run.state
-        self._report = run.report
+        self._state = step.state
+        self._report = step.report
 
     def debts(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
@@ -207,34 +221,16 @@ class Sparse(Crossing[Step[State]], Generic[State]):
                 table[:, begin:end] = self.residual.view(self.peers.size, -1)[:, first:past]
         return table
 
+    def owed_rows(self) -> Tensor | None:
+        """The residual; None without error feedback."""
+        return self.residual.view(self.peers.size, -1) if self.residual.numel() else None
+
     def owed(self) -> Owed | None:
         """Owners and columns of the residual; None without error feedback."""
         if not self.residual.numel():
             return None
-        plan = self.context.plan
         places = zip(self._taken, self._places, strict=True)
-        owners = plan.group(self.context.mesh.rank, self.across.lo, self.across.hi)
-        return Owed(owners, {parameter.name: (parameter.numel, *place) for parameter, place in places})
-
-    def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a ``P``-th of what the peers of another run owed, in the rows of the owners here."""
-        owed = self.owed()
-        if owed is None and not self.active:
-            logger.warning("residuals of another run are dropped: here one gradient domain has all ranks")
-            return
-        if owed is None:
-            super().inherit(sums)
-            return
-        plan, table = self.context.plan, self.residual.view(self.peers.size, -1)
-        positions = [plan.position(owner) for owner in owed.owners]
-        for name, (numel, first, past) in owed.parameters.items():
-            if name not in sums:
-                continue
-            if sums[name].numel() != numel:
-                raise ValueError(
-                    f"the checkpoint carries a residual of {sums[name].numel()} elements for {name}, which has {numel}"
-                )
-            table[:, first:past] = rows_of(sums[name], plan)[positions] / self.peers.size
+        return Owed(self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places})
 
     def report(self) -> dict[str, float]:
         """The mode's numbers of the last step, and the residual's norm."""
