@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import PLACES, mode_of
 from tests.ranks.worlds import PLAIN, World, shuffled, synced, world
 from zero_topo.cli import main
-from zero_topo.engine.residual_transfer import FILE, carried, carry
+from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -48,7 +51,7 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
             engine.end_step(skipped=False)
         if save is not None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            torch.save({"optimizer_state_dict": engine.state_dict()}, save / name)
+            torch.save({"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}}, save / name)
         owed = mode_of(engine).owed()
         assert owed is not None
         return list(zip(owed.owners, mode_of(engine).debts(), strict=True))
@@ -85,12 +88,79 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     """A wrong folder, a missing one, and a run without residuals; by the command in one line."""
     with pytest.raises(ValueError, match="name the folder of one tag"):
         carry(tmp_path / "nowhere", tmp_path)
-    torch.save({"optimizer_state_dict": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    saved(tmp_path, 0, 1, **{STATE_KEY: {}})
     with pytest.raises(ValueError, match="ds_to_universal"):
         carry(tmp_path, tmp_path / "universal")
     assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
     assert "no rank kept a residual" in capsys.readouterr().err
     assert carried(tmp_path) == {} and carried(None) == {}
+
+
+def saved(folder: Path, rank: int, ranks: int, **more: Any) -> Path:
+    """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects beside it."""
+    owed = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
+    state = {"sync": {"residual": torch.ones(3)}, "owed": owed}
+    own = {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(1.0), "partition_count": ranks}
+    path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {**own, STATE_KEY: state, **more}}, path)
+    return path
+
+
+class Runs:
+    """An object that runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> Any:
+        return subprocess.getoutput, (self._command,)
+
+
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    """Neither by ``carry`` nor at a load; DeepSpeed's own objects, and a stranger's, are passed over."""
+    touch = Runs(f"touch {tmp_path}/was_run")
+    saved(tmp_path, 0, 2)
+    saved(tmp_path, 1, 2, stranger=touch)
+    assert carry(tmp_path, tmp_path)["p"].tolist() == [1] * 6
+    torch.save({"p": touch}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="run that again"):
+        carried(tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_missing_ranks_file_is_noticed(tmp_path: Path) -> None:
+    """The sums would be wrong and nothing would show it: not the first's, the last's, nor with a stranger beside."""
+    saved(tmp_path, 0, 3)
+    saved(tmp_path, 1, 3)
+    with pytest.raises(ValueError, match=r"of the run's 3 ranks .* of rank 2 is missing \(1 in all\)"):
+        carry(tmp_path, tmp_path)
+    saved(tmp_path, 3, 3)
+    with pytest.raises(ValueError, match="rank 2 is missing"):
+        carry(tmp_path, tmp_path)
+    saved(tmp_path, 2, 3)
+    with pytest.raises(ValueError, match=r"4 .* of a run of 3 ranks"):
+        carry(tmp_path, tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut anywhere, with single bytes changed, or of the wrong content: exit status 2, never a traceback."""
+    path = saved(tmp_path, 0, 1)
+    whole = path.read_bytes()
+    flipped = (whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :] for i in range(0, len(whole), 97))
+    for content in (b"", *(whole[:n] for n in range(1, len(whole), 211)), *flipped):
+        path.write_bytes(content)
+        status = main(["carry", str(tmp_path), str(tmp_path)])
+        said = capsys.readouterr().err.splitlines()
+        assert (status, len(said)) in ((2, 1), (0, 0)), said
+        assert status == 0 or str(tmp_path) in said[0]
+    for wrong in ({"partition_count": "x"}, {STATE_KEY: []}, {STATE_KEY: {"sync": 1}}):
+        saved(tmp_path, 0, 1, **wrong)
+        assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    (tmp_path / FILE).write_bytes(whole[:100])
+    with pytest.raises(ValueError, match=rf"{FILE}: cannot be read"):
+        carried(tmp_path)
 
 
 @pytest.mark.parametrize(

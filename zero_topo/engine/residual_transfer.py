@@ -10,6 +10,7 @@ Note [Residuals of another run]
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,8 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
 def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
     """Write the residuals of a saved run, summed over its ranks, into a universal checkpoint made of it.
 
+    Nothing that the files hold is run.
+
     Args:
         saved: the folder of one tag, as ``save_checkpoint`` made it.
         universal: the folder that ``ds_to_universal`` made of it.
@@ -75,7 +78,7 @@ def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
         Name of a parameter -> FP32 ``[numel]``, the sum over all ranks, as written to ``zero_topo_owed.pt``.
 
     Raises:
-        ValueError: if a folder is missing, or the run kept no residuals.
+        ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
     """
     files = sorted(path for path in saved.glob("*.pt") if _SAVED.search(path.name)) if saved.is_dir() else []
     if not files:
@@ -86,30 +89,86 @@ def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
     if not universal.is_dir():
         raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
     sums: dict[str, Tensor] = {}
+    ranks = sorted(int(match[1]) for match in (_SAVED.search(path.name) for path in files) if match)
     for path in files:
-        _add_residual(torch.load(path, map_location="cpu", weights_only=False), len(files), sums)
+        content = _read(path)
+        try:
+            state = content["optimizer_state_dict"]
+            world_size = int(state["partition_count"])
+            _check_ranks(saved, ranks, world_size)
+            _add_residual(state.get(STATE_KEY, {}), world_size, sums)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            raise ValueError(f"{path}: not as save_checkpoint wrote it ({_line(error)}); copy it anew") from None
     if not sums:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
-    torch.save(sums, universal / FILE)
+    beside = universal / f"{FILE}.part"
+    torch.save(sums, beside)
+    os.replace(beside, universal / FILE)
     return sums
 
 
 def carried(folder: str | Path | None) -> dict[str, Tensor]:
-    """The sums that :func:`carry` wrote into a checkpoint's folder; empty if there are none."""
+    """The sums that :func:`carry` wrote into a checkpoint's folder; empty if there are none.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
     path = None if folder is None else Path(folder) / FILE
     if path is None or not path.is_file():
         return {}
-    return dict(torch.load(path, map_location="cpu"))
+    found = _read(path)
+    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
+    return found
 
 
-def _add_residual(content: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
+class _Unread:
+    """Stands for an object of any class that we do not know: its parts are dropped, none of its code runs."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+def _read(path: Path) -> Any:
+    """What a file of ``torch.save`` holds; tensors stay in the file until they are looked at.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    try:
+        unknown = [(_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        with torch.serialization.safe_globals(unknown):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the parser of a damaged file raises anything
+        raise ValueError(f"{path}: cannot be read ({_line(error)}); copy or save it anew") from None
+
+
+def _line(error: Exception) -> str:
+    """A few words of an error of any length."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
+    missing = sorted(set(range(world_size)) - set(ranks))
+    if missing:
+        raise ValueError(
+            f"{saved}: of the run's {world_size} ranks the *_optim_states.pt of rank {missing[0]} is missing "
+            f"({len(missing)} in all); bring the files of all nodes into this folder"
+        )
+    if len(ranks) > world_size:
+        raise ValueError(f"{saved}: {len(ranks)} *_optim_states.pt of a run of {world_size} ranks: remove the others")
+
+
+def _add_residual(state: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
     """Add the residual that one rank saved, by parameter."""
-    state = content["optimizer_state_dict"].get(STATE_KEY, {})
     owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
     if owed is None or residual is None or not residual.numel():
         return
     table = residual.float().view(len(owed["owners"]), -1)
     for name, (numel, first, past) in owed["parameters"].items():
+        if not 0 <= first < past <= table.shape[1] or not 0 < numel <= ranks * (past - first):
+            raise IndexError(f"{name}: {numel} elements in columns {first} to {past} of {table.shape[1]}")
         if name not in sums:
             sums[name] = torch.zeros(numel)
         rows = torch.zeros(ranks, past - first)
