@@ -154,7 +154,8 @@ def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureF
         said = capsys.readouterr().err.splitlines()
         assert (status, len(said)) in ((2, 1), (0, 0)), said
         assert status == 0 or str(tmp_path) in said[0]
-    for wrong in ({"partition_count": "x"}, {STATE_KEY: []}, {STATE_KEY: {"sync": 1}}):
+    contents: list[dict[str, Any]] = [{"partition_count": "x"}, {STATE_KEY: []}, {STATE_KEY: {"sync": 1}}]
+    for wrong in contents:
         saved(tmp_path, 0, 1, **wrong)
         assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

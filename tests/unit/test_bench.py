@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.commands import Run
-from zero_topo.bench import quantizers, records, scale_report, sparse_report
+from zero_topo.bench import quantizers, ranks, records, scale_report, sparse, sparse_report
+from zero_topo.bench.room import check_room
 from zero_topo.bench.sparse import MODES, SparseBench
 from zero_topo.bench.sparse_ranks import model_for
 from zero_topo.cli.recording import save
@@ -150,3 +151,39 @@ def test_worlds_that_cannot_be_pretended_are_refused(run: Run, words: str, why: 
     """Before anything is measured, with the value and the way out."""
     status, _, err = run(*f"bench scale {words}".split())
     assert status and why in err
+
+
+def test_ranks_that_memory_cannot_hold_are_refused_before_any_starts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--ranks 99999` once filled the machine; nor does a smaller size of the same run start first."""
+
+    def started(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(sparse, "Ranks", started)
+    status, _, said = run("bench", "sparse", "--modes", "dense", "--ranks", "2,99999")
+    assert status == 2 and len(said.splitlines()) == 1 and "99,999 ranks of" in said and "take at most" in said
+    with pytest.raises(ValueError, match="99,999 ranks of"):
+        ranks.Ranks("a:b", {}, [ranks.Place({})] * 99_999)
+
+
+def test_available_memory_is_the_least_of_kernel_and_control_groups(tmp_path: Path) -> None:
+    """Of version 2 and 1, a parent's limit too; "max" is none, and a system that tells nothing refuses nothing."""
+    check_room(10**6, 0, tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   10000000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/box\n3:cpu:/box\n0::/job/step\n")
+    check_room(10, 0, tmp_path)
+    with pytest.raises(ValueError, match=r"10\.24 GB are available: take at most 160 ranks"):
+        check_room(161, 0, tmp_path)
+    groups = tmp_path / "sys/fs/cgroup"
+    for folder, limit, used in (("job/step", "max", 1), ("job", 2 * 10**9, 10**9)):
+        (groups / folder).mkdir(parents=True, exist_ok=True)
+        (groups / folder / "memory.max").write_text(f"{limit}\n")
+        (groups / folder / "memory.current").write_text(f"{used}\n")
+    with pytest.raises(ValueError, match=r"1\.00 GB are available: take at most 15 ranks"):
+        check_room(16, 0, tmp_path)
+    (groups / "memory/box").mkdir(parents=True)
+    (groups / "memory/box/memory.limit_in_bytes").write_text("500000000")
+    (groups / "memory/box/memory.usage_in_bytes").write_text("600000000")
+    with pytest.raises(ValueError, match=r"0 B are available: take at most 0 ranks"):
+        check_room(1, 0, tmp_path)

@@ -26,6 +26,7 @@ from typing import Any
 from zero_topo.bench.control import Control
 
 CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
 Program = Callable[[dict[str, Any], Control], None]
 
 
@@ -39,10 +40,18 @@ def main(arguments: list[str]) -> int:
     gc.freeze()  # what is imported stays: ranks neither look through it for garbage nor copy its pages
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads before the fork: ranks would inherit their locks and not the threads"
-    children = {}
+    children: dict[int, int] = {}
+    parent = os.getpid()
     for rank, place in enumerate(world["places"]):
-        pid = os.fork()
+        if _hung_up(lifeline, 0):
+            return _end(children)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            print(f"rank {rank} of {len(world['places'])} cannot be started ({error}): take fewer, or raise the limit")
+            return _end(children)
         if pid == 0:
+            _die_with(parent)
             os.close(lifeline)
             _become(rank, place, file.parent)
             _run(program, world["settings"], _control(control_fd, rank))
@@ -61,6 +70,14 @@ def _load(name: str) -> Program:
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def _die_with(parent: int) -> None:
+    """End this process when its parent is gone, even if that was killed and could tell nobody."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(1)
 
 
 def _become(rank: int, place: Mapping[str, Any], folder: Path) -> None:
@@ -115,7 +132,7 @@ def _run(program: Program, settings: dict[str, Any], control: Control) -> None:
 def _watch(children: dict[int, int], lifeline: int) -> int:
     """Wait for all ranks (pid -> rank). A failure of one, or the end of whoever started us, ends the others."""
     while children:
-        if select.select([lifeline], [], [], 0.05)[0]:
+        if _hung_up(lifeline, 0.05):
             return _end(children)
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -125,6 +142,11 @@ def _watch(children: dict[int, int], lifeline: int) -> int:
             print(f"failed: rank {rank}", flush=True)
             return _end(children)
     return 0
+
+
+def _hung_up(lifeline: int, seconds: float) -> bool:
+    """Whether whoever started us is gone, after waiting for it so long."""
+    return bool(select.select([lifeline], [], [], seconds)[0])
 
 
 def _end(children: Mapping[int, int]) -> int:

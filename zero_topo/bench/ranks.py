@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import zero_topo
+from zero_topo.bench.room import check_room
 
 _FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _SILENCE_S = 900.0  # longer than any step
@@ -86,9 +87,13 @@ class Ranks:
         program: ``"package.module:function"``, called on every rank with the settings and a ``Control``.
         settings: JSON types.
         places: one for each rank.
+
+    Raises:
+        ValueError: if this machine's memory cannot hold so many.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
+        check_room(len(places), 0)
         self._world = {"program": program, "settings": settings, "places": [asdict(place) for place in places]}
         self._folder = tempfile.TemporaryDirectory(prefix="zero-topo-bench-")
 

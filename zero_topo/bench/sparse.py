@@ -18,6 +18,7 @@ from typing import Any
 
 from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import GrowingRecord, Tick, record
+from zero_topo.bench.room import check_room
 from zero_topo.bench.schemes import PLAIN
 from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
@@ -25,6 +26,7 @@ from zero_topo.topology.presets import emulated
 PROGRAM = "zero_topo.bench.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
 DENSE = "dense"
+ELEMENT = 96  # bytes that a rank holds for an element: gradient, weights, residual, picks, and what a mode copies
 MODES = (DENSE, *(mode.MODE for mode in SPARSE_MODES))
 # Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -106,8 +108,10 @@ def run(wanted: SparseBench, tick: Tick) -> GrowingRecord:
         median), error.
 
     Raises:
+        ValueError: if this machine's memory cannot hold the ranks.
         RuntimeError: if a rank fails.
     """
+    check_room(max(wanted.ranks), wanted.numel * ELEMENT)
     results: list[dict[str, Any]] = []
     jobs = list(wanted.jobs())
     settings = {"numel": wanted.numel, "warmup": wanted.warmup, "steps": wanted.steps, "jobs": jobs}

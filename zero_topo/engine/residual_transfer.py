@@ -137,7 +137,7 @@ def _read(path: Path) -> Any:
         ValueError: if it is damaged.
     """
     try:
-        unknown = [(_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
+        unknown: list[Any] = [(_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(unknown):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the parser of a damaged file raises anything
