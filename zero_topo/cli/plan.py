@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from zero_topo.cli.files import check_files
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import (
@@ -26,6 +28,7 @@ from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
+from zero_topo.observe.marks import MEMORY
 from zero_topo.topology import Topology
 
 VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
@@ -43,7 +46,7 @@ def plan(options: PlanOptions) -> None:
         names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
         raise ValueError(f"{names} are different views; ask for one at a time")
     if options.plot is not None:
-        _draw(options)
+        _draw(options, options.plot)
     (asked[0][1] if asked else schemes)(options)
 
 
@@ -88,14 +91,14 @@ def _title(found: Topology, work: Workload) -> str:
     return f"{work.numels[0]:,} parameters on {found.name}: {shape}"
 
 
-def _draw(options: PlanOptions) -> None:
+def _draw(options: PlanOptions, path: Path) -> None:
     """Bars of what each scheme holds, activations and buffers included."""
     from zero_topo.observe.memory_figure import memory_bars
 
-    assert options.plot is not None
+    check_files([(path, ".png", MEMORY)], options.force)
     request = found_request(options)
     job, machine = request.job, request.topology
     configs = found_schemes(options, machine)
     held = {name: predict_memory(config, request.work, job, request.flight) for name, config in configs.items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
-    memory_bars(held, machine.memory_per_rank, title, options.plot)
+    memory_bars(held, machine.memory_per_rank, title, path)

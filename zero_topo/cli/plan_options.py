@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.files import Force
 from zero_topo.cli.inputs import machine, read_count, read_rates
 from zero_topo.config import (
     SCHEMES,
@@ -80,6 +81,7 @@ class PlanOptions:
         typer.Option(metavar="FILE", help="Its buckets and offload count, in place of DeepSpeed's defaults."),
     ] = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what each rank holds.")] = None
+    force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
 
 

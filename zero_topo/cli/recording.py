@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from zero_topo.bench import records
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.output import print_json
 from zero_topo.observe.runlog import new_run_folder
 
@@ -30,6 +31,7 @@ class Outputs:
 
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")] = False
     record: Annotated[Path | None, typer.Option(help="File for the record; default: a new folder under runs/.")] = None
+    force: Force = False
     plots: Annotated[Path | None, typer.Option(help="Folder for the pictures; default: where the record is.")] = None
 
 
@@ -49,6 +51,7 @@ def measure(
     Returns:
         The whole record.
     """
+    check_files([(outputs.record, "", '"benchmark": ')], outputs.force)
     content: dict[str, Any] = {}
     file = outputs.record
     try:

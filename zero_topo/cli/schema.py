@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.files import Force, check_files
 from zero_topo.config import json_schema
 
 
@@ -17,8 +18,10 @@ def schema(
     whole_file: Annotated[
         bool, typer.Option("--whole-file", help="Schema of a whole DeepSpeed config, for an editor's file association.")
     ] = False,
+    force: Force = False,
 ) -> None:
     """Print the JSON schema of the "zero_topo" block."""
+    check_files([(output, "", '"$schema": ')], force)
     text = json.dumps(json_schema(whole_file), indent=2) + "\n"
     if output is None:
         print(text, end="")

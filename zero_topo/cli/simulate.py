@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from zero_topo.bench.schemes import KNOWN
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import FitOptions, fit
 from zero_topo.cli.inputs import machine, read_count, read_rates, words_of
 from zero_topo.cli.options import taking
@@ -24,6 +25,7 @@ from zero_topo.cost.sweep import Entry, Point, Sweep, scaling_efficiency
 from zero_topo.cost.time import known_rates, rates_of
 from zero_topo.cost.uncertainty import OVERLAPS, Overlap
 from zero_topo.observe.console import figures_table
+from zero_topo.observe.marks import SCALING, TIMELINE, TRACE
 from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.presets import assumptions
@@ -71,6 +73,7 @@ class Options:
         Path | None,
         typer.Option(metavar="FILE.json", help="One step of each scheme for a trace viewer, and FILE.png beside it."),
     ] = None
+    force: Force = False
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
@@ -89,6 +92,9 @@ def simulate(options: Options) -> None:
     if options.calibrate:
         fit(FitOptions(options.calibrate, options.on, options.predict, options.as_json))
         return
+    picture = None if options.trace is None else options.trace.with_suffix(".png")
+    files = [(options.plot, ".png", SCALING), (options.trace, ".json", TRACE), (picture, ".png", TIMELINE)]
+    check_files(files, options.force)
     sweep = _sweep(options)
     points = sweep.points()
     content = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from zero_topo.observe.marks import MEMORY, png_metadata
 from zero_topo.units import GB, MB
 
 COLOURS = {
@@ -33,12 +34,7 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, tit
         capacity: bytes that a rank has, drawn as a line; None if not known.
         title: over the picture.
         path: where to.
-
-    Raises:
-        ValueError: if the path does not end in ``.png``.
     """
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"picture {path}: only PNG is drawn; give the file a name that ends in .png")
     from matplotlib.figure import Figure
 
     unit, name = (GB, "GB") if max(sum(held.values()) for held in rows.values()) >= GB else (MB, "MB")
@@ -68,4 +64,4 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, tit
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=png_metadata(MEMORY))

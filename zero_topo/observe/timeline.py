@@ -11,6 +11,7 @@ from typing import Any, Literal
 from zero_topo.cost.events import COMPUTE
 from zero_topo.cost.simulator import Simulation
 from zero_topo.cost.sweep import Point
+from zero_topo.observe.marks import SCALING, TIMELINE, TRACE, png_metadata
 from zero_topo.observe.plots import COLOURS, OTHER
 from zero_topo.topology.model import LINKED_DOMAINS
 
@@ -50,7 +51,8 @@ def write_trace(steps: Mapping[str, Simulation], path: Path) -> None:
             }
             for event in step.events
         ]
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8")
+    content = {"otherData": {"producer": TRACE}, "displayTimeUnit": "ms", "traceEvents": events}
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def timeline(steps: Mapping[str, Simulation], path: Path) -> None:
@@ -78,7 +80,7 @@ def timeline(steps: Mapping[str, Simulation], path: Path) -> None:
     axes[-1].set_xlabel("seconds")
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=png_metadata(TIMELINE))
 
 
 def _bars(step: Simulation) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -131,7 +133,7 @@ def scaling(points: Sequence[Point], title: str, notes: str, path: Path) -> None
     handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
     axes.legend(handles=handles, frameon=False, fontsize=8)
     figure.supxlabel(notes, fontsize=6, x=0.01, ha="left")
-    figure.savefig(path, dpi=200)
+    figure.savefig(path, dpi=200, metadata=png_metadata(SCALING))
 
 
 def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:

@@ -1,0 +1,59 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A command writes over nothing that it did not write: a name is easily mistyped, a config or a figure easily gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Run
+
+SMALL = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2")
+PLAN = ("plan", "--params", "1B", "--machine", "frontier", "--world-size", "16")
+BENCH = ("bench", "scale", "--ranks", "8", "--schemes", "topo", "--params", "2", "--repeats", "1", "--real-ranks", "0")
+COMMANDS = {
+    "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
+    "trace": ((*SMALL, "--trace"), "x.json", "x.json"),
+    "picture beside the trace": ((*SMALL, "--trace"), "x.json", "x.png"),
+    "memory": ((*PLAN, "--plot"), "x.png", "x.png"),
+    "record": ((*BENCH, "--plots", "pictures", "--record"), "x.json", "x.json"),
+    "schema": (("schema", "--output"), "x.json", "x.json"),
+}
+
+
+@pytest.mark.parametrize(("words", "name", "written"), COMMANDS.values(), ids=COMMANDS)
+def test_only_new_files_and_own_results_are_written_over(
+    words: tuple[str, ...], name: str, written: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody's file stays as it is, and nothing else is written, until --force; the result itself is renewed."""
+    monkeypatch.chdir(tmp_path)
+    mine = Path(written)
+    mine.write_text("my file about zero_topo")
+    status, _, said = run(*words, name)
+    assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
+    assert mine.read_text() == "my file about zero_topo" and list(tmp_path.iterdir()) == [tmp_path / mine]
+    assert run(*words, name, "--force")[0] == 0
+    first = mine.read_bytes()
+    assert b"my file" not in first
+    assert run(*words, name)[0] == 0
+    mine.unlink()
+    assert run(*words, name)[0] == 0 and mine.exists()
+
+
+def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_path: Path) -> None:
+    """A timeline is no scaling curve; a folder is never a file, forced or not."""
+    assert run(*SMALL, "--trace", str(tmp_path / "x.json"))[0] == 0
+    assert "no result of this kind" in run(*SMALL, "--plot", str(tmp_path / "x.png"))[2]
+    (tmp_path / "folder.png").mkdir()
+    for force in ((), ("--force",)):
+        assert run(*SMALL, "--plot", str(tmp_path / "folder.png"), *force)[0] == 2
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "--force"])
+def test_results_do_not_write_over_each_other(force: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    """The trace's picture lies beside it: neither the trace nor the plot may have its name."""
+    png, json = str(tmp_path / "x.png"), str(tmp_path / "x.json")
+    assert "only JSON is written" in run(*SMALL, "--trace", png, *force)[2]
+    assert "would be written twice" in run(*SMALL, "--plot", png, "--trace", json, *force)[2]
+    assert not any(tmp_path.iterdir())
