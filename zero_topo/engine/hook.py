@@ -32,6 +32,7 @@ from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.engine.start import agreed, meeting
@@ -50,6 +51,8 @@ def install() -> None:
     DeepSpeedEngine._zero_topo_hook = True
     DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
+    DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
+    DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     ZERO_SUPPORTED_OPTIMIZERS.append(AdamS)
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
@@ -22,10 +23,16 @@ Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
 VERSION = "0.19.8"
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
 REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
+    (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
+    (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
+    (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
+    (CheckpointEngine, "save", ("self", "state_dict", "path")),
+    *((CheckpointEngine, name, ("self", "info")) for name in ("create", "commit")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
     *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
     *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
@@ -51,7 +58,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
 )
 # Attributes of instances relied on: some method of the class must set them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "dp_world_size")),
+    (DeepSpeedEngine, ("_config", "dp_world_size", "checkpoint_engine")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),

@@ -1,0 +1,115 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that one rank cannot write is saved by none, and says so on every rank; what was saved before stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+
+from tests.harness import run_threads
+from zero_topo.engine.saving import LATEST, PART, Beside
+
+RANKS, BROKEN = 4, 2
+
+
+def save(folder: Path, tag: str, rank: int, value: Any) -> str:
+    """What DeepSpeed does to save a file of each rank; what went wrong, or nothing."""
+    beside = Beside(TorchCheckpointEngine(), torch.device("cpu"), rank == 0)
+    info = CheckpointCommitInfo(tag=tag, save_dir=str(folder), save_latest=False)
+    try:
+        beside.create(info)
+        beside.makedirs(f"{folder}/{tag}", exist_ok=True)
+        beside.save(value, f"{folder}/{tag}/{rank}.pt")
+        beside.commit(info)
+        return ""
+    except OSError as error:
+        return str(error)
+    finally:
+        beside.clear()
+
+
+def whole(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def blocked(path: Path) -> None:
+    """A folder with something in it has the name of a file that is to be written."""
+    (path / "x").mkdir(parents=True)
+
+
+def without_folder(folder: Path) -> None:
+    """A file has the name of the folder."""
+    (folder / "new").write_text("x")
+
+
+Break = tuple[str, Callable[[Path], object], Any, str]
+BREAKS: dict[str, Break] = {
+    "its file": (
+        "new",
+        lambda folder: blocked(folder / "new/2.pt.part"),
+        1,
+        r"rank 2 of .*/new/2\.pt cannot be written",
+    ),
+    "the same tag": ("old", lambda folder: blocked(folder / "old/2.pt.part"), 1, r"rank 2 of .*/old/2\.pt cannot be"),
+    "the folder": ("new", without_folder, 1, r"/new cannot be written \(File exists\): make its folder writable"),
+    "its state": ("new", lambda _: None, lambda: 0, r"rank 2 of .*/new/2\.pt cannot be written: \w+Error: "),
+}
+
+
+@pytest.mark.parametrize(("tag", "harm", "value", "message"), BREAKS.values(), ids=BREAKS)
+def test_where_one_rank_cannot_write_none_does(
+    tag: str, harm: Callable[[Path], object], value: Any, message: str, tmp_path: Path
+) -> None:
+    """All raise the same, and what was saved before stays as it was, even under the same tag."""
+    assert run_threads(RANKS, lambda rank: save(tmp_path, "old", rank, 0)) == [""] * RANKS
+    assert sorted(whole(tmp_path)) == [LATEST, *(f"old/{rank}.pt" for rank in range(RANKS))]
+    harm(tmp_path)
+    before = whole(tmp_path)
+    (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, tag, rank, value if rank == BROKEN else 1)))
+    assert re.search(message, said) and said.endswith("; checkpoints saved before are as they were")
+    assert whole(tmp_path) == before
+    assert (tmp_path / "new").exists() == (tag == "new" and harm is not BREAKS["its state"][1])
+
+
+def test_the_latest_is_named_when_all_files_are_in_their_places(tmp_path: Path) -> None:
+    """Neither a rename nor the last word that fails leaves a name that leads to half a checkpoint."""
+    run_threads(RANKS, lambda rank: save(tmp_path, "old", rank, 0))
+    blocked(tmp_path / "half/2.pt")
+    (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, "half", rank, 1)))
+    assert said.endswith("; save again, under another tag") and (tmp_path / LATEST).read_text() == "old"
+    (tmp_path / LATEST).unlink()
+    blocked(tmp_path / LATEST)
+    (said,) = set(run_threads(RANKS, lambda rank: save(tmp_path, "new", rank, 1)))
+    assert f"{LATEST} cannot be written" in said and said.endswith("; its files are whole; name its tag to load it")
+    assert all(torch.load(tmp_path / f"new/{rank}.pt") == 1 for rank in range(RANKS))
+    assert not list(tmp_path.rglob(f"*{PART}"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
+    """Torch wraps the error in words about positions; the user reads of file, sizes and ways out."""
+
+    class Full(TorchCheckpointEngine):
+        def save(self, state_dict: Any, file: Any) -> None:
+            try:
+                raise OSError(number, os.strerror(number))
+            except OSError:
+                raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+
+    def rank_main(rank: int) -> None:
+        beside = Beside(Full(), torch.device("cpu"), False)
+        beside.save({"x": torch.zeros(10**6)}, str(tmp_path / "new.pt"))
+        beside.commit(CheckpointCommitInfo(tag="new", save_dir=str(tmp_path), save_latest=False))
+
+    wanted = r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete older checkpoints, raise"
+    with pytest.raises(OSError, match=wanted):
+        run_threads(1, rank_main)
