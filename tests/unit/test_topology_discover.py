@@ -83,6 +83,25 @@ def test_no_launcher_is_one_rank() -> None:
     assert set(topology.sources.values()) == {"none"}
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepspeed", "LOCAL_SIZE=8 CROSS_SIZE=1 CROSS_RANK=0", "WORLD_SIZE is 1 but LOCAL_SIZE 8"),
+        ("torchrun", "LOCAL_WORLD_SIZE=4", "WORLD_SIZE is 1 but LOCAL_WORLD_SIZE 4"),
+        ("plain", "SLURM_JOB_ID=7 SLURM_NTASKS=9 SLURM_TASKS_PER_NODE=5,4", None),
+        ("plain", "SLURM_JOB_ID=7 SLURM_NTASKS=56 SLURM_NNODES=1", None),
+    ],
+)
+def test_a_job_of_one_process_is_a_rank_of_its_own(name: str, changes: str, said: str | None) -> None:
+    """A process apart, such as an evaluation or a test, in the environment of a larger job; its device is any."""
+    env = {**sample(name), **dict(change.split("=") for change in changes.split())}
+    topology = discover({**env, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "3"})
+    assert shape(topology) == (1, 1, 1) and topology == resolve_topology(
+        "auto", {**env, "WORLD_SIZE": "1", "RANK": "0"}
+    )
+    assert said is None or f"{said} on this node: a rank of its own" in topology.sources["warning"]
+
+
 @pytest.mark.parametrize("name", ["torchrun", "deepspeed", "openmpi", "mpich_hydra", "plain"])
 def test_every_rank_discovers_the_same(name: str) -> None:
     env = sample(name)
@@ -103,6 +122,11 @@ def test_every_rank_discovers_the_same(name: str) -> None:
     ("name", "changes", "complaint"),
     [
         ("slurm_env_script", "WORLD_SIZE=8", "8 ranks (environment: WORLD_SIZE) but 4 (slurm: SLURM_STEP_NUM_TASKS)"),
+        (
+            "slurm_env_script",
+            "WORLD_SIZE=1 RANK=0",
+            "1 ranks (environment: WORLD_SIZE) but 4 (slurm: SLURM_STEP_NUM_TASK",
+        ),
         ("slurm_env_script", "RANK=1", "1 as this process's rank (environment: RANK) but 3 (slurm: SLURM_PROCID)"),
         ("slurm_env_script", "LOCAL_SIZE=1", "1 ranks per node (deepspeed: LOCAL_SIZE) but 2"),
         ("slurm_torchrun", "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)", "8 ranks (torchrun: WORLD"),

@@ -169,6 +169,8 @@ def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None)
     sources["gpus_per_node"] = view.origin("ranks_per_node")
     sources["ranks_per_gpu"] = "assumed: every rank is a GPU"
     sources |= {key: view.origin(key) for key in ("order", "hosts") if key in view.origins}
+    if view.doubt is not None:
+        sources["warning"] = view.doubt
     if view.ranks_per_node is None:
         sources["gpus_per_node"] = "assumed: one node"
         sources["warning"] = (

@@ -25,6 +25,7 @@ class LauncherView:
         hosts: host name of each node, or None.
         order: tree position of each rank, or None for block order.
         origins: field -> where it was read, for example "slurm: SLURM_NTASKS".
+        doubt: a sentence on what was chosen where variables say different things, or None.
     """
 
     source: str
@@ -36,6 +37,7 @@ class LauncherView:
     hosts: tuple[str, ...] | None = None
     order: tuple[int, ...] | None = None
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+    doubt: str | None = None
 
     @property
     def nodes(self) -> int | None:
@@ -103,6 +105,12 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     local_rank, local_name = first_int(env, names.local_rank)
     node, node_name = first_int(env, names.node)
     nodes, nodes_name = first_int(env, names.nodes, least=1)
+    alone = None
+    if world_size == 1:  # what else runs on this node, and on which device this process does, is not its job's
+        if per_node is not None and per_node > 1:
+            alone = f"{world_name} is 1 but {per_node_name} {per_node} on this node: a rank of its own"
+        per_node, per_node_name, nodes = 1, per_node_name or world_name, None
+        node, local_rank = node and 0, local_rank and 0
     if per_node is not None and (world_size % per_node or (nodes is not None and nodes * per_node != world_size)):
         total = f"{world_size} ranks ({world_name})" + ("" if nodes is None else f" on {nodes} nodes ({nodes_name})")
         here = "this node" if node is None else f"this node, number {node} ({node_name}),"
@@ -125,4 +133,5 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         node=node,
         ranks_per_node=per_node,
         origins={key: f"{names.source}: {name}" for key, name in read.items() if name},
+        doubt=alone,
     )
