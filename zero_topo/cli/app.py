@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "plan",
         "simulate": "simulate",
         "check": "check",
+        "migrate": "migrate",
         "schema": "schema",
         "report": "report",
         "carry": "carry",

@@ -11,6 +11,7 @@ from zero_topo.cli.inputs import machine
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import places_table, show
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
+from zero_topo.config.stock_keys import translate
 from zero_topo.topology.render import render_tree
 
 
@@ -21,7 +22,7 @@ def check(
 ) -> None:
     """Validate a DeepSpeed config and show the plan its zero_topo block makes."""
     loaded = load_deepspeed_config(ds_config)
-    problems = deepspeed_problems(loaded)
+    problems, translated = deepspeed_problems(loaded), translate(loaded).lines
     if problems:
         raise ValueError("\n".join(problems))
     block = ZeroTopoConfig.from_ds_config(loaded)
@@ -30,11 +31,11 @@ def check(
     found = machine(block.topology, world_size)
     resolved = resolve_config(block, found)
     if as_json:
-        print_json({"topology": found.to_json(), **resolved.to_json()})
+        print_json({"topology": found.to_json(), **resolved.to_json(), "translated": list(translated)})
         return
     print(render_tree(found))
     print()
     show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
-    for note in resolved.notes:
+    for note in (*translated, *resolved.notes):
         print(f"- {note}")
     print("ok")

@@ -50,7 +50,7 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
     """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
     roles = [*ROLES, *(["residual"] if any("residual" in held for held in rows.values()) else [])]
-    table = figures_table(["", *roles, "total", "of memory"], "Held by each rank (shards only, no activations)")
+    table = figures_table(["", *roles, "total", "share"], "Held by each rank, and share of its memory (no activations)")
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"

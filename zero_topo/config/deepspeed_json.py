@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.errors import ROOT
+from zero_topo.config.stock_keys import ZERO, translate
+from zero_topo.config.stock_keys import on as _on
 from zero_topo.config.sync_config import SYNC_MODES
 from zero_topo.strict import as_json
 
-ZERO = "zero_optimization"
 _ABSENT = object()
 
 
@@ -50,7 +51,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
     """One line for each setting that zero_topo cannot work beside; empty if all is well or there is no block."""
     checks = CHECKS if ROOT in ds_config else MISPLACEMENTS
-    return [line for line in (check(ds_config) for check in checks) if line]
+    return [*(line for line in (check(ds_config) for check in checks) if line), *translate(ds_config).problems]
 
 
 def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
@@ -136,10 +137,6 @@ def _lookup(ds_config: Mapping[str, Any], dotted: str) -> Any:
     return _ABSENT if isinstance(value, str) and value == "auto" else value
 
 
-def _on(value: Any) -> bool:
-    return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
-
-
 def _above_one(value: Any) -> bool:
     return isinstance(value, int | float) and value > 1
 
@@ -218,7 +215,6 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     return f'optimizer.type = {as_json(found)}: sync.mode = {mode} works with {wanted} alone; set it to "{wanted}"'
 
 
-_STOCK = "this is stock ZeRO++, which zero_topo replaces"
 _OWN_GATHER = "it gathers or steps past zero_topo's shards"
 _WORLD = "zero_topo shards over all ranks of the launch, which this would divide"
 
@@ -226,15 +222,6 @@ MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
 CHECKS: tuple[Check, ...] = (
     *MISPLACEMENTS,
     _stage,
-    Refusal(
-        f"{ZERO}.mics_shard_size",
-        _above_one,
-        "DeepSpeed 0.19.8 has no MiCS any more",
-        f'remove it and set "{ROOT}": {{"scheme": "mics", "weights": <the size>}}',
-    ),
-    Refusal(f"{ZERO}.zero_hpz_partition_size", _above_one, _STOCK, f'remove it and set "{ROOT}.secondary"'),
-    Refusal(f"{ZERO}.zero_quantized_weights", _on, _STOCK, f'remove it and set "{ROOT}.quantize.weights"'),
-    Refusal(f"{ZERO}.zero_quantized_gradients", _on, _STOCK, f'remove it and set "{ROOT}.quantize.gradients"'),
     Refusal(
         f"{ZERO}.zero_quantized_nontrainable_weights",
         _on,

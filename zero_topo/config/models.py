@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from zero_topo.config.errors import ROOT, describe
 from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
+from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
 from zero_topo.strict import StrictModel, as_json
 
@@ -119,12 +120,12 @@ class ZeroTopoConfig(StrictModel):
 
     @classmethod
     def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZeroTopoConfig | None:
-        """The config of a DeepSpeed config's ``zero_topo`` block, or None if there is no such block.
+        """The config of a DeepSpeed config's ``zero_topo`` block and stock keys, or None if there is no such block.
 
         Raises:
             ValueError: as :meth:`parse`.
         """
-        return cls.parse(ds_config[ROOT]) if ROOT in ds_config else None
+        return cls.parse(translate(ds_config).config[ROOT]) if ROOT in ds_config else None
 
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:

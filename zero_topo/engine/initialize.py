@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.config.errors import ROOT
+from zero_topo.config.stock_keys import translate
 from zero_topo.engine.automatic import choose_plan
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
@@ -54,11 +56,36 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         check_call(call.arguments)
-        if "optimizer" in signature.parameters:
+        builds_engine = "optimizer" in signature.parameters
+        call.arguments |= own_config(call.arguments, say=builds_engine)
+        if builds_engine:
             call.arguments |= own_optimizer(call.arguments)
         return function(*call.args, **call.kwargs)
 
     return checked
+
+
+def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
+    """The argument that carries the config to DeepSpeed, without its own keys for what the block says now.
+
+    Args:
+        arguments: the call's bound arguments.
+        say: whether rank 0 logs a line for each key.
+    """
+    found = translate(deepspeed_config_of(arguments) or {})
+    if not found.lines:
+        return {}
+    if say and os.environ.get("RANK", "0") == "0":
+        from deepspeed.utils import logger
+
+        for line in found.lines:
+            logger.warning(f"zero_topo: {line}")
+    name = next((name for name in CONFIG_ARGUMENTS if arguments.get(name) is not None), None)
+    if name is not None:
+        return {name: found.config}
+    args = copy(arguments["args"])
+    args.deepspeed_config = found.config
+    return {"args": args}
 
 
 def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:

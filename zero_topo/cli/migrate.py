@@ -1,0 +1,202 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo migrate``: a DeepSpeed config with ZeRO-3, ZeRO++, LoCo or MiCS as one with a ``zero_topo`` block."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zero_topo.cli.options import taking
+from zero_topo.cli.output import print_json
+from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params
+from zero_topo.cli.tables import memory_table, places_table, show, volume_table
+from zero_topo.config import (
+    ResolvedConfig,
+    ZeroTopoConfig,
+    deepspeed_hints,
+    deepspeed_problems,
+    load_deepspeed_config,
+    resolve_config,
+)
+from zero_topo.config.errors import ROOT
+from zero_topo.config.stock_keys import (
+    HPZ,
+    LOCO,
+    MICS,
+    MICS_HOPS,
+    QUANTIZED_GRADIENTS,
+    QUANTIZED_WEIGHTS,
+    Translation,
+    switched_on,
+    translate,
+)
+from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.cost.stock import Stock
+from zero_topo.topology import Topology
+from zero_topo.topology.launchers import launcher_view
+
+BEFORE, AFTER, OTHER = "before", "after", "topo"
+USUAL_PARAMS = "1B"
+
+
+@dataclass(frozen=True)
+class MigrateOptions:
+    """Of ``migrate``."""
+
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON of stage 3.")] = ""
+    machine: Annotated[
+        str | None, typer.Option(metavar="FILE|PRESET", help="Where it runs, for bytes and memory; default: this job.")
+    ] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
+    params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the new config.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
+
+
+@taking(MigrateOptions)
+def migrate(options: MigrateOptions) -> None:
+    """Translate DeepSpeed's keys for ZeRO++, LoCo and MiCS into a zero_topo block, and show what changes."""
+    if not options.ds_config:
+        raise ValueError("which config? give the DeepSpeed JSON that you train with now")
+    loaded = load_deepspeed_config(options.ds_config)
+    active, found = switched_on(loaded), migrated(loaded)
+    if problems := [*found.problems, *deepspeed_problems(found.config)]:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    block = ZeroTopoConfig.parse(found.config[ROOT])
+    costs = _costs(options, active, block, loaded)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
+    told = [*differences(active, block), *deepspeed_hints(found.config)]
+    if options.as_json:
+        print_json(
+            {
+                "config": found.config,
+                "translated": list(found.lines),
+                "differences": told,
+                "costs": None if costs is None else costs.to_json(),
+            }
+        )
+        return
+    for line in (*found.lines, *told):
+        print(f"- {line}")
+    print()
+    if costs is None:
+        print("- bytes and memory: give --machine frontier --nodes 48, or another machine\n")
+    else:
+        costs.show()
+    print(json.dumps(found.config, indent=2) if options.output is None else f"wrote {options.output}")
+
+
+def migrated(ds_config: Mapping[str, Any]) -> Translation:
+    """The config with a block: its own completed, or a new one that does what the stock keys do, or plain ZeRO-3."""
+    if ROOT in ds_config:
+        return translate(ds_config)
+    active = set(switched_on(ds_config))
+    block: dict[str, Any] = {"scheme": "zero++" if active >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS} else "zero3"}
+    if MICS in active:
+        block = {}
+    elif active >= {LOCO, QUANTIZED_GRADIENTS}:
+        block = {"weights": "node", "gradients": "node", "optimizer": "world"}
+    found = translate({**ds_config, ROOT: block})
+    lines = found.lines or ("no key of ZeRO++, LoCo or MiCS is set: this is plain ZeRO-3",)
+    return Translation(found.config, lines, found.problems)
+
+
+def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[str]:
+    """What is not as it was in DeepSpeed, one sentence each."""
+    size = block.quantize.block_size
+    if MICS in active:
+        yield "MiCS: deepspeed.zero.Init takes the place of deepspeed.zero.MiCS_Init in your script"
+        if MICS_HOPS not in active:
+            yield 'gathers over several nodes now go through the node, as mics_hierarchical_params_gather; "two_hop"'
+        return
+    if QUANTIZED_WEIGHTS in active or QUANTIZED_GRADIENTS in active:
+        yield f"values are nearer: {size} elements share a scale, in DeepSpeed thousands; INT8 messages grow by 1.6%"
+    if HPZ in active and QUANTIZED_WEIGHTS in active:
+        yield 'the secondary copy is stored in INT8 too, half of hpZ\'s; "quantize": {"secondary": null} keeps 16 bits'
+    if LOCO in active and QUANTIZED_GRADIENTS in active:
+        yield (
+            "LoCo: weights and gradients are sharded over the node, and gradients leave it once per step, in INT4 with "
+            "all of the error fed back (err_beta and reset_T have no counterpart); inside it they are sent in full"
+        )
+    elif QUANTIZED_GRADIENTS in active:
+        yield "gradients are quantized on one node too, and whatever their size; DeepSpeed falls back to 16 bits there"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes of a rank before and after, and of the scheme "topo" beside them.
+
+    Attributes:
+        params: of the model.
+        work: the step.
+        configs: row -> plan.
+        memory: row -> role -> bytes.
+        sent: row -> domain -> bytes per optimizer step.
+    """
+
+    params: int
+    work: Workload
+    configs: Mapping[str, ResolvedConfig]
+    memory: Mapping[str, Mapping[str, int]]
+    sent: Mapping[str, Mapping[str, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {
+            "topology": self.configs[AFTER].topology.to_json(),
+            "params": self.params,
+            "micro_batches": self.work.micro_batches,
+            "memory": {row: dict(held) for row, held in self.memory.items()},
+            "sent_by_domain": {row: dict(sent) for row, sent in self.sent.items()},
+        }
+
+    def show(self) -> None:
+        """As tables."""
+        found = self.configs[AFTER].topology
+        show(places_table(self.configs, f"{self.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
+        show(memory_table(self.memory, found.memory_per_rank))
+        show(volume_table(self.sent, self.work.micro_batches))
+        print(f"- {OTHER}: what {json.dumps({ROOT: _other(found)})} would do here; see zero-topo plan --recommend\n")
+
+
+def _costs(
+    options: MigrateOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
+) -> Costs | None:
+    """Bytes before and after; None where no machine is named and this is no job."""
+    if options.machine is None and launcher_view(os.environ) is None and options.world_size is None:
+        return None
+    asked = PlanOptions(
+        params=None if options.model else options.params or USUAL_PARAMS,
+        model=options.model,
+        topology=options.machine or "auto",
+        nodes=options.nodes,
+        world_size=options.world_size,
+    )
+    params, found = found_params(asked), found_machine(asked)
+    steps = ds_config.get("gradient_accumulation_steps")
+    work = Workload.uniform([params], ITEMSIZE, steps if isinstance(steps, int) and steps > 0 else 1)
+    stock = Stock.of(active, found)
+    plans = {AFTER: resolve_config(block, found), OTHER: resolve_config(ZeroTopoConfig.parse(_other(found)), found)}
+    memory = {row: memory_bytes(plan, work, ITEMSIZE) for row, plan in plans.items()}
+    sent = {row: step_bytes(plan, work) for row, plan in plans.items()}
+    return Costs(
+        params,
+        work,
+        {BEFORE: stock.config, **plans},
+        {BEFORE: stock.memory(work, ITEMSIZE), **memory},
+        {row: by_domain(of) for row, of in {BEFORE: stock.sent(work), **sent}.items()},
+    )
+
+
+def _other(found: Topology) -> dict[str, Any]:
+    """What moving is for: weights inside a GPU of several ranks, or else a node."""
+    return {"scheme": "topo", **({} if found.ranks_per_gpu > 1 else {"weights": "node"})}

@@ -1,0 +1,173 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own keys for ZeRO++, LoCo and MiCS as keys of the block.
+
+Note [Stock keys]
+    What they mean in DeepSpeed 0.18 and 0.19 (MiCS and LoCo are gone since 0.19, which refuses their keys whatever the
+    value): ``zero_hpz_partition_size`` is the ranks that share a 16-bit secondary copy; ``zero_quantized_weights``
+    sends every gather of weights in INT8, that of the secondary copy too; ``zero_quantized_gradients`` reduces in INT4
+    in two hops, on more than one node alone; ``zeropp_loco_param`` feeds the error of that back, and does nothing by
+    itself; ``mics_shard_size`` is the ranks that share one copy of everything, and beside it ZeRO++'s keys do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from zero_topo.config.errors import ROOT
+from zero_topo.strict import as_json
+
+ZERO = "zero_optimization"
+QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
+    "zero_quantized_weights",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+)
+GONE = (LOCO, MICS, MICS_HOPS)
+FED_BACK: Mapping[str, Any] = MappingProxyType({"mode": "quantized", "bits": 4, "error_feedback": True})
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A DeepSpeed config whose stock keys have become keys of the block.
+
+    Attributes:
+        config: without the keys that were translated; those that contradict the block are still there.
+        lines: one for each key that was taken out: what it says now.
+        problems: one for each that contradicts the block.
+    """
+
+    config: dict[str, Any]
+    lines: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def on(value: Any) -> bool:
+    """Whether DeepSpeed takes a value for true."""
+    return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
+
+
+def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The stock keys that a config sets to something that has an effect, or would have had in DeepSpeed 0.18."""
+    zero = ds_config.get(ZERO)
+    given = {key: zero[key] for key in KEYS if key in zero} if isinstance(zero, Mapping) else {}
+    effective = {
+        QUANTIZED_WEIGHTS: on(given.get(QUANTIZED_WEIGHTS)),
+        HPZ: _ranks(given.get(HPZ), least=2),
+        QUANTIZED_GRADIENTS: on(given.get(QUANTIZED_GRADIENTS)),
+        LOCO: given.get(LOCO) is not None,
+        MICS: _ranks(given.get(MICS), least=1),
+        MICS_HOPS: on(given.get(MICS_HOPS)),
+    }
+    return {key: given[key] for key, works in effective.items() if works and given[key] != "auto"}
+
+
+def translate(ds_config: Mapping[str, Any]) -> Translation:
+    """Take the stock keys of a config with a block into the block; without a block nothing is changed.
+
+    A key of the block that the user wrote is never replaced: if it says something else, that is a contradiction.
+
+    Args:
+        ds_config: the DeepSpeed config; it is not changed.
+    """
+    block, active = ds_config.get(ROOT), switched_on(ds_config)
+    zero = ds_config.get(ZERO)
+    off = [key for key in GONE if isinstance(zero, Mapping) and key in zero and key not in active]
+    if not isinstance(block, Mapping) or not (active or off):
+        return Translation(dict(ds_config))
+    config, lines, problems = deepcopy(dict(ds_config)), [], []
+    for key in off:
+        lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: DeepSpeed 0.19 refuses the key")
+    for key, value in active.items():
+        written = f"{ZERO}.{key} = {as_json(value)}"
+        wishes = dict(_wishes(key, active))
+        contradicted = [path for path, wanted in wishes.items() if _contradicts(block, path, wanted)]
+        if contradicted:
+            path = contradicted[0]
+            wanted, theirs = _json(wishes[path]), as_json(_found(block, path))
+            name = ".".join((ROOT, *path))
+            problems.append(f"{written}: it means {name} = {wanted}, which is {theirs}; remove one of the two")
+            continue
+        del config[ZERO][key]
+        lines.append(f"{written} {_told(key, active, wishes)}")
+        for path, wanted in wishes.items():
+            if _found(block, path) is _ABSENT:
+                _set(config[ROOT], path, wanted)
+    return Translation(config, tuple(lines), tuple(problems))
+
+
+Path = tuple[str, ...]
+
+
+def _wishes(key: str, active: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """What a stock key asks of the block; nothing if it had no effect beside the others."""
+    if key == MICS:
+        yield from ((("scheme",), "mics"), (("weights",), int(active[key])))
+    elif key == MICS_HOPS and MICS in active:
+        yield ("two_hop",), True
+    elif MICS in active:
+        return
+    elif key == HPZ:
+        yield ("secondary",), int(active[key])
+        if QUANTIZED_WEIGHTS in active:
+            yield ("quantize", "secondary"), "int8"
+    elif key == QUANTIZED_WEIGHTS:
+        yield ("quantize", "weights"), "int8"
+    elif key == QUANTIZED_GRADIENTS and LOCO not in active:
+        yield ("quantize", "gradients"), "int4"
+    elif key == LOCO and QUANTIZED_GRADIENTS in active:
+        yield from ((("gradients",), "node"), (("sync",), FED_BACK))
+
+
+def _told(key: str, active: Mapping[str, Any], wishes: Mapping[Path, Any]) -> str:
+    if wishes:
+        merged: dict[str, Any] = {}
+        for path, wanted in wishes.items():
+            _set(merged, path, wanted)
+        return f'is taken as "{ROOT}": {_json(merged)}'
+    if key == QUANTIZED_GRADIENTS and MICS not in active:
+        return f"is taken together with {LOCO}"
+    missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HOPS: f"does nothing without {MICS}"}
+    return f"is left out: it {f'does nothing beside {MICS}' if MICS in active else missing[key]}"
+
+
+def _contradicts(block: Mapping[str, Any], path: Path, wanted: Any) -> bool:
+    """Whether the block says something else, what it leaves out aside."""
+    found = _found(block, path)
+    if found is _ABSENT or not isinstance(wanted, Mapping):
+        return found is not _ABSENT and found != wanted
+    return not isinstance(found, Mapping) or any(found.get(key, wanted[key]) != wanted[key] for key in wanted)
+
+
+def _found(block: Any, path: Path) -> Any:
+    """What the block says there, or where it ends on the way there."""
+    for key in path:
+        if not isinstance(block, Mapping):
+            return block
+        if key not in block:
+            return _ABSENT
+        block = block[key]
+    return block
+
+
+def _json(value: Any) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else value)
+
+
+def _set(block: dict[str, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        block = block.setdefault(key, {})
+    block[path[-1]] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _ranks(value: Any, least: int) -> bool:
+    whole = value.is_integer() if isinstance(value, float) else type(value) is int
+    return whole and value >= least
