@@ -232,3 +232,13 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
 def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
     path = CHECKOUT / "configs" / "topo.json"
     assert json.loads(run("migrate", str(path), "--json")[1])["config"] == json.loads(path.read_text())
+
+
+def test_the_page_about_moving_shows_what_migrate_does(run: Run, tmp_path: Path) -> None:
+    """Its second block is what becomes of its first, and it names every key."""
+    text = (CHECKOUT / "docs" / "moving-from-zeropp.md").read_text()
+    before, after = (json.loads(part.partition("```")[0]) for part in text.split("```json")[1:])
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(before))
+    assert json.loads(run("migrate", str(path), "--json")[1])["config"] == after
+    assert [key for key in KEYS if key not in text] == []
