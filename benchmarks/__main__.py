@@ -18,7 +18,7 @@ from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.training_setup import TrainingSetup, width_for
 from zero_topo.bench.schemes import load_blocks, schemes_named
 from zero_topo.cli.app import run as run_command
-from zero_topo.cli.inputs import read_count, read_shape, words_of
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count, read_shape, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.recording import FAILED, Outputs, measure
 
@@ -66,7 +66,7 @@ def cluster_command(options: ClusterOptions) -> None:
         return
     setup = TrainingSetup(
         layers=options.layers,
-        width=width_for(read_count(options.params, "--params"), options.layers),
+        width=width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers),
         context=options.context,
         batch=1,
         bucket_numel=options.bucket,
@@ -104,7 +104,7 @@ class ConvergenceOptions(Outputs):
 @taking(ConvergenceOptions)
 def convergence_command(options: ConvergenceOptions) -> None:
     """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
-    width = width_for(read_count(options.params, "--params"), options.layers)
+    width = width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers)
     wanted = convergence.Convergence(
         schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
         setup=TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr),

@@ -40,6 +40,14 @@ def format_bytes(n: float) -> str:
     raise AssertionError("the last unit takes any size")
 
 
+def format_count(n: int) -> str:
+    """Write a number of parameters as people say it, to three digits: ``"350M"``, ``"20.0B"``, ``"1.50T"``."""
+    for name, unit in (("", 1), ("K", KB), ("M", MB), ("B", GB), ("T", TB)):
+        if float(f"{n / unit:.3g}") < 1000 or name == "T":
+            return str(n) if n < KB else f"{n / unit:#.3g}".rstrip(".") + name
+    raise AssertionError("the last unit takes any size")
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Write a rate in bytes per second, for example ``"12.50 GB/s"``."""
     return f"{format_bytes(bytes_per_s)}/s"

@@ -135,3 +135,9 @@ def test_decimal_counts_are_exact(text: str, value: int) -> None:
 def test_what_is_not_a_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a positive whole number"):
         read_count(text, "n")
+
+
+def test_a_wrong_count_is_answered_with_numbers_that_the_option_takes(run: Run) -> None:
+    """Nobody starts 20e9 ranks."""
+    status, _, err = run("bench", "scale", "--ranks", "0")
+    assert status == 2 and "--ranks '0' is not a positive whole number, such as 8 or 4K" in err

@@ -214,11 +214,19 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
     assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
 
 
-def test_equal_times_prefer_what_loses_nothing_then_a_named_scheme_and_then_less_to_send() -> None:
+def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name_and_less_to_send() -> None:
+    """And the winner says what the others hold."""
     ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
-    order = [(len(plan.candidate.losses), not plan.candidate.named, plan.wire) for plan in ranking.timed]
-    assert order == sorted(order) and order[0][:2] == (0, False) and order[-1][0] == 2
+    leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
+    order = []
+    for plan in ranking.timed:
+        n = len(plan.candidate.losses)
+        order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named, plan.wire))
+    assert order == sorted(order) and order[0][:2] == (0, 0) and order[-1][0] == 2
+    held = [f"{of(plan.held for plan in ranking.timed[1:]) / GB:.2f} GB" for of in (min, max)]
+    told = f"{len(order) - 1} of them, which hold {held[0]} to {held[1]}, this one {ranking.best.held / GB:.2f} GB"
+    assert told in explain(ranking)[0]
 
 
 @pytest.mark.parametrize(("faster", "wins"), [(0.0, False), (0.019, False), (0.026, True)])

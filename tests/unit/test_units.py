@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_rate, format_seconds
+from zero_topo.units import GB, KB, MB, PB, TB, format_bytes, format_count, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,11 @@ def test_a_written_size_says_the_number_within_its_rounding(n: int) -> None:
     sizes = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "PB": PB}
     assert abs(float(number) * sizes[unit] - n) <= 0.005 * max(n, 1)
     assert float(number) < 1000 or unit == "PB"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999"), (124_439_808, "124M"), (999_999_999, "1.00B"), (19_999_824_231, "20.0B"), (4 * 10**15, "4.00e+03T")],
+)
+def test_counts_are_written_to_three_digits(count: int, text: str) -> None:
+    assert format_count(count) == text

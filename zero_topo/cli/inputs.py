@@ -18,12 +18,18 @@ from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
 
+LIKE_PARAMS = "20e9, 20B or 350M"
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE]\+?\d+)?)(?P<suffix>[kKmMbBtT]?)")
 _SUFFIXES: Mapping[str, int] = MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12})
 
 
-def read_count(text: str, what: str) -> int:
+def read_count(text: str, what: str, like: str = "8 or 4K") -> int:
     """A positive whole number such as ``"20e9"``, ``"20B"`` or ``"350M"``.
+
+    Args:
+        text: what the user wrote.
+        what: the option.
+        like: numbers that the option may have, for the error.
 
     Raises:
         ValueError: for anything else.
@@ -31,7 +37,7 @@ def read_count(text: str, what: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].lower()] if match else Decimal(0)
     if value < 1 or value != value.to_integral_value():
-        raise ValueError(f"{what} {text!r} is not a positive whole number; write it as 20e9, 20B or 350M")
+        raise ValueError(f"{what} {text!r} is not a positive whole number, such as {like}")
     return int(value)
 
 

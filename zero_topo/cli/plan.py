@@ -30,6 +30,7 @@ from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
 from zero_topo.observe.marks import MEMORY
 from zero_topo.topology import Topology
+from zero_topo.topology.discover import ALONE
 
 VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
     ("recommend", recommendation),
@@ -79,6 +80,8 @@ def schemes(options: PlanOptions) -> None:
     show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
     show(memory_table({name: row.memory for name, row in rows.items()}, found.memory_per_rank))
     show(volume_table({name: by_domain(row.sent) for name, row in rows.items()}, options.micro_batches))
+    if found.name == ALONE:
+        print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
     for note in found_model(options).notes if options.model else ():
         print(f"- {note}")
     if len(rows) == 1:

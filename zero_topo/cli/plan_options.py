@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.files import Force
-from zero_topo.cli.inputs import machine, read_count, read_rates
+from zero_topo.cli.inputs import LIKE_PARAMS, machine, read_count, read_rates
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -133,7 +133,7 @@ def found_params(options: PlanOptions) -> int:
         ValueError: if no model is named.
     """
     if options.params is not None and options.model is None:
-        return read_count(options.params, "--params")
+        return read_count(options.params, "--params", LIKE_PARAMS)
     return found_model(options).params
 
 
@@ -151,7 +151,7 @@ def found_model(options: PlanOptions) -> Transformer:
         return load_model(options.model, options.seq)
     sequence = options.seq or SEQUENCE
     if options.params is not None:
-        return scaled(read_count(options.params, "--params"), options.layers, options.hidden, sequence)
+        return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.layers, options.hidden, sequence)
     if options.layers is None or options.hidden is None:
         raise ValueError("which model? give --params, such as 20B, or --model, or --layers and --hidden")
     return with_shape(options.layers, options.hidden, sequence)

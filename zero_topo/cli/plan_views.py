@@ -20,7 +20,7 @@ from zero_topo.cost.explain import explain
 from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
 from zero_topo.cost.uncertainty import bounds, step_range
 from zero_topo.topology.presets import assumptions
-from zero_topo.units import format_bytes
+from zero_topo.units import format_bytes, format_count
 
 SHOWN_PLANS = 8
 
@@ -33,7 +33,7 @@ def recommendation(options: PlanOptions) -> None:
         print_json(_ranking_json(ranking, reasons, options))
         return
     model, found = ranking.request.job.model, ranking.request.topology
-    title = f"{model.params:,} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
+    title = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
     shown = [(plan, _bounds(plan, ranking)) for plan in ranking.timed[:SHOWN_PLANS]]
     show(ranking_table(shown, f"{title} of {found.name}"))
     print("degrees: ranks that share weights/secondary/gradients/optimizer\n")

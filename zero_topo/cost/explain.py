@@ -73,8 +73,14 @@ def explain(ranking: Ranking) -> list[str]:
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
     assert best.seconds is not None
-    equal = sum((plan.seconds or 0.0) <= best.seconds * (1 + EQUAL) for plan in ranking.timed[1:])
-    others = f"; as fast to within {EQUAL:.1%}: {equal} of them" if equal else ""
+    equal = [plan.held for plan in ranking.timed[1:] if (plan.seconds or 0.0) <= best.seconds * (1 + EQUAL)]
+    held = " to ".join(dict.fromkeys(format_bytes(of(equal)) for of in (min, max))) if equal else ""
+    others = (
+        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {held}, "
+        f"this one {format_bytes(best.held)}; it loses least, then holds least"
+        if equal
+        else ""
+    )
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {ranking.fitting} plans that "
         f"fit, of {ranking.fitting + len(ranking.refused)}{others}"

@@ -7,8 +7,8 @@
    themselves, are simulated, and the shortest
    step wins. How much of its communication a real step hides is not known: half of what can be hidden is taken to be.
    What loses something, inside a node or between nodes, must be 2 percent faster for each. Times within half a percent
-   then count as equal, which is finer than any prediction: what loses less goes first, then a named scheme before a
-   free form, and who sends less before who sends more.
+   then count as equal, which is finer than any prediction: what loses less goes first, then what holds less memory
+   (in steps of 5 percent), then a named scheme before a free form, and who sends less before who sends more.
 
 Everything is a pure function of its arguments, so that all ranks of a run choose alike. Why a plan won is told by
 ``explain.py``.
@@ -33,12 +33,12 @@ from zero_topo.cost.volume import Key, Workload, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
-from zero_topo.units import format_bytes
+from zero_topo.units import format_bytes, format_count
 
 Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
 FINALISTS = 24
-EQUAL = 0.005
+EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
 """By which share a plan must be faster for what it loses inside a node, and again for what it loses between nodes."""
 
@@ -186,7 +186,7 @@ class Ranking:
         limit, leanest = self.request.limit, self.refused[0]
         assert limit is not None
         raise ValueError(
-            f"none of {len(self.refused)} plans fits {self.request.job.model.params:,} parameters into the "
+            f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} parameters into the "
             f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; "
             f"{_way_out(leanest, self.request)}"
         )
@@ -234,9 +234,17 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     """Fastest first; times as good as equal are ordered by what else speaks for a plan."""
     fastest = min((plan.weighed for plan in timed), default=0.0)
 
-    def key(plan: Priced) -> tuple[float, int, bool, float, int]:
+    def equals(plan: Priced) -> tuple[float, int]:
         slower = plan.weighed / fastest - 1 if fastest else 0.0
-        return slower // EQUAL, len(plan.candidate.losses), not plan.candidate.named, plan.wire, plan.held
+        return slower // EQUAL, len(plan.candidate.losses)
+
+    leanest: dict[tuple[float, int], int] = {}
+    for plan in timed:
+        leanest[equals(plan)] = min(plan.held, leanest.get(equals(plan), plan.held))
+
+    def key(plan: Priced) -> tuple[float, int, float, bool, float, int]:
+        more = plan.held / max(1, leanest[equals(plan)]) - 1
+        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.wire, plan.held
 
     return tuple(sorted(timed, key=key))
 

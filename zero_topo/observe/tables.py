@@ -39,7 +39,7 @@ def render(folder: Path, console: Console | None = None) -> None:
         for line in _last_step(measured):
             console.print(line, markup=False)
     files = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
-    console.print(f"Written to {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+    console.print(f"More in {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
 
 
 def _last_step(measured: Mapping[str, Any]) -> Iterator[str]:

@@ -23,6 +23,9 @@ from zero_topo.topology.presets import Machine, emulated_from_json, load_preset,
 from zero_topo.topology.probes import LauncherView, slurm
 
 MEASURED = "measured"
+ALONE = "one process"
+"""Name of the machine where nothing says that there is more."""
+
 INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
 
 
@@ -42,7 +45,8 @@ def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
     """
     view = launcher_view(env)
     if view is None:
-        return Topology("none", 1, 1, 1, sources={"nodes": "none", "gpus_per_node": "none", "ranks_per_gpu": "none"})
+        why = "no launcher started this process: it is a rank by itself"
+        return Topology(ALONE, 1, 1, 1, sources=dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), why))
     cluster = slurm.cluster(env)
     found = _from_view(view, cluster, machine_of_cluster(cluster) if cluster else None)
     return found if found.links or found.world_size == 1 else with_devices(found, ask(), env)
@@ -102,7 +106,7 @@ def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) ->
     """Discover, and check or supply the world size."""
     view = launcher_view(env)
     if view is None and world_size is not None and world_size > 1:
-        caller = LauncherView("caller", world_size, origins={"world_size": "the process group"})
+        caller = LauncherView("this job", world_size, origins={"world_size": "the process group"})
         return with_devices(_from_view(caller, None, None), ask(), env)
     topology = discover(env, ask)
     if world_size is not None and world_size != topology.world_size:
