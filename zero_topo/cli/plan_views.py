@@ -33,9 +33,9 @@ def recommendation(options: PlanOptions) -> None:
         print_json(_ranking_json(ranking, reasons, options))
         return
     model, found = ranking.request.job.model, ranking.request.topology
-    title = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden}) on {found.world_size} ranks"
+    shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
     shown = [(plan, _bounds(plan, ranking)) for plan in ranking.timed[:SHOWN_PLANS]]
-    show(ranking_table(shown, f"{title} of {found.name}"))
+    show(ranking_table(shown, f"{shape} on {found.world_size} ranks of {found.name}"))
     print("degrees: ranks that share weights/secondary/gradients/optimizer\n")
     for line in reasons:
         print(f"- {line}")
