@@ -234,3 +234,75 @@ def test_a_dry_run_prints_what_the_shell_takes(run: Run) -> None:
     assert status == 0 and shlex.split(out)[-3:] == ["python", "t.py", "a b"]
     status, out, _ = run("launch", "deepspeed", "--ranks", "2", "--dry-run", "--", "t.py")
     assert status == 0 and "--no_local_rank --num_accelerators 2" in out
+
+
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[01-02]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "7",
+}
+EIGHT = "--nproc-per-node 8 t.py"
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "expected"),
+    [
+        ({}, "", f"--standalone {EIGHT}"),
+        (
+            {},
+            "--nodes 2 --host a",
+            f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:3442 --rdzv-id zero-topo {EIGHT}",
+        ),
+        (STEP, "", f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n01:3442 --rdzv-id 7 {EIGHT}"),
+        (STEP, "--rendezvous static", f"--nnodes 2 --node-rank 1 --master-addr n01 --master-port 3442 {EIGHT}"),
+        (
+            {},
+            "--nodes 2 --host a --node-rank 0 --rendezvous static --master-port 5",
+            f"--nnodes 2 --node-rank 0 --master-addr a --master-port 5 {EIGHT}",
+        ),
+    ],
+)
+def test_torchrun_meets_as_asked_and_takes_the_nodes_of_a_slurm_step(
+    env: dict[str, str], words: str, expected: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the machine's variables before it."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    line = ["launch", "torchrun", "--machine", "frontier", *words.split(), "--dry-run", "--", "python", "t.py"]
+    status, out, err = run(*line)
+    assert (status, err) == (0, "")
+    assert out.rstrip().endswith(f" torchrun {expected}") and "NCCL_SOCKET_IFNAME=" in out
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "said"),
+    [
+        ({}, "--nodes 2", "c10d: where? give --host"),
+        ({}, "--nodes 2 --rendezvous standalone", "that is one node, not 2"),
+        ({}, "--nodes 2 --rendezvous static --host a", "give --node-rank, a number of 0 to 1"),
+        ({}, "--rendezvous etcd", "choose one of standalone, static, c10d"),
+        (
+            STEP
+            | {
+                "SLURM_STEP_NUM_TASKS": "16",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+                "SLURM_NODEID": "0",
+                "SLURM_LOCALID": "1",
+            },
+            "",
+            "use srun --ntasks-per-node=1",
+        ),
+    ],
+)
+def test_a_rendezvous_that_nobody_would_come_to_is_refused(
+    env: dict[str, str], words: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    status, out, err = run("launch", "torchrun", "--machine", "frontier", *words.split(), "--dry-run", "--", "t.py")
+    assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from importlib import metadata
 from itertools import takewhile
 from types import MappingProxyType
+from typing import Annotated
 
 import typer
 
@@ -27,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "check": "check",
         "migrate": "migrate",
         "schema": "schema",
+        "completion": "completion",
         "report": "report",
         "carry": "carry",
         "doctor": "doctor",
@@ -40,6 +44,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 """Command -> the module of this package that has a function, or a group of commands, of that name."""
 
 JSON, NOT_OURS = "--json", "--"
+COMPLETING = "_ZERO_TOPO_COMPLETE"
+"""Variable with which a shell asks for completions."""
+
 WRONG_INPUT = 2
 INTERRUPTED = 128 + 2  # the shell's number for SIGINT
 READER_GONE = 128 + 13  # and for SIGPIPE
@@ -51,12 +58,11 @@ def build(word: str = "") -> typer.Typer:
     """The application with the command that a word names, or with all if it names none."""
     app = typer.Typer(
         name="zero-topo",
-        help="Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs.",
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_no_options)  # a command stays a command where it is the only one
+    app.callback(invoke_without_command=True)(_common)  # a command stays a command where it is the only one
     for name in [word] if word in COMMANDS else COMMANDS:
         found = getattr(importlib.import_module(f"{__package__}.{COMMANDS[name]}"), name)
         if isinstance(found, typer.Typer):
@@ -66,8 +72,23 @@ def build(word: str = "") -> typer.Typer:
     return app
 
 
-def _no_options() -> None:
-    pass
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print this and DeepSpeed's and torch's versions.")
+    ] = False,
+) -> None:
+    """Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs."""
+    if version:
+        others = ", ".join(f"{name} {_version(name)}" for name in ("deepspeed", "torch"))
+        print(f"zero-topo {_version('zero-topo')} ({others}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def run(
@@ -77,6 +98,10 @@ def run(
 ) -> int:
     """Run a command line and return the exit status; ``make`` gives the application for its first word."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if COMPLETING in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()
     try:
         with only_json() if JSON in takewhile(NOT_OURS.__ne__, words) else nullcontext():
             application = make(words[0] if words else "")

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch``: write or submit a Slurm job, or run ``mpirun`` or ``deepspeed``, with the machine's settings.
+"""``zero-topo launch``: write or submit a Slurm job, or run ``mpirun``, ``torchrun`` or ``deepspeed``, for a machine.
 
 To add a launcher, write the function that makes its text or words in ``zero_topo/launch`` and its command here.
 """
@@ -21,9 +21,12 @@ from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, v
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import load_launch_machine
 from zero_topo.launch.slurm import SlurmJob, script, submit, write
+from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
 
 launch = typer.Typer(
-    help="Start ranks: on a Slurm cluster, with mpirun or with deepspeed.", rich_markup_mode=None, no_args_is_help=True
+    help="Start ranks: on a Slurm cluster, with mpirun, torchrun or deepspeed.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
 )
 
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Program of a rank and its arguments.")]
@@ -120,7 +123,40 @@ def mpirun_command(options: MpiOptions) -> None:
 def deepspeed_command(options: LocalOptions) -> None:
     """Run the ranks under the deepspeed launcher."""
     job = _job(options)
-    _execute(deepspeed(job), variables(job), options.dry_run)
+    _execute(deepspeed(job), variables(job.machine, job.env), options.dry_run)
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """Of ``launch torchrun``."""
+
+    command: Command = ()  # type: ignore[assignment]
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the job; default: the Slurm step's, or 1.")] = None
+    machine: MachineName = "generic"
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the machine's.")] = None
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(KINDS), help="How nodes meet; default: standalone on one node, else c10d."),
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Of the first node; default: the Slurm step's.")] = None
+    master_port: Port = PORT
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Of this node, for static; default: Slurm's.")] = None
+    dry_run: DryRun = False
+
+
+@launch.command(name="torchrun")
+@taking(TorchrunOptions)
+def torchrun_command(options: TorchrunOptions) -> None:
+    """Run this node's ranks under torchrun: on each node, or once with srun --ntasks-per-node=1."""
+    machine, env = load_launch_machine(options.machine), dict(os.environ)
+    ranks = options.ranks_per_node or machine.ranks_per_node
+    if ranks is None:
+        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+    asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
+    told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
+    kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
+    meeting = Rendezvous(**told, kind=kind, port=options.master_port)
+    _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
 
 
 def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:

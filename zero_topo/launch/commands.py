@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,10 +66,10 @@ class LocalJob:
         return self.hosts[0] if self.hosts else "127.0.0.1"
 
 
-def variables(job: LocalJob) -> dict[str, str]:
-    """The machine's variables, values expanded, with those that the user has set left as they are."""
-    wanted = (setting.use.partition("=") for setting in (*job.machine.variables, *job.machine.doctors))
-    return {name: os.path.expandvars(value) for name, _, value in wanted if name not in job.env}
+def variables(machine: LaunchMachine, env: Mapping[str, str]) -> dict[str, str]:
+    """A machine's variables, values expanded, without those that the user has set."""
+    wanted = (setting.use.partition("=") for setting in (*machine.variables, *machine.doctors))
+    return {name: os.path.expandvars(value) for name, _, value in wanted if name not in env}
 
 
 def mpirun(job: LocalJob) -> list[str]:
@@ -91,7 +91,7 @@ def mpirun(job: LocalJob) -> list[str]:
         inherited = [name for name in job.env if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)]
         for name in sorted(inherited):
             words += ["-x", name]
-    given = {"MASTER_ADDR": job.master, "MASTER_PORT": str(job.port)} | variables(job)
+    given = {"MASTER_ADDR": job.master, "MASTER_PORT": str(job.port)} | variables(job.machine, job.env)
     for name, value in given.items():
         words += ["-x", f"{name}={value}"]
     return [*words, *WORKER, *job.command]
@@ -103,14 +103,23 @@ def deepspeed(job: LocalJob) -> list[str]:
     words += ["--master_port", str(job.port)]
     if job.hostfile is not None:
         words += ["--hostfile", str(job.hostfile), "--num_nodes", str(len(job.hosts)), "--master_addr", job.master]
-    rest = job.command[1:] if job.command[0] in PYTHONS else job.command
-    if rest[:1] == ("-m",):
-        words, rest = [*words, "--module"], rest[1:]
+    kind, rest = program(job.command, "deepspeed")
+    return [*words, *kind, *rest]
+
+
+def program(command: Sequence[str], launcher: str) -> tuple[list[str], list[str]]:
+    """A command as a launcher that starts Python itself wants it: its option for a module, and what follows.
+
+    Raises:
+        ValueError: if the command is no Python script or module.
+    """
+    rest = list(command[1:] if command[:1] and command[0] in PYTHONS else command)
+    kind, rest = (["--module"], rest[1:]) if rest[:1] == ["-m"] else ([], rest)
     if not rest or rest[0].startswith("-"):
         raise ValueError(
-            f"{' '.join(job.command)}: deepspeed starts a script or module; write -- train.py ... or -- -m package"
+            f"{' '.join(command)}: {launcher} starts a script or module; write -- train.py ... or -- -m package"
         )
-    return [*words, *rest]
+    return kind, rest
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:

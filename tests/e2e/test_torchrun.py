@@ -1,0 +1,53 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo launch torchrun`` starts ranks that meet by each kind of rendezvous, and know their nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import LAUNCHER_PREFIXES
+from tests.launching import ROOT
+
+RANK = """
+import os, sys
+import torch.distributed as dist
+from zero_topo.topology import resolve_topology
+dist.init_process_group("gloo")
+found = resolve_topology("auto", os.environ, dist.get_world_size())
+places = [None] * dist.get_world_size()
+dist.all_gather_object(places, (dist.get_rank(), os.environ["LOCAL_RANK"], found.nodes, found.ranks_per_node))
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(repr(places))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("static", 2), ("c10d", 2)])
+def test_ranks_meet_and_know_their_nodes(kind: str, nodes: int, tmp_path: Path) -> None:
+    """Two ranks: of one node, or of two, each with an agent of its own on this host."""
+    (tmp_path / "rank.py").write_text(RANK)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHER_PREFIXES, "MASTER_"))}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    common = ["--nodes", str(nodes), "--ranks-per-node", str(2 // nodes), "--rendezvous", kind]
+    common += [] if nodes == 1 else ["--host", "127.0.0.1", "--master-port", str(port)]
+    agents = []
+    for node in range(nodes):
+        words = [*common, *(["--node-rank", str(node)] if kind == "static" else [])]
+        words += ["--", "python", str(tmp_path / "rank.py"), str(tmp_path / "places")]
+        agents.append(subprocess.Popen([sys.executable, "-m", "zero_topo.cli", "launch", "torchrun", *words], env=env))
+    try:
+        assert [agent.wait(120) for agent in agents] == [0] * nodes
+    finally:
+        for agent in agents:
+            agent.kill()
+    local = [(0, "0"), (1, "1" if nodes == 1 else "0")]
+    assert (tmp_path / "places").read_text() == repr([(*place, nodes, 2 // nodes) for place in local])

@@ -1,0 +1,62 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero-topo completion`` and ``--version``: what a shell completes, and which versions a report of a bug names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Run
+from zero_topo import __version__
+from zero_topo.cli.completion import SHELLS
+
+
+def completed(line: str, folder: Path) -> set[str]:
+    """What bash offers at the end of a line, with the script that we print."""
+    command = folder / "zero-topo"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from zero_topo.cli import main; main()" "$@"\n')
+    command.chmod(0o755)
+    words = line.split(" ")
+    program = f"""
+        eval "$(zero-topo completion bash)"
+        COMP_WORDS=({" ".join(words)} {'""' if line.endswith(" ") else ""}) COMP_CWORD={len(words) - 1}
+        _zero_topo_completion zero-topo
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """As a user's shell does, whose Python this is not."""
+    assert {"migrate", "measure"} & completed("zero-topo m", tmp_path) == {"migrate"}
+    assert completed("zero-topo launch torchrun --rend", tmp_path) == {"--rendezvous"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_a_script_that_it_reads(shell: str, run: Run) -> None:
+    """Checked by the shell itself where it is installed."""
+    status, out, err = run("completion", shell)
+    assert (status, err) == (0, "") and "_ZERO_TOPO_COMPLETE" in out and "zero-topo" in out
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=out, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_shell_is_refused(run: Run) -> None:
+    status, _, err = run("completion", "tcsh")
+    assert status == 2 and "choose one of bash, zsh, fish" in err
+
+
+def test_version_names_what_it_runs_on(run: Run) -> None:
+    status, out, _ = run("--version")
+    versions = (__version__, metadata.version("deepspeed"), metadata.version("torch"))
+    assert status == 0 and all(version in out for version in versions) and len(out.splitlines()) == 1
