@@ -16,6 +16,7 @@ from zero_topo.config import (
     ZeroTopoConfig,
     check_deepspeed_config,
     deepspeed_hints,
+    json_schema,
     load_deepspeed_config,
     resolve_config,
 )
@@ -120,6 +121,13 @@ def test_neox_would_train_the_twins(path: Path) -> None:
 
 
 @by_stem(CONFIGS)
+def test_editors_complete_the_configs(path: Path) -> None:
+    """Each names the file that `zero-topo schema --whole-file --output docs/config.schema.json` writes."""
+    schema = path.parent / json.loads(path.read_text())["$schema"]
+    assert json.loads(schema.read_text()) == json_schema(whole_file=True)
+
+
+@by_stem(CONFIGS)
 def test_deepspeed_reads_the_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed itself accepts each file: no unknown key, batch sizes that fit, stage 3."""
     from deepspeed.runtime import config as deepspeed_config
@@ -154,7 +162,7 @@ def test_neox_twins_equal_their_json(path: Path) -> None:
     extra = neox["deepspeed_extra_args"]
     assert extra["zero_topo"] == ours["zero_topo"]
     merged = neox | extra
-    same = set(ours) - {"optimizer"}
+    same = set(ours) - {"optimizer", "$schema"}
     assert {key: merged.get(key) for key in same} == {key: ours[key] for key in same}
     # GPT-NeoX's Adam is AdamW, and takes the decay from a key of its own; learning rates go by size of model.
     assert neox["optimizer"]["type"] == ours["optimizer"]["type"].replace("AdamW", "Adam")

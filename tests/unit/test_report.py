@@ -17,6 +17,7 @@ from benchmarks import tree_figure
 from tests.commands import Run
 from tests.launching import ROOT
 from tests.plans import resolve
+from zero_topo.cli.documents import document
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
@@ -110,6 +111,12 @@ def test_report_of_stock_zero3_says_so(folder: Path, run: Run) -> None:
     assert (folder / "loss.png").exists() and not (folder / "bytes.png").exists()
     (folder / "report.json").write_text(json.dumps({**report, "seconds_per_step": None}))  # as of a run without steps
     assert "per step" in out and "per step" not in printed(folder)
+
+
+@pytest.mark.parametrize("stats", [RUN, None])
+def test_report_json_is_what_its_schema_describes(stats: Any, folder: Path, run: Run) -> None:
+    build_report(folder, RESULT, stats, [EXACT] * 8 if stats else [])
+    document("report").validate_json(run("report", str(folder), "--json")[1])
 
 
 def test_report_draws_its_plots(folder: Path) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo schema``: the JSON schema, so that editors complete and check the block."""
+"""``zero-topo schema``: the JSON schema of the block, for editors, and of what commands print."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ def schema(
     whole_file: Annotated[
         bool, typer.Option("--whole-file", help="Schema of a whole DeepSpeed config, for an editor's file association.")
     ] = False,
+    of: Annotated[str | None, typer.Option(metavar="COMMAND", help="Of what a command prints with --json.")] = None,
     force: Force = False,
 ) -> None:
-    """Print the JSON schema of the "zero_topo" block."""
+    """Print the JSON schema of the "zero_topo" block, or of a command's --json."""
     check_files([(output, "", '"$schema": ')], force)
-    text = json.dumps(json_schema(whole_file), indent=2) + "\n"
+    if of is not None:
+        from zero_topo.cli.documents import document
+
+        content = document(of).json_schema(mode="serialization")
+    else:
+        content = json_schema(whole_file)
+    text = json.dumps(content, indent=2) + "
+"
     if output is None:
         print(text, end="")
         return

@@ -1,0 +1,65 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What ``--json`` prints is what ``schema --of`` describes: every key, and no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tests.commands import Run
+from tests.launching import ROOT
+from zero_topo.cli.documents import DOCUMENTS, document
+
+FRONTIER = ("--machine", "frontier", "--nodes", "2")
+CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+COMMANDS = [
+    ("topology", "--from", "frontier", "--world-size", "16"),
+    ("topology", "--from", str(ROOT / "tests/data/devices/frontier_rocm_smi.txt")),
+    ("plan", "--params", "1B", *FRONTIER),
+    ("plan", "--params", "1B"),
+    ("plan", "--params", "1B", *FRONTIER, "--recommend", "--sparse", "oktopk"),
+    ("plan", "--params", "40B", *FRONTIER, "--recommend"),
+    ("plan", "--max-params", *FRONTIER),
+    ("plan", "--params", "1B", "--table", "memory", *FRONTIER),
+    ("plan", "--params", "1B", "--table", "volume", *FRONTIER),
+    ("simulate", "--model", "gpt2", "--gcds", "16,32", "--micro-batches", "1"),
+    ("simulate", "--calibrate", str(ROOT / "benchmarks/records/cluster-t8.json")),
+    ("migrate", str(ROOT / "configs/topo.json")),
+    ("migrate", str(ROOT / "configs/zero3.json"), *FRONTIER),
+    ("doctor",),
+    *(("check", str(path), "--world-size", "8") for path in CONFIGS if path.stem not in ("frontier", "dgx-h100")),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:4])[-50:])
+def test_what_a_command_prints_is_what_its_schema_describes(words: tuple[str, ...], run: Run) -> None:
+    status, out, err = run(*words, "--json")
+    assert status in (0, 1) if words[0] == "doctor" else status == 0, err
+    document(words[0]).validate_json(out)
+
+
+@pytest.mark.parametrize("name", ["quantizers-cpu", "sparse", "scale"])
+def test_records_of_benchmarks_are_described(name: str) -> None:
+    document("bench").validate_json((ROOT / "benchmarks" / "records" / f"{name}.json").read_text())
+
+
+def test_a_key_that_is_not_described_or_missing_is_noticed(run: Run) -> None:
+    """Else the test above would hold for anything."""
+    told = json.loads(run("check", str(CONFIGS[0]), "--world-size", "8", "--json")[1])
+    for wrong in ({**told, "more": 1}, {key: told[key] for key in told if key != "notes"}):
+        with pytest.raises(ValidationError):
+            document("check").validate_python(wrong)
+
+
+@pytest.mark.parametrize("command", DOCUMENTS)
+def test_each_schema_is_printed(command: str, run: Run, tmp_path: Path) -> None:
+    status, out, err = run("schema", "--of", command)
+    assert (status, err) == (0, "") and json.loads(out)
+
+
+def test_a_command_without_json_has_no_schema(run: Run) -> None:
+    status, _, err = run("schema", "--of", "launch")
+    assert status == 2 and "choose one of topology, plan" in err

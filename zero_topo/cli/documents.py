@@ -1,0 +1,335 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What ``--json`` prints, command by command, as types: bytes are integers, times are seconds, keys are never left out
+unless they say so, and no other keys are there. Programs that read them get the JSON schema from ``schema --of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NotRequired
+
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
+
+from zero_topo.config import PublishConfig, QuantizeConfig
+from zero_topo.config.sync_config import SyncConfig
+from zero_topo.cost.transformer import Transformer
+from zero_topo.topology import Topology
+from zero_topo.topology.rates import Rates, Ring
+
+Roles = dict[str, int]
+"""Role -> bytes of a rank."""
+ByDomain = dict[str, int]
+"""Domain -> bytes that a rank sends in an optimizer step."""
+
+
+class _Document(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+
+class _Degrees(_Document):
+    weights: int
+    secondary: int | None
+    gradients: int
+    optimizer: int
+
+
+class _Bits(_Document):
+    weights: str | None
+    secondary: str | None
+    gradients: str | None
+
+
+class _Resolved(_Document):
+    """A block on a machine."""
+
+    scheme: str | None
+    world_size: int
+    degrees: _Degrees
+    inner: int | None
+    quantize: _Bits
+    sync: SyncConfig
+    publish: PublishConfig
+    accumulation_dtype: str | None
+    overlap: bool
+    meter: bool
+    seed: int | None
+    debug_checks: bool
+    notes: list[str]
+
+
+class _Checked(_Resolved):
+    topology: Topology
+    translated: list[str]
+
+
+class _Sent(_Document):
+    phase: str
+    domain: str
+    bytes: int
+
+
+class _Costed(_Resolved):
+    memory: Roles
+    sent: list[_Sent]
+    sent_by_domain: ByDomain
+
+
+class _Schemes(_Document):
+    """``plan``."""
+
+    topology: Topology
+    params: int
+    micro_batches: int
+    schemes: list[_Costed]
+
+
+class _Range(_Document):
+    low_s: float
+    high_s: float
+    hangs_on: dict[str, float]
+
+
+class _Block(_Document):
+    """The keys of a ``zero_topo`` block that make a plan."""
+
+    topology: NotRequired[str | dict[str, Any]]
+    scheme: NotRequired[str]
+    weights: NotRequired[str | int]
+    secondary: NotRequired[str | int]
+    gradients: NotRequired[str | int]
+    optimizer: NotRequired[str | int]
+    quantize: NotRequired[QuantizeConfig]
+    sync: NotRequired[SyncConfig]
+    publish: NotRequired[PublishConfig]
+
+
+class _Ranked(_Document):
+    name: str
+    degrees: _Degrees
+    seconds: float | None
+    losses: list[str]
+    wire_seconds: float
+    memory: Roles
+    block: _Block
+
+
+class _Recommended(_Ranked):
+    range: _Range
+
+
+class _Refused(_Document):
+    name: str
+    memory: Roles
+    needs: int
+
+
+class _Recommendation(_Document):
+    """``plan --recommend``."""
+
+    topology: Topology
+    model: Transformer
+    params: int
+    micro_batch: int
+    micro_batches: int
+    memory_limit: int | None
+    reserve: float
+    recommended: _Recommended
+    why: list[str]
+    assumed: list[str]
+    plans: list[_Ranked]
+    fitting: int
+    refused: list[_Refused]
+
+
+class _Largest(_Document):
+    max_params: int | None
+
+
+class _MaxParams(_Document):
+    """``plan --max-params``."""
+
+    topology: Topology
+    memory_limit: int
+    reserve: float
+    sequence: int
+    micro_batch: int
+    checkpointing: bool
+    schemes: dict[str, _Largest]
+
+
+class _PaperMemory(_Document):
+    """``plan --table memory``."""
+
+    params: int
+    nodes: int
+    unit: Literal["bytes per rank"]
+    rows: dict[str, dict[str, int | float]]
+
+
+class _Term(_Document):
+    phase: str
+    volume: str
+    degree: int
+    domain: str
+
+
+class _PaperVolume(_Document):
+    """``plan --table volume``."""
+
+    nodes: int
+    unit: Literal["2 psi bytes per micro-batch"]
+    rows: dict[str, list[_Term]]
+
+
+class _Point(_Document):
+    scheme: str
+    ranks: int
+    micro_batches: int
+    step_s: float
+    tflops_per_gpu: float
+    breakdown: dict[str, float]
+    range: _Range
+
+
+class _Simulated(_Document):
+    """``simulate``."""
+
+    machine: str
+    model: str
+    params: int
+    overlap: str | None
+    notes: list[str]
+    rates: Rates
+    assumed: list[str]
+    results: list[_Point]
+    scaling_efficiency: list[dict[str, Any]]
+    break_even: list[dict[str, Any]]
+
+
+class _Fitted(_Document):
+    """``simulate --calibrate`` of a record."""
+
+    rates: Rates
+    results: list[dict[str, Any]]
+
+
+class _Rings(_Document):
+    rings: dict[str, dict[str, Ring]]
+
+
+class _Collectives(_Document):
+    """``simulate --calibrate`` of outputs of rccl-tests."""
+
+    rates: _Rings
+    measurements: int
+
+
+class _Costs(_Document):
+    topology: Topology
+    params: int
+    micro_batches: int
+    memory: dict[str, Roles]
+    sent_by_domain: dict[str, ByDomain]
+
+
+class _Migrated(_Document):
+    config: dict[str, Any]
+    translated: list[str]
+    differences: list[str]
+    costs: _Costs | None
+
+
+class _Finding(_Document):
+    state: Literal["ok", "warn", "fail"]
+    subject: str
+    text: str
+    fix: str | None
+
+
+class _Findings(_Document):
+    machine: str | None
+    findings: list[_Finding]
+    failed: int
+
+
+class _Row(_Document):
+    min: int
+    max: int
+    formula: int | None
+    zero3: int | None
+
+
+class _SentRow(_Row):
+    domain: str
+    phase: str
+
+
+class _HeldRow(_Row):
+    role: str
+    padding: int | None
+
+
+class _Measured(_Document):
+    config: _Resolved
+    topology: Topology
+    parameters: int
+    micro_batches: int
+    sent: list[_SentRow]
+    phase_seconds: dict[str, float]
+    sync: dict[str, float]
+    memory: list[_HeldRow]
+
+
+class _Report(_Document):
+    format: int
+    title: str
+    world_size: int
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    eval_loss: float
+    seconds: float
+    seconds_per_step: float | None
+    zero_topo: _Measured | None
+    settings: dict[str, Any]
+    deepspeed: dict[str, Any]
+
+
+class _Record(TypedDict):
+    """A benchmark's: the head, and its own keys beside it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    format: int
+    benchmark: str
+    when: str
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    settings: dict[str, Any]
+
+
+DOCUMENTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "topology": Topology,
+        "plan": _Schemes | _Recommendation | _MaxParams | _PaperMemory | _PaperVolume,
+        "simulate": _Simulated | _Fitted | _Collectives,
+        "check": _Checked,
+        "migrate": _Migrated,
+        "report": _Report,
+        "doctor": _Findings,
+        "bench": _Record,
+    }
+)
+"""Command -> the type of what it prints with ``--json``."""
+
+
+def document(command: str) -> TypeAdapter[Any]:
+    """What a command prints with ``--json``: reads it, and gives its schema.
+
+    Raises:
+        ValueError: if the command prints none.
+    """
+    if command not in DOCUMENTS:
+        raise ValueError(f"--of {command}: it prints no JSON; choose one of {', '.join(DOCUMENTS)}")
+    return TypeAdapter(DOCUMENTS[command])
