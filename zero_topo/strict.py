@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache, wraps
+from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator, model_validator
@@ -15,13 +17,19 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
-SHOWN_CHARACTERS = 80
+SHOWN_CHARACTERS, LINE_CHARACTERS = 80, 500
+MOST_BYTES, MOST_DEEP, MOST_VALUES, MOST_DIGITS = 16 << 20, 50, 2_000_000, 18
+"""Of a file or a text that people name: no config, dump or record comes near."""
+
+
+def cut(text: str, most: int = LINE_CHARACTERS) -> str:
+    """The text, or as much of it as a person reads."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def as_json(value: object) -> str:
     """The value as a user would write it in JSON, cut to a readable length."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return cut(json.dumps(value, default=repr), SHOWN_CHARACTERS)
 
 
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
@@ -37,6 +45,66 @@ def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.0) -> str
     """``"; did you mean 'weights'?"``, or an empty string if no known name is as similar as ``cutoff``."""
     near = nearest(word, known, cutoff)
     return "" if near is None else f"; did you mean {near!r}?"
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "strict") -> str:
+    """The text of a file, or of a pipe.
+
+    Raises:
+        ValueError: for more than ``most`` bytes (/dev/zero has no end), or bytes that are no UTF-8.
+        OSError: as ``open``.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{what}: has more than {most:,} bytes; give the file that was meant")
+    try:
+        return data.decode(errors=errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: is no UTF-8 text ({error.reason} at byte {error.start:,})") from None
+
+
+def parse_json(text: str, what: str) -> Any:
+    """What a JSON text says, :func:`within_limits`.
+
+    Raises:
+        ValueError: in one line that begins with ``what``, for anything else.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{what}: nested more than {MOST_DEEP} deep") from None
+    except ValueError as error:
+        raise ValueError(f"{what}: not valid JSON: {cut(str(error))}") from None
+    return within_limits(value, what)
+
+
+def within_limits(value: Any, what: str) -> Any:
+    """The value, of which everybody may walk every part: no alias of YAML's makes it endless, no number overflows.
+
+    Raises:
+        ValueError: if it is nested deeper, has more parts, or a whole number of more digits than any config.
+    """
+    level, depth, count = [value], 0, 0
+    while level:
+        depth, count = depth + 1, count + len(level)
+        if depth > MOST_DEEP:
+            raise ValueError(f"{what}: nested more than {MOST_DEEP} deep")
+        if count > MOST_VALUES:
+            raise ValueError(f"{what}: has more than {MOST_VALUES:,} values")
+        if any(isinstance(part, int) and abs(part) >= 10**MOST_DIGITS for part in level):
+            raise ValueError(f"{what}: has a whole number of more than {MOST_DIGITS} digits")
+        level = list(islice((part for whole in level for part in _parts(whole)), MOST_VALUES + 1))
+    return value
+
+
+def _parts(whole: Any) -> Iterable[Any]:
+    if isinstance(whole, Mapping):
+        return whole.values()
+    return whole if isinstance(whole, list | tuple) else ()
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -167,7 +235,7 @@ def _first_mistake(what: str, error: ValidationError, names: Sequence[str] = ())
             reason = "it must be a JSON object"
         case _:
             reason = detail["msg"].replace("Input should", "it must", 1)
-    return f"{place} is {detail['input']!r}; {reason}"
+    return f"{place} is {cut(repr(detail['input']), SHOWN_CHARACTERS)}; {reason}"
 
 
 def _places(location: tuple[int | str, ...], names: Sequence[str]) -> list[str]:

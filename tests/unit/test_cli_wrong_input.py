@@ -21,11 +21,28 @@ FILES = {
     "other.json": "{}",
     "plain.json": '{"zero_optimization": {"stage": 3}}',
     "auto.json": '{"zero_optimization": {"stage": 3}, "zero_topo": {"scheme": "auto"}}',
+    "mode.json": '{"zero_optimization": {"stage": 3}, "zero_topo": {"sync": {"mode": {}}}}',
+    "modes.json": '{"zero_optimization": {"stage": 3}, "zero_topo": {"sync": {"mode": [1]}}}',
+    "endless.json": '{"zero_optimization": {"stage": 3}, "zero_topo": {"topology": "/dev/zero"}}',
+    "degree.json": f'{{"zero_optimization": {{"stage": 3}}, "zero_topo": {{"weights": {"9" * 400}}}}}',
+    "seed.json": f'{{"zero_optimization": {{"stage": 3}}, "zero_topo": {{"seed": {"9" * 5000}}}}}',
+    "long.json": f'{{"zero_optimization": {{"stage": 3}}, "zero_topo": {{"topology": "{"x" * 9999}"}}}}',
+    "deep.json": "[" * 100_000 + "]" * 100_000,
+    "deep.yml": "a: " + "[" * 10_000 + "]" * 10_000,
+    "laughs.yml": "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else '0')}]" for i in range(40)),
+    "encoding.xml": '<?xml version="1.0" encoding="no-such"?><topology/>',
+    "row.txt": "\tGPU0\nCPU Affinity\n",
 }
 
 WRONG = {
     "plna": "Did you mean 'plan'",
     "plan": "--params",
+    f"plan --params 1e400 {FRONTIER}": "is more than",
+    f"plan --params {'9' * 400} {FRONTIER}": "not a positive whole number",
+    f"plan --params 1B --micro-batches 1000000000 --recommend {FRONTIER}": "--micro-batches",
+    f"plan --model FOLDER/deep.yml {FRONTIER}": "neither JSON nor YAML",
+    f"plan --model FOLDER/laughs.yml {FRONTIER}": "more than 2,000,000 values",
+    "plan --params 1B --machine /dev/zero": "/dev/zero': has more than",
     "plan --params many": "20e9, 20B or 350M",
     "plan --params 1B --scheme tpo --topology frontier": "did you mean 'topo'?",
     "plan --params 1B --topology frontier --world-size 12": "8 ranks per node",
@@ -51,6 +68,12 @@ WRONG = {
     "topology --from frontir": "did you mean 'frontier'?",
     "topology --from no/such.json": "no/such.json",
     "topology --from {broken": "not valid JSON",
+    "topology --from /dev/zero": "/dev/zero': has more than",
+    f'topology --from {{"a":{"1" * 5000}': "4300 digits",
+    f'topology --from {{"nodes":{"1" * 400},"gpus_per_node":1,"ranks_per_gpu":1}}': "more than 18 digits",
+    'topology --from {"nodes":9999999,"gpus_per_node":1,"ranks_per_gpu":1}': "more than the 1,048,576 ranks",
+    "topology --from FOLDER/encoding.xml": "no GPU among its PCI devices",
+    "topology --from FOLDER/row.txt": "row GPU0 has 0 cells for 1 columns",
     "topology --world-size many": "--world-size",
     f"topology --from {__file__}": "is not recognised: it is neither a topology's JSON nor output of amd-smi",
     f"topology --from {DEVICES}/malformed_nvidia_smi.txt": "row GPU1 has 6 cells for 5 columns",
@@ -62,12 +85,22 @@ WRONG = {
     "schema --outptu x": "--outptu",
     "check missing.json": "no such file",
     "check FOLDER/plain.json": 'has no "zero_topo" block',
+    "check FOLDER/mode.json": '"{}" is not a mode of sync',
+    "check FOLDER/modes.json": '"[1]" is not a mode of sync',
+    "check FOLDER/endless.json": "/dev/zero': has more than",
+    "check FOLDER/degree.json": "more than 18 digits",
+    "check FOLDER/seed.json": "4300 digits",
+    "check FOLDER/long.json": "xxx...",
+    "check FOLDER/deep.json": "nested more than 50 deep",
     "check FOLDER/auto.json": "zero-topo plan --params N",
     "report FOLDER": "has no report.json",
     "simulate --machine fronter": "did you mean 'frontier'",
     "simulate --machine single-node": "'single-node' computes is not known",
     "simulate --gcds 12": "does not fill whole nodes",
     "simulate --gcds many": "--gcds 'many'",
+    "simulate --gcds 1e400": "more than 1,048,576",
+    "simulate --gcds 1e9": "more than 1,048,576",
+    "simulate --micro-batches 1e9": "--micro-batches '1e9' is more than 1,024",
     "simulate --gcds ,": "names no number",
     "simulate --schemes tpo": "did you mean 'topo'",
     "simulate --schemes stock-ring": "unknown scheme 'stock-ring'",
@@ -112,9 +145,12 @@ def assert_refused(status: int, out: str, err: str, message: str) -> None:
     """Status 2, nothing printed, and one line that has the message."""
     assert (status, out) == (2, "")
     assert err.startswith("zero-topo: ") and err.count("\n") == 1 and message in err
+    assert len(err) < 520, "longer than a person reads"
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG.items(), ids=[words.replace(str(ROOT), "") for words in WRONG])
+@pytest.mark.parametrize(
+    ("words", "message"), WRONG.items(), ids=[words.replace(str(ROOT), "")[:60] for words in WRONG]
+)
 def test_wrong_input_is_one_line_on_stderr_and_status_2(run: Run, tmp_path: Path, words: str, message: str) -> None:
     """Nothing is printed, written, timed or started before it."""
     for name, text in FILES.items():

@@ -98,6 +98,12 @@ def test_files_are_merged_as_neox_merges_them(tmp_path: Path) -> None:
         ("[1]", "holds no keys"),
         ("{a: ", "not valid YAML"),
         ("{a: 1, a: 2}", "repeated key a"),
+        ("a: " + "[" * 10_000, "not valid YAML"),
+        ("a: " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
+        ("a: &a [*a]", "nested more than 50 deep"),
+        ("a: 2026-99-99", "month must be"),
+        ("? [1]\n: 2", "not valid YAML"),
+        ("a: " + "x" * 300_000, "more than 262,144 bytes"),
         (None, "cannot be read"),
     ],
 )

@@ -151,7 +151,7 @@ def test_graphics_of_a_management_controller_are_no_rank() -> None:
         ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for the 8 columns"),
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
         ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
-        ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: broken JSON"),
+        ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: not valid JSON"),
         ("frontier_hwloc.xml", "</topology>", "", "hwloc: broken XML"),
         ("frontier_hwloc.xml", "1002", "1003", "hwloc: no GPU"),
     ],

@@ -227,7 +227,7 @@ def test_a_path_is_read(tmp_path: Path, name: str) -> None:
         (None, "cannot be read (No such file"),
         (b"{nodes: 2}", "Expecting property name"),
         (b"[1]", "holds a list; it must hold an object"),
-        (b"\xff\xfe", "codec can't decode"),
+        (b"\xff\xfe", "is no UTF-8 text"),
         (b'{"nodez": 2}', "did you mean 'nodes'"),
         (json.dumps(EMULATED).encode(), "2 nodes x 2 GPUs x 2 ranks = 8 ranks but the job has 4"),
     ],

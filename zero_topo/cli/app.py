@@ -21,6 +21,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.output import only_json
+from zero_topo.strict import cut
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -120,5 +121,5 @@ def run(
 
 def _complain(message: str) -> int:
     for line in message.splitlines():
-        print(f"zero-topo: {line}", file=sys.stderr)
+        print(f"zero-topo: {cut(line)}", file=sys.stderr)
     return WRONG_INPUT

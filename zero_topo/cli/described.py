@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_topo.cli.inputs import machine
+from zero_topo.strict import parse_json, read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_nobody, ask_tools, read_captures, recognise
 from zero_topo.topology.devices import DeviceTree
@@ -75,10 +75,12 @@ def _captured(source: str) -> str | None:
     Raises:
         ValueError: if the file is neither.
     """
-    path = Path(source).expanduser()
-    if source == "auto" or source.lstrip().startswith("{") or source in preset_names() or not path.is_file():
+    if source == "auto" or source.lstrip().startswith("{") or source in preset_names():
         return None
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return None
+    text = read_text(path, source, errors="replace")
     if recognise(text) is not None:
         return text
     if source.endswith(".json") or _is_json(text):
@@ -88,7 +90,7 @@ def _captured(source: str) -> str | None:
 
 def _is_json(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(parse_json(text, ""), dict)
     except ValueError:
         return False
 
@@ -98,8 +100,8 @@ def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> Des
     if source == "auto":
         ask = ask_nobody if tree is None else lambda: Asked(tree)
         return Described(resolve_topology("auto", os.environ, world_size, ask), tree)
-    is_file = Path(source).expanduser().is_file() and "/" not in source
-    found = machine(f"./{source}" if is_file and source not in preset_names() else source, world_size)
+    is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
+    found = machine(source if is_name or not Path(source).is_file() else f"./{source}", world_size)
     if tree is None:
         return Described(found)
     links = {domain: link for domain, link in tree.node_links().items() if domain not in found.links}

@@ -14,7 +14,7 @@ from zero_topo.cli.tables import show
 from zero_topo.cost import calibrate
 from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.observe.console import figures_table
-from zero_topo.strict import to_json
+from zero_topo.strict import read_text, to_json
 from zero_topo.units import format_rate, format_seconds
 
 
@@ -61,7 +61,7 @@ def _fit_collectives(options: FitOptions) -> None:
 
 def _fit_record(options: FitOptions) -> None:
     (path,) = options.files
-    record = read_json(path.read_text(encoding="utf-8"), f"record {path}")
+    record = read_json(read_text(path, f"record {path}"), f"record {path}")
     measured = calibrate.read_record(record)
     on = words_of(options.on)
     wanted = words_of(options.predict) or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))

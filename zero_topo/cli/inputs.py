@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,32 +11,37 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from zero_topo.strict import read, to_json
+from zero_topo.strict import as_json, cut, parse_json, read, read_text, to_json
 from zero_topo.topology import Topology, preset_names, resolve_topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Rates
 
 LIKE_PARAMS = "20e9, 20B or 350M"
-_COUNT = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:[eE]\+?\d+)?)(?P<suffix>[kKmMbBtT]?)")
+MOST, MOST_MICRO_BATCHES = 10**24, 1024
+"""A count, and what is simulated one by one."""
+_COUNT = re.compile(r"(?P<number>\d{1,99}(?:\.\d{0,99})?(?:[eE]\+?\d{1,3})?)(?P<suffix>[kKmMbBtT]?)", re.ASCII)
 _SUFFIXES: Mapping[str, int] = MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12})
 
 
-def read_count(text: str, what: str, like: str = "8 or 4K") -> int:
+def read_count(text: str, what: str, like: str = "8 or 4K", most: int = MOST) -> int:
     """A positive whole number such as ``"20e9"``, ``"20B"`` or ``"350M"``.
 
     Args:
         text: what the user wrote.
         what: the option.
         like: numbers that the option may have, for the error.
+        most: the largest.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything else, or more than ``most``.
     """
     match = _COUNT.fullmatch(text.strip())
     value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].lower()] if match else Decimal(0)
     if value < 1 or value != value.to_integral_value():
-        raise ValueError(f"{what} {text!r} is not a positive whole number, such as {like}")
+        raise ValueError(f"{what} {cut(text)!r} is not a positive whole number, such as {like}")
+    if value > most:
+        raise ValueError(f"{what} {cut(text)!r} is more than {most:,}, the most that is planned for")
     return int(value)
 
 
@@ -47,12 +51,9 @@ def read_json(text: str, what: str) -> dict[str, Any]:
     Raises:
         ValueError: if the text is none.
     """
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what}: not valid JSON: {error}") from None
+    found = parse_json(text, what)
     if not isinstance(found, dict):
-        raise ValueError(f"{what}: must be a JSON object, got {found!r}")
+        raise ValueError(f"{what}: must be a JSON object, got {as_json(found)}")
     return found
 
 
@@ -66,7 +67,7 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
     Raises:
         ValueError: for what are no rates, or incomplete ones without a preset.
     """
-    given = read_json(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"), "--rates")
+    given = read_json(text if text.lstrip().startswith("{") else read_text(Path(text), "--rates"), "--rates")
     known = {} if preset is None else to_json(preset)
     merged = {**known, **given}
     for key in ("link_efficiency", "rings"):
@@ -106,10 +107,7 @@ def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topolog
         ValueError: if there is no such machine or its ranks do not add up.
     """
     if isinstance(setting, str) and setting.lstrip().startswith("{"):
-        try:
-            setting = json.loads(setting)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"topology {setting!r} is not valid JSON: {error}") from None
+        setting = read_json(setting, "topology")
     if world_size is None and setting in preset_names() and launcher_view(os.environ) is None:
         assert isinstance(setting, str)
         world_size = load_machine(setting).ranks_per_node

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.files import Force
-from zero_topo.cli.inputs import LIKE_PARAMS, machine, read_count, read_rates
+from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, machine, read_count, read_rates
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -45,7 +45,9 @@ class PlanOptions:
     hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank's micro-batch.")] = 1
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1
+    micro_batches: Annotated[
+        int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Micro-batches per optimizer step.")
+    ] = 1
     checkpointing: Annotated[bool, typer.Option(help="Activations are recomputed in the backward pass.")] = True
     attention: Annotated[
         str, typer.Option(metavar="flash|eager", help="Eager attention keeps the matrix of scores.")

@@ -14,7 +14,7 @@ from rich.table import Table
 from zero_topo.bench.schemes import KNOWN
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import FitOptions, fit
-from zero_topo.cli.inputs import machine, read_count, read_rates, words_of
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
@@ -28,6 +28,7 @@ from zero_topo.observe.console import figures_table
 from zero_topo.observe.marks import SCALING, TIMELINE, TRACE
 from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
+from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_seconds
@@ -127,7 +128,7 @@ def _sweep(options: Options) -> Sweep:
         machines=machines,
         schemes=_schemes(words_of(options.schemes)),
         job=job,
-        micro_batches=_counts(options.micro_batches, "--micro-batches"),
+        micro_batches=_counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES),
         rates=rates,
         overlap=_overlap(options.overlap),
     )
@@ -174,8 +175,8 @@ def _entry(name: str) -> Entry:
     return Entry(ZeroTopoConfig.parse(known[plain]), stock=plain != name)
 
 
-def _counts(text: str, what: str) -> list[int]:
-    counts = sorted({read_count(word, what) for word in words_of(text)})
+def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
+    counts = sorted({read_count(word, what, most) for word in words_of(text)})
     if not counts:
         raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
     return counts

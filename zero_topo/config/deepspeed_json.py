@@ -11,6 +11,7 @@ import base64
 import binascii
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
 from zero_topo.config.sync_config import SYNC_MODES
-from zero_topo.strict import as_json
+from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
 
+MOST_BYTES = 1 << 20  # Hjson is read slowly
 _ABSENT = object()
 
 
@@ -35,12 +37,12 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
         ValueError: for a missing file, broken JSON, a repeated key, or JSON that is not an object.
     """
     if isinstance(source, Mapping):
-        return dict(source)
+        return dict(within_limits(source, "DeepSpeed config"))
     path = Path(source)
     if _is_file(path):
-        return _parse_object(path.read_text(encoding="utf-8"), f"DeepSpeed config {path}")
+        return _parse_object(read_text(path, f"DeepSpeed config {path}", MOST_BYTES), f"DeepSpeed config {path}")
     # base64 may be cut, the name of a file not: dots and slashes are not in the alphabet of the former
-    shown = f'"{source}"' if set("./") & set(str(source)) else as_json(str(source))
+    shown = cut(f'"{source}"') if set("./") & set(str(source)) else as_json(str(source))
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
@@ -80,11 +82,13 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         value = _parse_hjson(text, name, error)
+    except RecursionError:
+        raise ValueError(f"{name}: nested more than {MOST_DEEP} deep") from None
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name}: must be a JSON object, got {as_json(value)}")
-    return value
+        raise ValueError(f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}")
+    return dict(within_limits(value, name))
 
 
 def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
@@ -92,7 +96,7 @@ def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
     try:
         hjson = importlib.import_module("hjson")
         value = hjson.loads(text, object_pairs_hook=_without_repeats)
-    except (ImportError, ValueError):
+    except (ImportError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not value:  # Hjson reads an empty text as {}
         raise ValueError(f"{name}: not valid JSON: {json_error}") from None
@@ -100,10 +104,9 @@ def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    repeated = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
     if repeated:
-        raise ValueError(f"repeated key {', '.join(map(repr, repeated))}; keep one of each")
+        raise ValueError(cut(f"repeated key {', '.join(map(repr, sorted(repeated)))}; keep one of each"))
     return dict(pairs)
 
 
@@ -207,12 +210,13 @@ def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
-    wanted = {cls.MODE: cls.OPTIMIZER for cls in SYNC_MODES}.get(_lookup(ds_config, f"{ROOT}.sync.mode"))
+    mode = _lookup(ds_config, f"{ROOT}.sync.mode")
+    wanted = next((cls.OPTIMIZER for cls in SYNC_MODES if mode == cls.MODE), None)
     found = _lookup(ds_config, "optimizer.type")
     if wanted is None or found is _ABSENT or str(found).lower() == wanted.lower():
         return None
-    mode = as_json(_lookup(ds_config, f"{ROOT}.sync.mode"))
-    return f'optimizer.type = {as_json(found)}: sync.mode = {mode} works with {wanted} alone; set it to "{wanted}"'
+    said = f"optimizer.type = {as_json(found)}: sync.mode = {as_json(mode)} works with {wanted} alone"
+    return f'{said}; set it to "{wanted}"'
 
 
 _OWN_GATHER = "it gathers or steps past zero_topo's shards"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_topo.cost.calibrate import least
+from zero_topo.strict import read_text
 from zero_topo.topology.rates import Collective, Ring
 
 COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter": "reduce"}
@@ -49,7 +50,7 @@ def read_tests(path: Path) -> list[Timed]:
     Raises:
         ValueError: if the file is neither, or lacks the list of ranks.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_text(path, str(path), errors="replace")
     named = _NAME.search(text) or _NAME.search(path.name)
     ranks = dict(_RANK.findall(text))
     rows = [(int(nbytes), float(us)) for nbytes, us in _ROW.findall(text)]

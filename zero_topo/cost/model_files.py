@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_topo.cost.transformer import SEQUENCE, Transformer
-from zero_topo.strict import did_you_mean
+from zero_topo.strict import cut, did_you_mean, read_text, within_limits
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
@@ -23,6 +23,7 @@ TRAINED = 4096
 
 NEOX = "neox yaml"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+MOST_BYTES = 256 << 10  # YAML is read slowly
 ATTENTIONS = ("global", "local", "flash")
 """GPT-NeoX's kinds of attention whose layers have the parameters of a transformer's; rwkv, mamba and gmlp do not."""
 
@@ -86,10 +87,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
             f"model {name_or_path!r} is neither a file nor a known name{hint} (known: {', '.join(MODELS)})"
         )
     what = f"model file {path}"
-    try:
-        data = _parse(path.read_text(encoding="utf-8"), what)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: not a text file: {error}") from None
+    data = _parse(read_text(path, what, MOST_BYTES), what)
     keys = _Keys(what, {str(key).replace("-", "_"): value for key, value in data.items()})
     kind = keys.values.get("model_type", NEOX if "num_layers" in keys.values else None)
     if kind not in READERS:
@@ -120,8 +118,9 @@ def _parse(text: str, what: str) -> dict[str, Any]:
             reason = reason or error
             continue
         if isinstance(data, Mapping) and data:
-            return dict(data)
-    raise ValueError(f"{what}: neither JSON nor YAML of an object: {reason or 'it holds something else'}")
+            return dict(within_limits(data, what))
+    said = cut(" ".join(str(reason).split())) if reason else "it holds something else"
+    raise ValueError(f"{what}: neither JSON nor YAML of an object: {said}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine
 from zero_topo.launch.slurm import WORKER
+from zero_topo.strict import read_text
 
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR")
 PASSED_ON_PREFIXES = ("NCCL_", "RCCL_", "FI_", "GLOO_", "MIOPEN_", "ZT_")
@@ -129,7 +130,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         ValueError: if it cannot be read, names none or one twice.
     """
     try:
-        lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
+        lines = (line.partition("#")[0].split() for line in read_text(path, f"--hostfile {path}").splitlines())
     except OSError as error:
         raise ValueError(f"--hostfile {path}: cannot be read ({error.strerror})") from None
     hosts = tuple(words[0] for words in lines if words)

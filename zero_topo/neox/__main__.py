@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from zero_topo.neox.check import check
 from zero_topo.neox.options import Options
+from zero_topo.strict import cut
 
 WRONG_INPUT = 2
 FRONTIER_STEP = "-c7 --gpus-per-task=1 --gpu-bind=closest"
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options)
     except ValueError as error:
         for line in str(error).splitlines():
-            print(f"zero_topo.neox: {line}", file=sys.stderr)
+            print(f"zero_topo.neox: {cut(line)}", file=sys.stderr)
         return WRONG_INPUT
 
 

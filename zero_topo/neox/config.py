@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from zero_topo.strict import cut, read_text, within_limits
+
+MOST_BYTES = 256 << 10  # YAML is read slowly
 EXTRA = "deepspeed_extra_args"
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -92,11 +96,13 @@ def _load(path: Path) -> dict[str, Any]:
     except ImportError:
         raise ValueError("PyYAML is not installed, which NeoX needs too; pip install pyyaml") from None
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader(yaml))
+        text = read_text(path, str(path), MOST_BYTES)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and keys have errors of their own
+        raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12")
     return value
@@ -107,8 +113,8 @@ def _strict_loader(yaml: Any) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
-            repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+            keys = Counter(str(key.value) for key, _ in node.value)
+            repeated = sorted(key for key, times in keys.items() if times > 1)
             if repeated:
                 raise yaml.YAMLError(f"repeated key {', '.join(repeated)} {node.start_mark}; keep one of each")
             return super().construct_mapping(node, deep)

@@ -8,13 +8,12 @@ does not depend on the rank that asks.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero_topo.strict import Count, did_you_mean, read
+from zero_topo.strict import Count, did_you_mean, parse_json, read, read_text
 from zero_topo.topology.captures import Ask, ask_tools
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import Topology
@@ -128,19 +127,20 @@ def _from_object(data: Mapping[str, Any]) -> Topology:
 
 
 def _from_file(setting: str) -> Topology:
-    path = Path(setting).expanduser()
+    path, what = Path(setting).expanduser(), f"topology file {setting!r}"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise ValueError(f"holds a {type(data).__name__}; it must hold an object {INLINE_HINT}")
-        return _from_object(data)
+        data = parse_json(read_text(path, what), what)
     except OSError as error:
         raise ValueError(
-            f"topology file {setting!r} cannot be read ({error.strerror}; looked in {path.absolute()}); give a path "
+            f"{what} cannot be read ({error.strerror}; looked in {path.absolute()}); give a path "
             "that every rank can read, or a preset's name without a slash"
         ) from error
-    except ValueError as error:  # also broken JSON and broken UTF-8
-        raise ValueError(f"topology file {setting!r}: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{what}: holds a {type(data).__name__}; it must hold an object {INLINE_HINT}")
+    try:
+        return _from_object(data)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int | None) -> Topology:

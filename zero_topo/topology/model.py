@@ -23,6 +23,9 @@ from zero_topo.strict import Count, Flag, Strings, Text, did_you_mean, must_be, 
 DOMAINS = ("rank", "gpu", "node", "world")
 """The domains, from the smallest to the largest; each is a set of ranks that share one unit of the machine."""
 
+MOST_RANKS = 1 << 20
+"""The most ranks that a topology has: what lists them all still fits into memory."""
+
 LINKED_DOMAINS = DOMAINS[1:]
 """The domains that have a link: the one over which their parts (ranks, GPUs, nodes) reach each other."""
 
@@ -94,6 +97,9 @@ class Topology:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            shape = f"{self.nodes} nodes x {self.gpus_per_node} GPUs x {self.ranks_per_gpu} ranks"
+            raise ValueError(f"topology {self.name!r}: {shape} are more than the {MOST_RANKS:,} ranks it may have")
         self._check_order()
         self._check_hosts()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 LARGEST = 16
@@ -13,7 +14,7 @@ def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
     """The largest bandwidth that every hop of some ring through all devices has.
 
     1. If all pairs are alike, that is it (switched NVLink).
-    2. Otherwise try each rate from the fastest: is there a ring of links at least as fast? (Held and Karp's sets: which
+    2. Otherwise find the fastest rate, by halving, with a ring of links at least as fast. (Held and Karp's sets: which
        devices can end a path that starts at device 0 and visits a given set.)
 
     Args:
@@ -28,7 +29,9 @@ def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
         return known[0] if known else 0.0
     if n > LARGEST:
         return 0.0
-    return next((rate for rate in known if rate > 0 and _has_ring(rates, rate)), 0.0)
+    known = [rate for rate in known if rate > 0]
+    at = bisect_left(known, True, key=lambda rate: _has_ring(rates, rate))
+    return known[at] if at < len(known) else 0.0
 
 
 def _has_ring(rates: Sequence[Sequence[float]], least: float) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from zero_topo.strict import Count, did_you_mean, must_be, read, strict_dataclass
+from zero_topo.strict import Count, did_you_mean, must_be, parse_json, read, read_text, strict_dataclass
 from zero_topo.topology.presets import load_machine
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[\w./,:@%+$-]*")
@@ -118,11 +118,9 @@ def load_launch_machine(setting: str) -> LaunchMachine:
     """
     if setting.endswith(".json"):
         try:
-            return read(LaunchMachine, setting, json.loads(Path(setting).read_text(encoding="utf-8")))
+            return read(LaunchMachine, setting, parse_json(read_text(Path(setting), setting), f"--machine {setting}"))
         except OSError as error:
             raise ValueError(f"--machine {setting}: cannot be read ({error.strerror}); give a name or a file") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--machine {setting}: no JSON ({error})") from None
     names = machine_names()
     if setting not in names:
         raise ValueError(

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zero_topo.strict import MOST_DIGITS, SHOWN_CHARACTERS, cut
+from zero_topo.topology.model import MOST_RANKS
+
 
 @dataclass(frozen=True)
 class LauncherView:
@@ -58,10 +61,10 @@ def read_int(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
     text = env.get(name, "").strip()
     if not text:
         return None
-    if not text.isdecimal() or int(text) < least:
+    if not text.isdecimal() or len(text) > MOST_DIGITS or not least <= int(text) <= MOST_RANKS:
         raise ValueError(
-            f"environment variable {name} is {env[name]!r}; it must be a whole number of at least {least}. The "
-            "launcher sets it: unset it if it was set by hand"
+            f"environment variable {name} is {cut(env[name], SHOWN_CHARACTERS)!r}; it must be a whole number from "
+            f"{least} to {MOST_RANKS:,}. The launcher sets it: unset it if it was set by hand"
         )
     return int(text)
 

@@ -7,11 +7,14 @@ batch script describe the whole allocation instead; so the step's own variables 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import hostlist
 
+from zero_topo.strict import SHOWN_CHARACTERS, cut
+from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.probes import LauncherView, first_int, read_int
 
 NODELIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -19,6 +22,7 @@ TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 NTASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 NNODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+_DEVICE = re.compile(r"\d{1,3}")
 DISTRIBUTIONS = ("block", "cyclic", "plane", "arbitrary")
 
 
@@ -79,9 +83,10 @@ def expand_hosts(text: str, name: str, duplicates: bool = False) -> list[str]:
     """
     try:
         hosts: list[str] = hostlist.expand_hostlist(text, allow_duplicates=duplicates)
-    except hostlist.BadHostlist as error:
+    except (hostlist.BadHostlist, ValueError) as error:
+        shown = cut(text, SHOWN_CHARACTERS)
         raise ValueError(
-            f"{name} is {text!r}, which is no Slurm host list ({error}); it should look like 'node[01-04,07]'"
+            f"{name} is {shown!r}, which is no Slurm host list ({error}); it should look like 'node[01-04,07]'"
         ) from error
     return hosts
 
@@ -94,9 +99,12 @@ def expand_tasks_per_node(text: str, name: str) -> list[int]:
     """
     try:
         counts: list[int] = hostlist.parse_slurm_tasks_per_node(text)
-    except hostlist.BadHostlist as error:
+        if sum(counts) > MOST_RANKS:
+            raise ValueError(f"more than {MOST_RANKS:,} tasks")
+    except (hostlist.BadHostlist, ValueError) as error:
+        shown = cut(text, SHOWN_CHARACTERS)
         raise ValueError(
-            f"{name} is {text!r}, which is no list of tasks per node ({error}); it should look like '8(x2),4'"
+            f"{name} is {shown!r}, which is no list of tasks per node ({error}); it should look like '8(x2),4'"
         ) from error
     return counts
 
@@ -160,7 +168,7 @@ def _mapped(listed: str, origin: str) -> list[int]:
     devices: list[int] = []
     for word in listed.split(","):
         device, _, times = word.partition("*")
-        if not device.isdecimal() or not (times or "1").isdecimal():
+        if not _DEVICE.fullmatch(device) or not _DEVICE.fullmatch(times or "1"):
             raise ValueError(f"{origin} is no list of devices; write it as srun --gpu-bind=map_gpu:4,5,2,3")
         devices += [int(device)] * int(times or 1)
     return devices

@@ -6,11 +6,11 @@ Formats: CHANGELOG of ROCm/amdsmi, "Updated `amd-smi topology --json` to align w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from zero_topo.strict import parse_json
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.tools import Tool, asking
 from zero_topo.topology.tools.xgmi import Pair, read_fabric
@@ -34,7 +34,7 @@ def parse(text: str) -> DeviceTree:
         ValueError: if it is broken or names no device.
     """
     try:
-        data = json.loads(text)
+        data = parse_json(text, "output")
         entries = next(value for value in data.values() if isinstance(value, list)) if isinstance(data, dict) else data
         numbers = [int(entry["gpu"]) for entry in entries]
         cells: Cells = {}

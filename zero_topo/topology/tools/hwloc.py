@@ -52,7 +52,7 @@ def parse(text: str) -> DeviceTree:
         ValueError: if it is broken or has no GPU.
     """
     try:
-        root = ElementTree.fromstring(text.encode())
+        root = ElementTree.fromstring(text)  # as text, whatever encoding it once had
     except ElementTree.ParseError as error:
         raise ValueError(f"hwloc: broken XML ({error}); capture `lstopo --of xml` again") from None
     found = _tree("hwloc", list(_walk(root, (), None)))

@@ -147,7 +147,7 @@ def _check(table: Table) -> None:
     for gpu in table.gpus:
         row = table.rows.get(gpu, ())
         cells = next((at for at, word in enumerate(row) if _AFFINE.fullmatch(word)), len(row))
-        if row and cells != len(table.columns):
+        if cells != len(table.columns):
             raise ValueError(
                 f"{NAME}: row {gpu} has {cells} cells for {len(table.columns)} columns; capture its output again "
                 f"(`{' '.join(COMMAND)}`)"

@@ -7,11 +7,11 @@ bandwidth there); samples in ROCm's release notes.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero_topo.strict import parse_json
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
 from zero_topo.topology.tools import Tool, asking, plain
 from zero_topo.topology.tools.xgmi import Pair, read_fabric
@@ -104,10 +104,7 @@ def _cells(matrices: list[Matrix], kind: re.Pattern[str]) -> dict[Pair, str]:
 
 
 def _parse_json(text: str) -> DeviceTree:
-    try:
-        data: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{NAME}: broken JSON ({error}); capture its output again") from None
+    data: dict[str, Any] = parse_json(text, NAME)
     facts: dict[str, dict[int, str]] = {}
     for card, values in data.items():
         match = _CARD.fullmatch(card)
