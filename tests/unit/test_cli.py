@@ -24,7 +24,7 @@ EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": 2, "gcds_per_gpu": 2}}
 def ds_config(folder: Path, **keys: Any) -> str:
     """The path of a DeepSpeed config with these keys."""
     path = folder / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **keys}))
+    path.write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 3}, **keys}))
     return str(path)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
+from tests.launching import ROOT
 from zero_topo.doctor import FAIL, OK, WARN, Finding, Surroundings, examine, files, network, software
 from zero_topo.doctor.variables import Rule, load_rules, variables
 from zero_topo.strict import read
@@ -77,6 +78,8 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
         ({"torch": lambda: {"error": "Segmentation fault"}}, "torch", FAIL, "do not start: Segmentation fault"),
         ({"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}}, "deepspeed", FAIL, "built for 0.19.8"),
         ({"torch": lambda: {**TOLD, "missing": ["torch.cat(out=)"]}}, "torch", FAIL, "has no torch.cat(out=); install"),
+        ({"torch": lambda: {**TOLD, "torch": "2.5.1+cpu"}}, "torch", FAIL, "works with torch 2.6 up to"),
+        ({"torch": lambda: {**TOLD, "torch": "2.14.0a0"}}, "torch", FAIL, "but without, 2.14; install torch 2.13"),
         ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
@@ -194,11 +197,12 @@ UNSYNCHRONIZED = {"timers": {"throughput": {"synchronized": False}}}
         ({}, WARN, 'add one, such as "zero_topo"'),
         ({"zero_topo": {"schem": "topo"}}, FAIL, "schem"),
         ({"zero_topo": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage"),
+        ({"zero_topo": {}, "gradient_accumulation_steps": -1}, FAIL, "gradient_accumulation_steps = -1"),
     ],
 )
 def test_a_config_is_checked_as_check_does(tmp_path: Path, content: dict[str, Any], state: str, words: str) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, **content}))
+    path.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}, **content}))
     found = worst(files.config(surroundings(tmp_path, config=str(path))))
     assert found.state == state and words in found.line()
     assert worst(files.config(surroundings(tmp_path, config=str(tmp_path / "gone.json")))).state == FAIL
@@ -226,3 +230,9 @@ def test_the_command_says_it_in_lines_and_in_json(run: Run, monkeypatch: pytest.
     monkeypatch.setenv(GLOO, "lo")
     status, out, _ = run("doctor")
     assert status == 0 and "ok    python: " in out and "\x1b" not in out and "0 failures" in out
+
+
+def test_doctor_and_pip_know_the_same_releases_of_torch() -> None:
+    """What pip would install, the doctor does not refuse, and nothing else passes."""
+    least, beyond = (".".join(map(str, release)) for release in software.SUPPORTED)
+    assert f'"torch>={least},<{beyond}"' in (ROOT / "pyproject.toml").read_text()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -10,8 +11,16 @@ import typer
 from zero_topo.cli.inputs import machine
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import places_table, show
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, load_deepspeed_config, resolve_config
+from zero_topo.config import (
+    ZeroTopoConfig,
+    deepspeed_problems,
+    deepspeed_refusals,
+    load_deepspeed_config,
+    resolve_config,
+)
 from zero_topo.config.stock_keys import translate
+from zero_topo.topology import preset_names
+from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 
 
@@ -22,13 +31,15 @@ def check(
 ) -> None:
     """Validate a DeepSpeed config and show the plan its zero_topo block makes."""
     loaded = load_deepspeed_config(ds_config)
-    problems, translated = deepspeed_problems(loaded), translate(loaded).lines
-    if problems:
-        raise ValueError("\n".join(problems))
+    _refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
+    translated = translate(loaded).lines
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:
         raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{"scheme": "topo"}}')
     found = machine(block.topology, world_size)
+    anywhere = isinstance(block.topology, str) and block.topology in ("auto", *preset_names())
+    if not anywhere or launcher_view(os.environ) is not None:
+        _refuse(deepspeed_refusals(loaded, found.world_size))
     resolved = resolve_config(block, found)
     if as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "translated": list(translated)})
@@ -39,3 +50,8 @@ def check(
     for note in (*translated, *resolved.notes):
         print(f"- {note}")
     print("ok")
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n".join(problems))

@@ -11,6 +11,22 @@ from typing import Any, TypeVar, get_type_hints
 T = TypeVar("T")
 
 
+def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
+    """Refuse options that were given, but that the command would not look at.
+
+    Args:
+        options: of :func:`taking`.
+        used: whether it looks at the option of a field's name.
+        why: ends the message.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for field in fields(options):
+        if not used(field.name) and getattr(options, field.name) != field.default:
+            raise ValueError(f"--{field.name.replace('_', '-')} would not count: {why}")
+
+
 def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a command of a function whose one argument is a dataclass: each field is an option, as typer sees it.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.cli.files import check_files
-from zero_topo.cli.options import taking
+from zero_topo.cli.options import refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import (
     ITEMSIZE,
@@ -38,6 +38,12 @@ VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
     ("table", paper_table),
 )
 
+OF_A_JOB = (
+    *("micro_batch", "checkpointing", "attention", "states_only"),
+    *("reserve", "sparse", "rates", "deepspeed_config"),
+)
+"""Options that the plain view and the paper's tables, which are formulas of the parameters, do not ask."""
+
 
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> None:
@@ -48,6 +54,8 @@ def plan(options: PlanOptions) -> None:
         raise ValueError(f"{names} are different views; ask for one at a time")
     if options.plot is not None:
         _draw(options, options.plot)
+    elif not (options.recommend or options.max_params):
+        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend, --max-params or --plot")
     (asked[0][1] if asked else schemes)(options)
 
 

@@ -12,6 +12,7 @@ from zero_topo.config.deepspeed_json import (
 from zero_topo.config.models import ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.radius_config import RadiusSync
+from zero_topo.config.refusals import deepspeed_refusals, setting_refusals
 from zero_topo.config.resolve import AUTO, ROLES, ResolvedConfig, resolve_config
 from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.schemes import SCHEMES, Scheme
@@ -53,7 +54,9 @@ __all__ = [
     "check_deepspeed_config",
     "deepspeed_hints",
     "deepspeed_problems",
+    "deepspeed_refusals",
     "json_schema",
     "load_deepspeed_config",
     "resolve_config",
+    "setting_refusals",
 ]

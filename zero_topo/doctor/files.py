@@ -7,10 +7,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_hints, deepspeed_problems, load_deepspeed_config, resolve_config
+from zero_topo.config import (
+    ZeroTopoConfig,
+    deepspeed_hints,
+    deepspeed_problems,
+    deepspeed_refusals,
+    load_deepspeed_config,
+    resolve_config,
+)
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.topology import resolve_topology
+from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import MB, format_bytes, format_seconds
 
 STALE_S = 15 * 60  # longer than anything compiles
@@ -79,7 +87,8 @@ def config(seen: Surroundings) -> Iterator[Finding]:
     subject = f"config {seen.config}"
     try:
         loaded = load_deepspeed_config(seen.config)
-        problems = deepspeed_problems(loaded)
+        view = launcher_view(seen.env)
+        problems = [*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None if view is None else view.world_size)]
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
             resolve_config(block, resolve_topology(block.topology, seen.env))

@@ -11,6 +11,8 @@ from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.doctor.torch_names import TESTED
 
 PYTHON = (3, 11)
+SUPPORTED = ((2, 6), (2, 14))
+"""Releases of torch from the first up to the second, as pyproject.toml asks pip for."""
 COMPILE = "compile it now: zero-topo build"
 GPU_COMPILERS = (("cuda", "nvcc", "load the CUDA toolkit's module"), ("rocm", "hipcc", "load the ROCm module"))
 
@@ -42,12 +44,21 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
     if told["missing"]:
         fix = f"install torch {TESTED}, with which zero_topo is tested"
         yield Finding(FAIL, "torch", f"{about}, has no {', '.join(told['missing'])}", fix)
+    elif not SUPPORTED[0] <= _release(told["torch"]) < SUPPORTED[1]:
+        least, beyond = (".".join(map(str, release)) for release in SUPPORTED)
+        text = f"{about}; zero_topo works with torch {least} up to, but without, {beyond}"
+        yield Finding(FAIL, "torch", text, f"install torch {TESTED}")
     else:
         yield Finding(OK, "torch", about)
     if told["seam"] is not None:
         yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
     else:
         yield Finding(OK, "deepspeed", f"{seen.version('deepspeed')}, as zero_topo expects ({told['supported']})")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``"2.13.0a0+cu130"`` -> (2, 13)."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:

@@ -10,26 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config, setting_refusals
 from zero_topo.config.errors import ROOT
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
 from zero_topo.neox.options import Options
 from zero_topo.strict import as_json, nearest
-
-REMOVED = (
-    "sparse_gradients",
-    "sparse_attention",
-    "elasticity",
-    "amp",
-    "compression_training",
-    "curriculum_learning",
-    "quantize_training",
-    "eigenvalue",
-    "progressive_layer_drop",
-    "graph_harvesting",
-    "nebula",
-)
-"""Keys that DeepSpeed 0.19.8 refuses whatever their value."""
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
 
@@ -80,7 +65,8 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None) -> 
     """
     lines = [line for find in CHECKS for line in find(merged)]
     lines += _unknown(merged, known)
-    return lines + deepspeed_problems(deepspeed_config(merged))
+    config = deepspeed_config(merged)
+    return lines + deepspeed_problems(config) + setting_refusals(config)
 
 
 def _block(merged: Mapping[str, Any]) -> Iterator[str]:
@@ -132,13 +118,6 @@ def _precision(merged: Mapping[str, Any]) -> Iterator[str]:
             yield f'precision = {as_json(precision)}, but {key} is enabled: NeoX refuses both; set it to "{name}"'
 
 
-def _removed(merged: Mapping[str, Any]) -> Iterator[str]:
-    config = deepspeed_config(merged)
-    for key in REMOVED:
-        if key in config:
-            yield f"{key} = {as_json(config[key])}: DeepSpeed 0.19.8 has it no more and refuses the key; remove it"
-
-
 def _optimizer(merged: Mapping[str, Any]) -> Iterator[str]:
     optimizer = merged.get("optimizer")
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("params"), Mapping):
@@ -187,7 +166,6 @@ CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _clipping,
     _contradictions,
     _precision,
-    _removed,
     _optimizer,
     _attention,
     _batch,
