@@ -6,15 +6,19 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.launching import ROOT
 from zero_topo.neox.__main__ import main
 from zero_topo.neox.adapt import use_the_only_device, with_adams
-from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, srun_command
+from zero_topo.neox.check import require
+from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, rank_arguments, srun_command
 from zero_topo.neox.options import Options
 from zero_topo.neox.train import adopt_launcher, decode
 
@@ -36,6 +40,36 @@ def test_ranks_become_the_launchers_number_of_gpus_unless_it_has_one() -> None:
     assert deepspeed_arguments(WORDS, Options("launch", CONFIGS, ranks=4)).count("--num_gpus") == 1
     hosts = ["--hostfile", "hosts", *plain]
     assert "--num_gpus" not in deepspeed_arguments(hosts, Options("launch", CONFIGS, ranks=16))
+
+
+def test_a_baseline_needs_no_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`--plain` takes a YAML that never heard of zero_topo, and takes the block out of one that has it."""
+    pytest.importorskip("yaml")
+    merged: list[dict[str, Any]] = []
+
+    class NeoXArgs(SimpleNamespace):
+        use_wandb = False
+
+        @classmethod
+        def from_ymls(cls, paths: list[str], overwrite: dict[str, Any]) -> NeoXArgs:
+            merged.append(overwrite)
+            return cls(get_deepspeed_main_args=lambda: WORDS)
+
+    arguments: Any = ModuleType("megatron.neox_arguments")
+    arguments.NeoXArgs = NeoXArgs
+    monkeypatch.setitem(sys.modules, "megatron.neox_arguments", arguments)
+    text = (ROOT / "neox_configs/frontier-20b.yml").read_text()
+    stock = re.sub(r'"deepspeed_extra_args": .*?\n  },', "", text, flags=re.DOTALL).replace(
+        'clipping": 1.0', 'clipping": 0.5'
+    )
+    for name, content in (("with.yml", text), ("without.yml", stock)):
+        (tmp_path / name).write_text(content)
+        options = Options("launch", [str(tmp_path / name)], plain=True)
+        require(options)
+        assert rank_arguments(options) == WORDS
+    assert [sorted(each["deepspeed_extra_args"]) for each in merged] == [["gradient_clipping", "timers"], []]
+    with pytest.raises(ValueError, match="zero_topo is missing"):
+        require(Options("launch", [str(tmp_path / "without.yml")]))
 
 
 def test_srun_binds_tasks_to_devices(monkeypatch: pytest.MonkeyPatch) -> None:

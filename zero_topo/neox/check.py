@@ -26,6 +26,7 @@ def check(options: Options) -> str:
         ValueError: one line per problem.
     """
     block = require(options)
+    assert block is not None  # its absence is a problem
     name = f"scheme {block.scheme}" if block.scheme else "a free-form plan"
     if options.ranks is None:
         return f"ok: {name}; --ranks N shows the plan"
@@ -37,14 +38,14 @@ def check(options: Options) -> str:
     return f"ok: {name} on {options.ranks} ranks: {degrees}"
 
 
-def require(options: Options) -> ZeroTopoConfig:
-    """The ``zero_topo`` block of configs that are well.
+def require(options: Options) -> ZeroTopoConfig | None:
+    """The ``zero_topo`` block of configs that are well; None without one, where ``options.plain`` leaves it out.
 
     Raises:
         ValueError: one line per problem.
     """
     merged = load_configs(options.configs)
-    found = problems(merged, known_keys(options.neox_path))
+    found = problems(merged, known_keys(options.neox_path), options.plain)
     block = None
     try:
         block = ZeroTopoConfig.from_ds_config(deepspeed_config(merged))
@@ -52,18 +53,18 @@ def require(options: Options) -> ZeroTopoConfig:
         found += str(error).splitlines()
     if found:
         raise ValueError("\n".join(found))
-    assert block is not None  # its absence is a problem
     return block
 
 
-def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None) -> list[str]:
+def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, plain: bool = False) -> list[str]:
     """One line for each setting with which NeoX would not train, or not as it says.
 
     Args:
         merged: of :func:`load_configs`.
         known: NeoX's keys; None skips what needs them.
+        plain: stock ZeRO is wanted, so the ``zero_topo`` block may be missing.
     """
-    lines = [line for find in CHECKS for line in find(merged)]
+    lines = [line for find in CHECKS if not (plain and find is _block) for line in find(merged)]
     lines += _unknown(merged, known)
     config = deepspeed_config(merged)
     return lines + deepspeed_problems(config) + setting_refusals(config)

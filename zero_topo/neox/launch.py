@@ -51,7 +51,7 @@ def rank_arguments(options: Options) -> list[str]:
     if ranks is not None:
         forced["global_num_gpus"] = ranks
     if options.plain:
-        extra = load_configs(options.configs)[EXTRA]
+        extra = load_configs(options.configs).get(EXTRA) or {}
         forced[EXTRA] = {key: value for key, value in extra.items() if key != ROOT}
     neox_args = import_module("megatron.neox_arguments").NeoXArgs.from_ymls(
         [str(config_path(path)) for path in options.configs], forced
