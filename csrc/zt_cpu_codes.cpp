@@ -53,10 +53,10 @@ class Walk {
             if (slot[i] < 0 || slot[i] > kMost) return false;
         const int64_t rows = part_.rows * part_.members, blocks = slot[2];
         if (column_ < slot[3] || column_ - slot[3] >= blocks || !fits(rows, blocks)) return false;
-        if (!fits(rows * blocks, codes_.block) || slot[0] + rows * blocks * codes_.block > codes_.nbytes) return false;
-        if (slot[1] + rows * blocks * 4 > codes_.nbytes || !masters) return slot[1] + rows * blocks * 4 <= codes_.nbytes;
+        if (!fits(rows * blocks, codes_.block) || slot[0] + rows * blocks * codes_.block > slot[1]) return false;
+        if (slot[1] + rows * blocks * 4 > codes_.nbytes) return false;
         const Place at = place();
-        return at.present == 0 ||
+        return !masters || at.present == 0 ||
                (at.column >= masters->first && at.column - masters->first + at.present <= masters->columns);
     }
 

@@ -87,10 +87,11 @@ def _library(name: str) -> str:
         ("test_cpu.py", "members or more_than_a_few or sparse or split_work or millions and not casts"),
         pytest.param("test_cpu.py", "not clang", marks=pytest.mark.long),
         ("test_cpu_malformed.py", "not clang"),
+        ("test_cpu_codes.py", "mixed and 9 or trits or refused or any"),
     ],
 )
 def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:
-    """No access out of bounds and nothing undefined in anything that the other two files do."""
+    """No access out of bounds and nothing undefined in anything that the other files do."""
     tests = str(ROOT / "tests" / "kernels" / name)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", which, tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The wire format is written twice, in Python and in a C header: the two agree on every size."""
+"""The wire formats are written twice, in Python and in C headers: the two agree on every size, and on codes' scales."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from op_builder import source_dir
 from tests.kernels import golden
 from tests.kernels.c_types import c_spec
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant import code_reference
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
+from zero_topo.quant.trits import TritSpec
 
 PROGRAM = r"""
 #include <inttypes.h>
@@ -29,6 +32,30 @@ int main(void) {
            scanf("%" SCNd32 " %" SCNd64, &s.dtype, &n) == 2) {
         printf("%d %" PRId64 " %" PRId64, zt_wire_valid(s), zt_wire_blocks(s, n), zt_wire_scales_offset(s, n));
         printf(" %" PRId64 " %" PRId64 "\n", zt_wire_zero_points_offset(s, n), zt_wire_nbytes(s, n));
+    }
+    return 0;
+}
+"""
+
+TRITS = r"""
+#include <inttypes.h>
+#include <stdio.h>
+#include "zt_trits.h"
+
+int main(void) {
+    int32_t b;
+    int64_t n, e;
+    uint32_t bits[2];
+    float x[2];
+    while (scanf("%" SCNd32 " %" SCNd64 " %" SCNd64, &b, &n, &e) == 3 &&
+           scanf("%" SCNu32 " %" SCNu32, bits, bits + 1) == 2) {
+        memcpy(x, bits, sizeof x);
+        x[0] = zt_codes_scale(x[0], x[1]);
+        x[1] = zt_codes_inverse(x[1]);
+        memcpy(bits, x, sizeof x);
+        printf("%d %" PRId64 " %" PRId64, zt_trits_valid(b), zt_trits_before_offset(n), zt_trits_scales_offset(n));
+        printf(" %" PRId64 " %" PRId64, zt_trits_codes_offset(n, e), zt_trits_offset(b, n, e));
+        printf(" %" PRId64 " %" PRIu32 " %" PRIu32 "\n", zt_trits_nbytes(b, n, e), bits[0], bits[1]);
     }
     return 0;
 }
@@ -60,12 +87,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled("gcc", tmp_path_factory.mktemp("wire"))
 
 
-def compiled(compiler: str, directory: Path) -> Path:
-    """The program above, built with one of the compilers; skips, saying so, where the machine lacks it."""
+def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
+    """A program of those above, built with one of the compilers; skips, saying so, where the machine lacks it."""
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     source, program = directory / "wire.c", directory / "wire"
-    source.write_text(PROGRAM)
+    source.write_text(text)
     command = [*COMPILERS[compiler], f"-I{source_dir()}", str(source), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -109,3 +136,39 @@ def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
     check(compiled(compiler, tmp_path), [(BlockSpec(4, 256, False), 2**33 + 5)])
+    check_trits(compiled(compiler, tmp_path, TRITS), [(256, 2**33 + 5, 7)])
+
+
+def check_trits(program: Path, cases: Sequence[tuple[int, int, int]]) -> None:
+    """Sizes of (block size, blocks, escaped) are those of zero_topo.quant.trits, scales those of the reference."""
+    generator = torch.Generator().manual_seed(len(cases))
+    old = 2.0 ** torch.randint(-100, 120, (len(cases),), generator=generator)
+    top = old * torch.linspace(80.0, 140.0, len(cases))
+    special = torch.tensor([torch.nan, torch.inf, 0.0, 1e-42, 3.3e38, 2.0**-100, 2.0**-101, 0.01])
+    top[::3], old[::5] = (
+        special.repeat(len(cases))[: len(top[::3])],
+        special[[0, 2, 7]].repeat(len(cases))[: len(old[::5])],
+    )
+    lines = zip(cases, bits_of(top), bits_of(old), strict=True)
+    answers = asked(program, [(*case, *numbers) for case, *numbers in lines])
+    for (block, blocks, escaped), (valid, *offsets, nbytes, _, _) in zip(cases, answers, strict=True):
+        spec = TritSpec(block)
+        wanted = [spec.before_offset(blocks), spec.scales_offset(blocks), spec.codes_offset(blocks, escaped)]
+        assert offsets == [*wanted, spec.trits_offset(blocks, escaped)]
+        assert (valid, nbytes) == (1, spec.nbytes(blocks, escaped))
+    scales = code_reference.scales_from_now(top, old)
+    assert [answer[-2] for answer in answers] == bits_of(scales)
+    assert [answer[-1] for answer in answers] == bits_of(torch.where(old > 0, 1 / old, 0.0))
+
+
+def bits_of(x: torch.Tensor) -> list[int]:
+    """The bits of floats, as numbers from 0 on."""
+    return [bits & 0xFFFFFFFF for bits in x.view(torch.int32).tolist()]
+
+
+def test_header_of_trits_agrees(tmp_path: Path) -> None:
+    """Around groups, chunks and padding, and past 32 bits; scales that stay, change, and are none."""
+    program = compiled("gcc", tmp_path, TRITS)
+    edges = [n for n in [*EDGES, *LARGE] if n < 2**41]
+    check_trits(program, [(b, n, e) for b in BLOCK_SIZES for n in edges for e in {0, n // 3, n - n % 5, n}])
+    assert all(asked(program, [(b, 1, 0, 0, 0)])[0][0] == 0 for b in (1, 32, 100, 4096, -64, 0))

@@ -22,13 +22,17 @@ def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, esc
     """Each block's scale from now on, and whether it escapes."""
     x = _values(masters, codes, part)
     old_codes, old = _held(codes, part, masters.member)
-    top = x.abs().amax(1)
+    scales.copy_(scales_from_now(x.abs().amax(1), old))
+    moved = (_codes(x, scales) - old_codes).abs_().amax(1) > 1
+    escaped.copy_(moved | (scales.view(torch.int32) != old.view(torch.int32)))
+
+
+def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
+    """Scales of blocks whose largest ``|x|`` and scales so far are given, FP32 each."""
     fresh = (top * HEADROOM).div_(torch.full_like(top, LEVELS))
     fresh = fresh.masked_fill_(top < SMALLEST, 0.0).masked_fill_(~torch.isfinite(fresh), torch.nan)
     kept = (old > 0) & (top >= old * KEPT_FROM) & (top <= old * KEPT_TO)
-    scales.copy_(torch.where(kept, old, fresh))
-    moved = (_codes(x, scales) - old_codes).abs_().amax(1) > 1
-    escaped.copy_(moved | (scales.view(torch.int32) != old.view(torch.int32)))
+    return torch.where(kept, old, fresh)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
