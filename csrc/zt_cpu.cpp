@@ -62,25 +62,10 @@ struct Layout {
     }
 };
 
-/* The message of source 0 to a member. */
-uint8_t *message_of(const zt_messages &messages, int64_t member) {
-    return messages.data + member / messages.inner * messages.outer_step + member % messages.inner * messages.inner_step;
-}
-
 Terms terms_of(const Layout &layout, const zt_messages &messages, int64_t member, float factor) {
     const int32_t count = messages.sources - (messages.without_source >= 0);
     return {layout.spec, message_of(messages, member), messages.source_step, count, messages.without_source,
             layout.scales, layout.zero_points, factor};
-}
-
-/* Calls f(member, blocks of it) for a range of the blocks of all members but the one left out. */
-template <class F> void for_members(int64_t blocks, const zt_messages &messages, zt_range range, const F &f) {
-    while (range.begin < range.end) {
-        const int64_t member = range.begin / blocks, first = member * blocks;
-        const int64_t end = first + blocks < range.end ? first + blocks : range.end;
-        if (member != messages.without_member) f(member, zt_range{range.begin - first, end - first});
-        range.begin = end;
-    }
 }
 
 /* Other threads see what went past the caches before whatever this one does next. */

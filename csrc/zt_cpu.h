@@ -1,7 +1,8 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * What the CPU files share. zt_cpu.cpp, zt_cpu_sparse.cpp and zt_cpu_codes.cpp check arguments and find where the elements
- * lie; the inner loops are in a table of functions for each instruction set, one file each (zt_cpu_scalar, _avx2, _avx512).
+ * What the CPU files share. zt_cpu.cpp, zt_cpu_sparse.cpp and zt_cpu_codes.cpp check arguments and find where the
+ * elements lie; the inner loops are in a table of functions for each instruction set, one file each (zt_cpu_scalar,
+ * _avx2, _avx512).
  *
  * Note [One file, one instruction set]
  *     Every file is compiled with the same flags; a file raises the instruction set itself, by a pragma after its

@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * What the CPU functions refuse, before anything is computed from it.
+ * What the CPU functions refuse, before anything is computed from it, and how they go through the members of a table.
  */
 #ifndef ZT_CPU_CHECKS_H
 #define ZT_CPU_CHECKS_H
@@ -75,6 +75,21 @@ inline int check_written(zt_wire_spec spec, int64_t numel, const zt_messages &me
 inline int check_range(zt_wire_spec spec, int64_t numel, int32_t members, zt_range blocks) {
     const int64_t all = zt_wire_blocks(spec, numel) * members;
     return 0 <= blocks.begin && blocks.begin <= blocks.end && blocks.end <= all ? ZT_OK : ZT_BAD_RANGE;
+}
+
+/* The message of source 0 to a member. */
+inline uint8_t *message_of(const zt_messages &messages, int64_t member) {
+    return messages.data + member / messages.inner * messages.outer_step + member % messages.inner * messages.inner_step;
+}
+
+/* Calls f(member, blocks of it) for a range of the blocks of all members but the one left out. */
+template <class F> void for_members(int64_t blocks, const zt_messages &messages, zt_range range, const F &f) {
+    while (range.begin < range.end) {
+        const int64_t member = range.begin / blocks, first = member * blocks;
+        const int64_t end = first + blocks < range.end ? first + blocks : range.end;
+        if (member != messages.without_member) f(member, zt_range{range.begin - first, end - first});
+        range.begin = end;
+    }
 }
 
 }  // namespace zt

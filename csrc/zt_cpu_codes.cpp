@@ -81,9 +81,10 @@ int check_part(const zt_codes &codes, const zt_part &part) {
 int check_masters(const zt_masters &masters, const zt_codes &codes, const zt_part &part) {
     ZT_TRY(check_part(codes, part));
     if (masters.member < 0 || masters.member >= part.members) return ZT_BAD_SIZE;
-    if (masters.columns < 0 || masters.columns > kMost || masters.first < 0 || masters.first > kMost) return ZT_BAD_SIZE;
-    if (part.rows > 1 && (masters.row_stride < masters.columns || !fits(part.rows, masters.row_stride)))
-        return ZT_BAD_SIZE;
+    if (masters.columns < 0 || masters.columns > kMost) return ZT_BAD_SIZE;
+    if (masters.first < 0 || masters.first > kMost) return ZT_BAD_SIZE;
+    const bool apart = masters.row_stride >= masters.columns && fits(part.rows, masters.row_stride);
+    if (part.rows > 1 && !apart) return ZT_BAD_SIZE;
     return masters.data || blocks_of(part) == 0 ? ZT_OK : ZT_BAD_SIZE;
 }
 
@@ -156,8 +157,10 @@ struct Writer {
         for (int64_t k = 0; k < count; ++k) found[k] = at(place + k, buffers[k]);
         uint8_t *const trits = message + layout.trits + place / ZT_TRITS_GROUP * codes.block;
         memset(trits, 0, static_cast<size_t>(codes.block));
-        for (int64_t k = 0; k < count; ++k)
-            kernels.advance(found[k].x, zt_codes_inverse(found[k].scale), codes.block, kPowers[k], found[k].codes, trits);
+        for (int64_t k = 0; k < count; ++k) {
+            const float inverse = zt_codes_inverse(found[k].scale);
+            kernels.advance(found[k].x, inverse, codes.block, kPowers[k], found[k].codes, trits);
+        }
     }
 
     void whole(int64_t place) {
@@ -236,21 +239,6 @@ void apply(const Kernels &kernels, const uint8_t *message, const zt_codes &codes
     if (trits) kernels.decode(trits, codes.block, group);
 }
 
-uint8_t *message_of(const zt_messages &messages, int64_t member) {
-    return messages.data + member / messages.inner * messages.outer_step + member % messages.inner * messages.inner_step;
-}
-
-/* Calls f(member, blocks of it) for a range of the blocks of all members but the one left out, until one refuses. */
-template <class F> int for_members(int64_t blocks, const zt_messages &messages, zt_range range, const F &f) {
-    while (range.begin < range.end) {
-        const int64_t member = range.begin / blocks, first = member * blocks;
-        const int64_t end = first + blocks < range.end ? first + blocks : range.end;
-        if (member != messages.without_member) ZT_TRY(f(member, zt_range{range.begin - first, end - first}));
-        range.begin = end;
-    }
-    return ZT_OK;
-}
-
 }  // namespace
 
 extern "C" int zt_cpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped,
@@ -309,14 +297,17 @@ extern "C" int zt_cpu_codes_apply(zt_messages messages, zt_codes codes, zt_part 
     if (messages.sources != 1 || messages.members != part.members) return ZT_BAD_SIZE;
     ZT_TRY(check_table(messages, all));
     if (!inside(blocks, all * part.members)) return ZT_BAD_RANGE;
-    ZT_TRY(for_members(all, messages, blocks, [&](int64_t member, zt_range own) {
-        ZT_TRY(check_columns(Walk(codes, part, member), part.end - part.begin, own, nullptr));
-        return check_message(message_of(messages, member), messages.nbytes, codes.block, all, own);
-    }));
+    int status = ZT_OK;
+    for_members(all, messages, blocks, [&](int64_t member, zt_range own) {
+        if (status == ZT_OK) status = check_columns(Walk(codes, part, member), part.end - part.begin, own, nullptr);
+        if (status == ZT_OK)
+            status = check_message(message_of(messages, member), messages.nbytes, codes.block, all, own);
+    });
+    ZT_TRY(status);
     const Kernels *chosen = kernels(level);
     if (!chosen) return ZT_BAD_LEVEL;
-    return for_members(all, messages, blocks, [&](int64_t member, zt_range own) {
+    for_members(all, messages, blocks, [&](int64_t member, zt_range own) {
         apply(*chosen, message_of(messages, member), codes, Walk(codes, part, member), all, own);
-        return int{ZT_OK};
     });
+    return ZT_OK;
 }

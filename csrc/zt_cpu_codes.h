@@ -10,8 +10,8 @@
 
 namespace {
 
-/* Bytes ahead of their use at which masters and codes are fetched into the first cache: blocks mostly follow one another,
- * but processors see no streams in what several loops read. */
+/* Bytes ahead of their use at which masters and codes are fetched into the first cache: blocks mostly follow one
+ * another, but processors see no streams in what several loops read. */
 constexpr int64_t kMastersAhead = 4096, kCodesAhead = 2560;
 /* So many values are fetched at a time; a divisor of every block, so that compilers know how long loops are. */
 constexpr int64_t kTile = 64;
@@ -21,8 +21,8 @@ ZT_INLINE void fetch(const float *x, const int8_t *codes, int64_t n) {
     for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(codes + i + kCodesAhead, 1);
 }
 
-/* The code of a value, to nearest even: adding 1.5 * 2^23 puts units at the end of the fraction. The bits of the sum are
- * in order even where that is not so, hence clamped as integers (of floats, compilers make branches). */
+/* The code of a value, to nearest even: adding 1.5 * 2^23 puts units at the end of the fraction. The bits of the sum
+ * are in order even where that is not so, hence clamped as integers (of floats, compilers make branches). */
 ZT_INLINE uint8_t code_of(float x, float inverse) {
     const float shifted = x * inverse + 0x1.8p23f;
     int32_t bits;
@@ -32,7 +32,9 @@ ZT_INLINE uint8_t code_of(float x, float inverse) {
 }
 
 /* The change of a code + 1: 0, 1 or 2 if it is a trit. */
-ZT_INLINE uint8_t digit_of(uint8_t code, int8_t old) { return static_cast<uint8_t>(code - static_cast<uint8_t>(old) + 1); }
+ZT_INLINE uint8_t digit_of(uint8_t code, int8_t old) {
+    return static_cast<uint8_t>(code - static_cast<uint8_t>(old) + 1);
+}
 
 /* Values of a block whose scale is neither 0 nor NaN; else zeros, which NaN or Inf times 0 is not. */
 ZT_INLINE const float *usable(const float *x, float inverse) {
@@ -48,7 +50,7 @@ struct Measured {
 ZT_INLINE Measured measure(const float *x, float inverse, const int8_t *codes, int64_t n) {
     uint32_t top = 0;
     uint8_t most = 0;
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = 0; i < (n & -kTile); ++i) { /* that is n, and says that no part of a vector is left */
         uint32_t bits;
         memcpy(&bits, x + i, 4);
         bits &= 0x7fffffff;
@@ -92,8 +94,8 @@ void advance(const float *x, float inverse, int64_t n, uint8_t weight, int8_t *_
 }
 
 /* Note [Reading trits]
- *     A byte of v is taken for the fraction v / 243, in 8 bits and rounded up so that no digit is lost; the digits, most
- *     significant first, are what each product by 3 carries out of those bits. Bytes above 242 are v - 243.
+ *     A byte v is taken for the fraction v / 243, in 8 bits and rounded up so that no digit is lost; the digits, most
+ *     significant first, are what each product by 3 carries out of those bits. A byte above 242 is v - 243.
  */
 void decode(const uint8_t *trits, int64_t n, int8_t *const *codes) {
     for (int64_t tile = 0; tile < n; tile += kTile) {
