@@ -13,6 +13,7 @@
 #ifndef ZT_GPU_EMULATION_H
 #define ZT_GPU_EMULATION_H
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>

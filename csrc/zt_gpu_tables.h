@@ -113,7 +113,8 @@ static inline int64_t zt_address_bits(const zt_messages &m) {
     return (int64_t)(uintptr_t)m.data | (m.sources > 1 ? m.source_step : 0) | outer | inner;
 }
 
-static inline int zt_take_messages(const zt_messages &m, zt_wire_spec spec, int64_t numel, zt_gpu_messages *out) {
+/* Messages of any bytes, at multiples of `alignment`. */
+static inline int zt_take_table(const zt_messages &m, int64_t alignment, zt_gpu_messages *out) {
     const int left = m.without_source >= 0;
     if (m.sources - left < 1 || m.without_source < -1 || m.without_source >= m.sources) return ZT_BAD_SIZE;
     if (m.members < 0 || m.without_member < -1 || m.without_member >= m.members) return ZT_BAD_SIZE;
@@ -121,14 +122,18 @@ static inline int zt_take_messages(const zt_messages &m, zt_wire_spec spec, int6
     if (m.members > 0 && (zt_is_wild(m.source_step, m.sources) || zt_is_wild(m.outer_step, m.members / m.inner) ||
                           zt_is_wild(m.inner_step, m.inner)))
         return ZT_BAD_SIZE;
-    if (m.nbytes != zt_wire_nbytes(spec, numel) || (numel > 0 && !m.data)) return ZT_BAD_SIZE;
-    if (numel > 0 && m.members > 0 && zt_is_odd(zt_address_bits(m), zt_wire_is_cast(spec) ? spec.bits / 8 : 16))
-        return ZT_BAD_ALIGNMENT;
+    if (m.nbytes > 0 && !m.data) return ZT_BAD_SIZE;
+    if (m.nbytes > 0 && m.members > 0 && zt_is_odd(zt_address_bits(m), alignment)) return ZT_BAD_ALIGNMENT;
     *out = {m.data, m.source_step, m.outer_step, m.inner_step, m.inner, m.sources - left,
             left ? m.without_source : INT32_MAX};
     if (m.inner == 1) out->inner_step = m.outer_step;
     if (m.inner == 1 || m.outer_step == m.inner * m.inner_step) out->inner = m.members; /* then there is but one level */
     return ZT_OK;
+}
+
+static inline int zt_take_messages(const zt_messages &m, zt_wire_spec spec, int64_t numel, zt_gpu_messages *out) {
+    if (m.nbytes != zt_wire_nbytes(spec, numel)) return ZT_BAD_SIZE;
+    return zt_take_table(m, zt_wire_is_cast(spec) ? spec.bits / 8 : 16, out);
 }
 
 /* Messages to be written. */

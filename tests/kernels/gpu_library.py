@@ -25,7 +25,22 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from op_builder import jit
-from tests.kernels.c_types import DTYPES, CMessages, CPiece, CReduce, CSpec, c_messages, c_pieces, c_spec
+from tests.kernels import c_types
+from tests.kernels.c_types import (
+    DTYPES,
+    CChange,
+    CCodes,
+    CMasters,
+    CMessages,
+    CPart,
+    CPiece,
+    CReduce,
+    CSpec,
+    c_messages,
+    c_pieces,
+    c_spec,
+)
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Format, Reduce, Total
@@ -84,6 +99,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "compact_above": [c_void_p, c_int32, c_int64, c_float, c_void_p, c_int64, c_void_p, c_void_p],
     "sketch_insert": [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p],
     "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
+    "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p],
+    "codes_emit": [CMasters, CCodes, CPart, CChange, c_void_p, c_int64],
+    "codes_apply": [CMessages, CCodes, CPart],
 }
 
 
@@ -190,6 +208,24 @@ class GpuLibrary:
         c = sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr(), work.data_ptr()
         self.call("sketch_peel", *c, left.data_ptr())
         return left
+
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+        """Scales, and which blocks escape."""
+        self.call("codes_assess", *c_owned(masters, codes, part), scales.data_ptr(), escaped.data_ptr())
+
+    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+        """Masters -> codes and message."""
+        made = message.data_ptr(), message.numel()
+        self.call("codes_emit", *c_owned(masters, codes, part), c_types.c_change(change), *made)
+
+    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+        """Messages -> codes."""
+        self.call("codes_apply", c_messages(messages), c_types.c_codes(codes), c_types.c_part(part))
+
+
+def c_owned(masters: Masters, codes: Codes, part: Part) -> tuple[CMasters, CCodes, CPart]:
+    """What is a member's own, in C."""
+    return c_types.c_masters(masters), c_types.c_codes(codes), c_types.c_part(part)
 
 
 @dataclass(frozen=True)
