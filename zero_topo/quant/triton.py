@@ -23,6 +23,7 @@ from zero_topo.quant.triton_blocks import (
     requantize_tile,
     size_of,
 )
+from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit
 from zero_topo.quant.triton_sparse import (
     compact_above,
     count_above,
@@ -34,6 +35,9 @@ from zero_topo.quant.triton_sparse import (
 )
 
 __all__ = [
+    "codes_apply",
+    "codes_assess",
+    "codes_emit",
     "compact_above",
     "count_above",
     "dequantize_reduce",

@@ -161,7 +161,7 @@ def _mine(work: Work) -> tl.tuple:
 
 
 @triton.jit
-def _address(table: Table, source: int, member: int) -> tl.tensor:
+def address(table: Table, source: int, member: int) -> tl.tensor:
     """Where a message begins."""
     outer = member // table.inner
     inner = tl.cast(member - outer * table.inner, tl.int64)
@@ -224,7 +224,7 @@ def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tens
 def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
     """Write all that the member's message has of a tile ``[blocks, size]``."""
     tile, member = _mine(work)
-    message = _address(messages, 0, member)
+    message = address(messages, 0, member)
     if SPEC.block_size == 1:
         index = _index(tile, SPEC)
         pointers = message.to(tl.pointer_type(_float(SPEC))) + index
@@ -287,7 +287,7 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
     # -0 + x is x, whatever x; but -0.0 for a number would be taken for 0.
     total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(tl.float32, bitcast=True)
     for number in tl.range(work.sources >> 2):
-        message = _address(messages, number + (number >= (work.hole >> 2)), member)
+        message = address(messages, number + (number >= (work.hole >> 2)), member)
         if SPEC.block_size == 1:
             index = _index(tile, SPEC)
             pointers = message.to(tl.pointer_type(_float(SPEC))) + index

@@ -1,0 +1,306 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Weights held as codes, as Triton kernels; Note [Codes] in ``code_ops.py`` says what they are.
+
+A program works on whole blocks, ``[blocks, block]``. What blocks lie where is read from tables on the device, so no
+size of a model is compiled in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
+from zero_topo.quant.triton_sparse import launch
+from zero_topo.quant.trits import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
+
+if TYPE_CHECKING:
+    from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+
+LEVELS = tl.constexpr(127.0)
+FIVE = tl.constexpr(GROUP)
+MASKED = tl.constexpr(CHUNK)
+HEAD = tl.constexpr(128)
+RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
+
+
+class _Held(NamedTuple):
+    """Codes and a part of them; numbers are times 4 plus 2, as those of `triton_blocks.Work`."""
+
+    data: Tensor
+    slots: Tensor
+    slot_of: Tensor
+    begin: int
+    width: int
+    blocks: int
+    members: int
+
+
+class _Own(NamedTuple):
+    """Masters of one member; numbers but the step are times 4 plus 2."""
+
+    data: Tensor
+    step: int
+    first: int
+    columns: int
+    member: int
+
+
+class _Made(NamedTuple):
+    """A message, and the `Change` that it is made from."""
+
+    message: Tensor
+    scales: Tensor
+    order: Tensor
+    escaped: Tensor
+
+
+class _Sent(NamedTuple):
+    """Members' tiles, and where the planes of each message begin that do not depend on how many blocks escape."""
+
+    tiles: int
+    skipped: int
+    nbytes: int
+    before: int
+    scales: int
+
+
+def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+    """Each block's scale from now on, and whether it escapes."""
+    if part.blocks:
+        programs = triton.cdiv(part.blocks, _tile(codes))
+        launch(_assess, programs, scales, escaped, _held(codes, part), _own(masters), codes.block)
+
+
+def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+    """Bring codes and scales up to date, and write scales, codes and trits of the message.
+
+    Raises:
+        ValueError: if the message begins where kernels cannot write it, or is too small for any.
+    """
+    spec, n = TritSpec(codes.block), part.blocks
+    if message.numel() < spec.nbytes(n, 0) or message.data_ptr() % ALIGNED.value:
+        raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0)} bytes or more, at a multiple of 16 bytes")
+    if n:
+        made = _Made(message, change.scales, change.order, change.count)
+        last = _coded(message.numel()), _coded(spec.scales_offset(n))
+        arguments = _held(codes, part), _own(masters), *last, codes.block
+        launch(_emit, triton.cdiv(n, FIVE.value * _groups(codes)) + 1, made, *arguments, _groups(codes))
+
+
+def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
+    """Bring the rows of all members but the one left out up to date.
+
+    Raises:
+        ValueError: if messages begin where kernels cannot read them, or are too small for any.
+    """
+    table, spec, n = messages.table, TritSpec(codes.block), part.blocks
+    steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
+    if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
+        raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
+    tiles = triton.cdiv(n, _tile(codes))
+    skipped = messages.members if messages.without_member is None else messages.without_member
+    programs = tiles * (messages.members - (skipped < messages.members))
+    if programs:
+        numbers = tiles, skipped, table.shape[-1], spec.before_offset(n), spec.scales_offset(n)
+        where = Table(table, steps[0], steps[1], steps[2], table.shape[2], 0, 0)
+        launch(_apply, programs, where, _held(codes, part), _Sent._make(map(_coded, numbers)), codes.block)
+
+
+def _coded(number: int) -> int:
+    return 4 * number + 2
+
+
+def _tile(codes: Codes) -> int:
+    return int(TILE.value) // codes.block
+
+
+def _groups(codes: Codes) -> int:
+    """Groups of five blocks that a program emits."""
+    return max(1, 1024 // codes.block)
+
+
+def _held(codes: Codes, part: Part) -> _Held:
+    numbers = part.begin, part.end - part.begin, part.blocks, part.members
+    return _Held(codes.held, codes.slots, codes.slot_of, *map(_coded, numbers))
+
+
+def _own(masters: Masters) -> _Own:
+    numbers = masters.first, masters.table.shape[1], masters.member
+    return _Own(masters.table, masters.table.stride(0), *map(_coded, numbers))
+
+
+@triton.jit
+def _places(held: _Held, block: tl.tensor, member: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
+    """Of blocks ``[blocks]``: bytes at which codes and scales are; row, first master and how many there are."""
+    width = held.width >> 2
+    row = block // width
+    column = block - row * width + (held.begin >> 2)
+    slot = held.slots + tl.load(held.slot_of + column).to(tl.int64) * 6
+    here = column - tl.load(slot + 3)
+    index = (row * (held.members >> 2) + member) * tl.load(slot + 2) + here
+    codes = tl.multiple_of(tl.load(slot) + index * SIZE, 16)
+    inside = here * SIZE
+    return codes, tl.load(slot + 1) + index * 4, row, tl.load(slot + 4) + inside, tl.load(slot + 5) - inside
+
+
+@triton.jit
+def _floats(at: tl.tensor) -> tl.tensor:
+    return at.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Pointers ``[blocks, block]`` to signed bytes from offsets ``[blocks]`` on."""
+    return at.to(tl.pointer_type(tl.int8)) + (block[:, None] + tl.arange(0, SIZE)[None, :])
+
+
+@triton.jit
+def _values(own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Masters ``[blocks, block]``, zero where there are none."""
+    inside = tl.arange(0, SIZE)[None, :]
+    at = (first - (own.first >> 2))[:, None] + inside
+    exists = (inside < left[:, None]) & (at >= 0) & (at < (own.columns >> 2))
+    return tl.load(own.data + row[:, None] * own.step + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Codes of values, as FP32."""
+    usable = scale > 0
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    code = tl.where(usable[:, None], x * inverse[:, None], 0.0)
+    return (tl.minimum(tl.maximum(code, -LEVELS), LEVELS) + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _assess(scales: tl.tensor, escaped: tl.tensor, held: _Held, own: _Own, SIZE: tl.constexpr) -> None:
+    """A tile of blocks."""
+    n = held.blocks >> 2
+    mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+    block = tl.minimum(mine, n - 1)
+    codes, scales_at, row, first, left = _places(held, block, own.member >> 2, SIZE)
+    x = _values(own, row, first, left, SIZE)
+    old = tl.load(_floats(held.data + scales_at))
+    top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
+    fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
+    kept = (old > 0) & (top >= old * RATIOS[1]) & (top <= old * RATIOS[2])
+    scale = tl.where(kept, old, fresh)
+    apart = tl.abs(_coding(x, scale) - tl.load(_bytes(held.data, codes, SIZE)).to(tl.float32))
+    moved = tl.max(apart, axis=1) > 1
+    moved = moved | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
+    tl.store(scales + mine, scale, mask=mine < n)
+    tl.store(escaped + mine, moved, mask=mine < n)
+
+
+@triton.jit
+def _emit(
+    made: _Made, held: _Held, own: _Own, nbytes: int, scales: int, SIZE: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
+    """Some groups of five blocks that do not escape, or as many blocks that do; programs walk on."""
+    n = tl.cast(held.blocks >> 2, tl.int64)
+    escaped = tl.minimum(tl.maximum(tl.load(made.escaped), 0), n)
+    groups = (n - escaped + FIVE - 1) // FIVE
+    whole_at = (scales >> 2) + (escaped * 4 + 127) // 128 * 128
+    trits_at = whole_at + escaped * SIZE
+    quiet = (groups + GROUPS - 1) // GROUPS
+    if trits_at + groups * SIZE <= (nbytes >> 2):
+        for unit in tl.range(
+            tl.program_id(0).to(tl.int64), quiet + (escaped + GROUPS - 1) // GROUPS, tl.num_programs(0)
+        ):
+            if unit < quiet:
+                _emit_trits(made, held, own, (unit * GROUPS, n - escaped, trits_at), SIZE, GROUPS)
+            else:
+                at = ((unit - quiet) * GROUPS, escaped, scales >> 2, whole_at)
+                _emit_whole(made, held, own, at, SIZE, GROUPS)
+
+
+@triton.jit
+def _renewed(made: _Made, held: _Held, own: _Own, place: tl.tensor, exists: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
+    """Bring codes in these places of the order up to date: new and old ones, their scales and where these are."""
+    block = tl.load(made.order + place, mask=exists, other=0)
+    codes, scales_at, row, first, left = _places(held, block, own.member >> 2, SIZE)
+    scale = tl.load(made.scales + block)
+    new = _coding(_values(own, row, first, left, SIZE), scale)
+    pointers = _bytes(held.data, codes, SIZE)
+    old = tl.load(pointers).to(tl.float32)
+    tl.store(pointers, new.to(tl.int8), mask=exists[:, None])
+    return new, old, scale, scales_at
+
+
+@triton.jit
+def _emit_trits(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
+    first, stay, trits_at = at
+    group = first + tl.arange(0, GROUPS)
+    packed = tl.zeros((GROUPS, SIZE), tl.float32)
+    for k in tl.static_range(FIVE):
+        place = group * FIVE + k
+        new, old, _, _ = _renewed(made, held, own, place, place < stay, SIZE)
+        packed += tl.where((place < stay)[:, None], (new - old + 1.0) * (3.0**k), 0.0)
+    trits = _bytes(made.message, tl.multiple_of(trits_at + group * SIZE, 16), SIZE)
+    tl.store(trits, packed.to(tl.int32).to(tl.int8), mask=(group * FIVE < stay)[:, None])
+
+
+@triton.jit
+def _emit_whole(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
+    first, escaped, scales, whole_at = at
+    number = first + tl.arange(0, GROUPS)
+    exists = number < escaped
+    place = (held.blocks >> 2) - escaped + number
+    new, _, scale, scales_at = _renewed(made, held, own, place, exists, SIZE)
+    tl.store(_floats(held.data + scales_at), scale, mask=exists)
+    tl.store(_floats(made.message + scales) + number, scale, mask=exists)
+    whole = _bytes(made.message, tl.multiple_of(whole_at + number * SIZE, 16), SIZE)
+    tl.store(whole, new.to(tl.int8), mask=exists[:, None])
+
+
+@triton.jit
+def _ones(bits: tl.tensor) -> tl.tensor:
+    """How many bits of words of 32 are set."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int64)
+
+
+@triton.jit
+def _third(packed: tl.tensor, k: tl.tensor) -> tl.tensor:
+    """Bytes by 3^k, ``[blocks, block]`` and ``[blocks]``: no error of the product reaches 1 / 3^5."""
+    factor = tl.where(k == 0, 65536, tl.where(k == 1, 21846, tl.where(k == 2, 7282, 2428)))
+    factor = tl.where(k < 4, factor, tl.where(k == 4, 810, 270))
+    return (packed * factor.to(tl.int32)[:, None]) >> 16
+
+
+@triton.jit
+def _apply(messages: Table, held: _Held, sent: _Sent, SIZE: tl.constexpr) -> None:
+    """A tile of a member's blocks; what its message does not hold stays as it is."""
+    n, nbytes, tiles, skipped = held.blocks >> 2, sent.nbytes >> 2, sent.tiles >> 2, sent.skipped >> 2
+    member = tl.program_id(0) // tiles
+    mine = (tl.program_id(0) - member * tiles).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+    member += (member >= skipped).to(tl.int32)
+    message = tl.multiple_of(address(messages, 0, member), 16)
+    block = tl.minimum(mine, n - 1)
+    codes, scales_at, _, _, _ = _places(held, block, member, SIZE)
+    words = message.to(tl.pointer_type(tl.uint32))
+    escaped = tl.minimum(tl.load(words).to(tl.int64), n)
+    word, bit = block // 32, (block % 32).to(tl.uint32)
+    bits = tl.load(words + HEAD // 4 + word)
+    earlier = tl.load(words + HEAD // 4 + word - 1, mask=word % 2 == 1, other=0)
+    before = tl.load(words + (sent.before >> 2) // 4 + block // MASKED).to(tl.int64)
+    before += _ones(earlier) + _ones(bits & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1))
+    whole = ((bits >> bit) & 1) == 1
+    rank = tl.where(whole, before, block - before)
+    whole_at = (sent.scales >> 2) + (escaped * 4 + 127) // 128 * 128
+    at = tl.where(whole, whole_at + rank * SIZE, whole_at + escaped * SIZE + rank // FIVE * SIZE)
+    there = (mine < n) & (rank >= 0) & (at + SIZE <= nbytes)
+    came = tl.load(_bytes(message, tl.multiple_of(at, 16), SIZE), mask=there[:, None], other=0).to(tl.int32)
+    pointers = _bytes(held.data, codes, SIZE)
+    old = tl.load(pointers).to(tl.int32)
+    digit = _third(came & 255, rank % FIVE) - 3 * _third(came & 255, rank % FIVE + 1)
+    tl.store(pointers, tl.where(whole[:, None], came, old + digit - 1).to(tl.int8), mask=there[:, None])
+    scale = tl.load(_floats(message + (sent.scales >> 2)) + rank, mask=there & whole, other=0.0)
+    tl.store(_floats(held.data + scales_at), scale, mask=there & whole)
