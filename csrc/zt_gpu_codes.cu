@@ -5,6 +5,8 @@
  */
 #include "zt_gpu_codes.h"
 
+static_assert(ZT_TRITS_GROUP == 5, "as places are shared");
+
 #define ZT_PLACED 20 /* places of change.order that 32 lanes take: four groups, so that blocks of 64 keep all busy */
 
 /* -- Values -> codes ----------------------------------------------------------------------------------------------- */
@@ -128,12 +130,16 @@ struct zt_emission {
     bool escape;
 };
 
-/* Tiles of blocks that do not escape come first. */
-ZT_DEVICE zt_emission zt_emission_of(const zt_codes_arguments &a, int64_t tile, int64_t escaped) {
-    const int64_t stay = a.blocks - escaped, before = zt_blocks_for(stay, ZT_PLACED), block = a.codes.block;
+/* How many of `each` hold n < 2^31: divisions of 64 bits by constants are slow too. */
+ZT_DEVICE int64_t zt_many(int64_t n, uint32_t each) { return ((uint32_t)n + (each - 1)) / each; }
+
+/* Tiles of blocks that do not escape, `before`, come first. */
+ZT_DEVICE zt_emission zt_emission_of(const zt_codes_arguments &a, int64_t tile, int64_t before, int64_t escaped) {
+    const int64_t stay = a.blocks - escaped, block = a.codes.block;
     const bool escape = tile >= before;
-    const int64_t first = (escape ? tile - before : tile) * ZT_PLACED, left = (escape ? escaped : stay) - first;
-    const int64_t groups = zt_trits_offset(a.codes.block, a.blocks, escaped) + first / ZT_TRITS_GROUP * block;
+    const int64_t index = escape ? tile - before : tile, first = index * ZT_PLACED;
+    const int64_t left = (escape ? escaped : stay) - first;
+    const int64_t groups = zt_trits_offset(a.codes.block, a.blocks, escaped) + index * (ZT_PLACED / 5) * block;
     const int64_t whole = zt_trits_codes_offset(a.blocks, escaped) + first * block;
     return {escape ? stay + first : first, zt_trits_scales_offset(a.blocks) + first * 4, escape ? whole : groups,
             (int32_t)(left < ZT_PLACED ? left : ZT_PLACED), escape};
@@ -155,14 +161,14 @@ ZT_DEVICE void zt_emit_unit(const zt_codes_arguments &a, zt_home home, float inv
 /* 32 lanes take 20 places of change.order, 32 units of each of a group's five blocks at a time. */
 ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
     const int block = a.codes.block, units = block / ZT_UNIT;
-    const int lane = (int)threadIdx.x % ZT_WARP, five = (int)ZT_TRITS_GROUP, bits = __ffs(units) - 1;
+    const int lane = (int)threadIdx.x % ZT_WARP, bits = __ffs(units) - 1;
     int64_t escaped = (int64_t)zt_load<uint64_t>(a.change.count);
     escaped = escaped < 0 ? 0 : escaped < a.blocks ? escaped : a.blocks;
-    if (zt_trits_nbytes(block, a.blocks, escaped) > a.nbytes) return;
-    const int64_t tiles = zt_blocks_for(escaped, ZT_PLACED) + zt_blocks_for(a.blocks - escaped, ZT_PLACED);
-    const int64_t step = zt_tile_step();
+    const int64_t stay = a.blocks - escaped, before = zt_many(stay, ZT_PLACED), step = zt_tile_step();
+    if (zt_trits_offset(block, a.blocks, escaped) + zt_many(stay, 5) * block > a.nbytes) return;
+    const int64_t tiles = before + zt_many(escaped, ZT_PLACED);
     for (int64_t tile = zt_first_tile(); tile < tiles; tile += step) {
-        const zt_emission e = zt_emission_of(a, tile, escaped);
+        const zt_emission e = zt_emission_of(a, tile, before, escaped);
         zt_home mine = {nullptr, nullptr, nullptr, 0};
         float own = 0.0f;
         if (lane < e.many) {
@@ -173,19 +179,19 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
             if (e.escape) zt_store<float>(mine.scale, scale), zt_store<float>(a.message + e.scales + lane * 4, scale);
         }
 #pragma unroll 1
-        for (int i = lane; i < ZT_PLACED / five * units; i += ZT_WARP) {
+        for (int i = lane; i < ZT_PLACED / 5 * units; i += ZT_WARP) {
             const int group = i >> bits, unit = i & (units - 1);
             uint4 digits = {0, 0, 0, 0};
             uint32_t power = 1;
 #pragma unroll
             for (int k = 0; k < 5; k++, power *= 3) {
-                const int place = group * five + k;
+                const int place = group * 5 + k;
                 const zt_home home = zt_told(mine, place);
                 const float inverse = zt_bits<float>(zt_shuffle(zt_bits<uint32_t>(own), place, ZT_WARP));
                 uint8_t *whole = e.escape ? a.message + e.to + (int64_t)place * block : nullptr;
                 if (home.codes) zt_emit_unit(a, home, inverse, unit, whole, power, &digits);
             }
-            if (e.escape || group * five >= e.many) continue;
+            if (e.escape || group * 5 >= e.many) continue;
             const uint2 bytes = {zt_joined(digits.x, digits.z), zt_joined(digits.y, digits.w)};
             zt_store<uint2>(a.message + e.to + group * block + unit * ZT_UNIT, bytes);
         }

@@ -27,12 +27,14 @@ ZT_DEVICE zt_decoding zt_decoding_of(const zt_codes_arguments &a, uint8_t *messa
     before += __popc(bits & ((1u << i % ZT_WARP) - 1));
     if (word % 2) before += __popc(zt_load<uint32_t>(message + ZT_TRITS_MASK + word * 4 - 4));
     const bool whole = bits >> i % ZT_WARP & 1;
-    const int64_t rank = whole ? before : i - before, group = rank / ZT_TRITS_GROUP;
+    const int64_t rank = whole ? before : i - before;
+    if (rank < 0 || rank >= n) return {ZT_NOTHING, nullptr};
+    const uint32_t group = (uint32_t)rank / (uint32_t)ZT_TRITS_GROUP; /* of 32 bits: all are below 2^31 */
     const int64_t offset = whole ? zt_trits_codes_offset(n, escaped) + rank * block
                                  : zt_trits_offset(a.codes.block, n, escaped) + group * block;
-    if (rank < 0 || offset + block > a.nbytes) return {ZT_NOTHING, nullptr};
+    if (offset + block > a.nbytes) return {ZT_NOTHING, nullptr};
     if (whole) zt_store<uint32_t>(held_scale, zt_load<uint32_t>(message + zt_trits_scales_offset(n) + rank * 4));
-    const int k = (int)(rank - group * ZT_TRITS_GROUP);
+    const int k = (int)((uint32_t)rank - group * (uint32_t)ZT_TRITS_GROUP);
     return {whole ? ZT_WHOLE : zt_third(k) | zt_third(k + 1) << 12, message + offset};
 }
 

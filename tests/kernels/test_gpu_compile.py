@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,15 @@ from torch.utils.hipify import hipify_python
 from op_builder import source_dir
 from op_builder.builder import SHARED
 from op_builder.jit import cache_dir
-from tests.kernels import golden, golden_members
+from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
 
 NVIDIA = ("80", "90")
 AMD = "gfx90a"
 EXPECTED = {"zt_quantize_kernel": 6, "zt_requantize_kernel": 12, "zt_reduce_kernel": 8}
 """Block kernels by how many units, bits and symmetries they are instantiated for."""
+CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
+"""Those of codes, by units."""
 CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 3, "zt_cast_again_kernel": 3}
 """Those of casts, by dtype."""
 OTHERS = {"zt_mask_pack_kernel", "zt_mask_unpack_kernel", "zt_count_kernel", "zt_compact_kernel"}
@@ -140,8 +143,8 @@ def amd_kernels(assembly: str) -> list[Kernel]:
 def check_all_there(kernels: list[Kernel]) -> None:
     """Every kernel was found in what the compiler said: the checks below are about something."""
     names = [kernel.name for kernel in kernels]
-    assert {name: names.count(name) for name in EXPECTED | CASTS} == EXPECTED | CASTS
-    assert set(names) == OTHERS | set(EXPECTED | CASTS)
+    assert {name: names.count(name) for name in EXPECTED | CASTS | CODES} == EXPECTED | CASTS | CODES
+    assert set(names) == OTHERS | set(EXPECTED | CASTS | CODES)
     assert all(kernel.code.strip() for kernel in kernels)
 
 
@@ -154,12 +157,13 @@ def count(pattern: str, kernel: Kernel) -> int:
 def test_registers(target: str) -> None:
     """Nothing spills or lies in local memory; as many thread blocks, or waves of 64, fit as the kernels ask for."""
     if target == AMD:
-        kernels, local, most = amd(), "(scratch|buffer)_(load|store)", {"2": 128, "4": 168, "8": 256}
+        kernels, local, most = amd(), "(scratch|buffer)_(load|store)", {"": 128, "1": 96, "2": 128, "4": 168, "8": 256}
     else:
-        kernels, local, most = nvidia(target), r"\.local", {"2": 64, "4": 80, "8": 128}
+        kernels, local, most = nvidia(target), r"\.local", {"": 64, "1": 48, "2": 64, "4": 80, "8": 128}
     check_all_there(kernels)
     assert not [k for k in kernels if k.spilled or k.local_bytes or count(local, k)]
     assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
+    assert not [k for k in kernels if k.name in CODES and k.registers > most[k.arguments[2:3]]]
     assert not [k for k in kernels if k.name in CASTS and k.registers > most["4"]]  # three thread blocks, as of 4 units
 
 
@@ -171,6 +175,9 @@ def test_nvidia_arithmetic(arch: str) -> None:
         assert not count(r"\bfma\b|\bmad\.\S*f32|\.approx|\.ftz", kernel), kernel.name
         if kernel.name in ("zt_quantize_kernel", "zt_requantize_kernel"):
             assert count(r"\bdiv\.rn\.f32", kernel) >= 2
+        if kernel.name in CODES:  # of 1 by a scale, and of a block's top by 127
+            found = count(r"\brcp\.rn\.f32", kernel), count(r"\bdiv\.rn\.f32", kernel)
+            assert found == {"zt_assess_kernel": (1, 1), "zt_emit_kernel": (1, 0)}.get(kernel.name, (0, 0)), kernel.name
         if kernel.name in ("zt_reduce_kernel", "zt_requantize_kernel"):
             assert count(r"\bmul\.rn\.f32", kernel) >= 16 and count(r"\badd\.rn\.f32", kernel) >= 16
 
@@ -185,6 +192,12 @@ def test_nvidia_memory(arch: str) -> None:
             assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4 * units  # FP32 has two for each unit
         if kernel.name == "zt_reduce_kernel":
             assert count(r"st\.global\S*\.v4\.u32", kernel) >= 8
+        if kernel.name in CODES:
+            assert count(r"ld\.global\S*\.v4\.u32", kernel) >= 4
+            wide, narrow = (count(rf"st\.global\S*\.v{many}\.u32", kernel) for many in (4, 2))
+            assert (wide, narrow >= 5) == {"apply": (2, False), "emit": (0, True), "assess": (0, False)}[
+                kernel.name[3:-7]
+            ]
 
 
 VECTORS = {"zt_quantize_kernel": 14 + 7, "zt_reduce_kernel": 7, "zt_cast_kernel": 8 + 14 + 7, "zt_cast_sum_kernel": 7}
@@ -210,13 +223,13 @@ def test_amd_arithmetic() -> None:
     """Division is IEEE's, nothing but it is fused, denormals are kept."""
     for kernel in amd():
         assert count("amdhsa_float_denorm_mode_32 3", kernel) == 1
-        if kernel.name not in EXPECTED:
+        if kernel.name not in EXPECTED | CODES:
             continue
         divisions = count("v_div_fixup_f32", kernel)
         # Fused are only the five steps of a division, and those of integer divisions, where 2^32 or its negative is in.
         assert count(r"v_(pk_)?(fma|fmac|fmaak|fmamk)_f32", kernel) == 5 * divisions
         assert not count(r"v_(mac|mad|madak|madmk)_f32(?!.*0x[4c]f800000)", kernel)
-        if kernel.name in ("zt_quantize_kernel", "zt_requantize_kernel"):
+        if kernel.name in ("zt_quantize_kernel", "zt_requantize_kernel", "zt_assess_kernel"):
             assert divisions >= 2
         if kernel.name == "zt_reduce_kernel":
             assert divisions == 0 and count(r"v_(pk_)?mul_f32", kernel) >= 8
@@ -228,6 +241,8 @@ def test_amd_memory() -> None:
         assert not count("flat_(load|store)", kernel), kernel.name
         if kernel.name == "zt_quantize_kernel":
             assert count("global_load_dwordx4", kernel) >= 4 * int(kernel.arguments[2])
+        if kernel.name == "zt_apply_kernel":
+            assert count("global_load_dwordx4", kernel) >= 4 and count("global_store_dwordx4", kernel) == 2
 
 
 LIBRARIES = {"nvcc": lambda: nvidia_library(NVIDIA[-1]), "hipcc": amd_library}
@@ -268,6 +283,9 @@ def test_the_bits_on_a_gpu() -> None:
     golden_members.check_many_pieces(backend, 5000, "cuda")
     golden_members.check_many_members(backend, 1000, "cuda")
     golden.check_sparse(backend, "cuda")
+    for layout, fate in product((*golden_codes.RAGGED, *golden_codes.SINGLE), golden_codes.FATES):
+        golden_codes.check_codes(backend, layout, fate, "cuda")
+    golden_codes.check_bytes(backend, device="cuda")
 
 
 def test_the_sources_survive_hipify(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from op_builder import source_dir
 from op_builder.jit import cache_dir
-from tests.kernels import golden, golden_codes
+from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
@@ -51,19 +51,6 @@ def test_requantize(library: ctypes.CDLL, chosen: Settings, spec: golden.Spec) -
 def test_sparse(library: ctypes.CDLL, chosen: Settings) -> None:
     """Masks, picks and sketches are the reference's."""
     golden.check_sparse(GpuLibrary(library, chosen))
-
-
-@pytest.mark.parametrize("chosen", BOTH)
-@pytest.mark.parametrize("fate", golden_codes.FATES)
-def test_codes(library: ctypes.CDLL, chosen: Settings, fate: str) -> None:
-    """Scales, messages and what is held are the reference's, whichever blocks escape."""
-    for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE):
-        golden_codes.check_codes(GpuLibrary(library, chosen), layout, fate)
-
-
-def test_codes_of_any_bytes(library: ctypes.CDLL) -> None:
-    """Trits are decoded as the reference does, also from bytes that nobody sends."""
-    golden_codes.check_bytes(GpuLibrary(library))
 
 
 @pytest.mark.parametrize("offset", [1, 7, 8])

@@ -1,0 +1,280 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels on codes, emulated: the reference's bits, wherever all lies; no message makes them reach beyond."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from op_builder import source_dir
+from op_builder.jit import cache_dir
+from tests.kernels import c_types, golden_codes
+from tests.kernels import gpu_library as gpu
+from tests.kernels.golden_codes import FATES, FILLING, OPS, RAGGED, SINGLE, Case, assert_same, ragged, single
+from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from zero_topo.quant import code_reference
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.native import Native
+from zero_topo.quant.trits import TritSpec
+
+BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
+PAGE = 4096
+OK, BAD_SPEC, BAD_SIZE, BAD_ALIGNMENT = 0, 1, 3, 7
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """The kernels, compiled for the emulation."""
+    return gpu.emulated(source_dir(), cache_dir())
+
+
+@pytest.mark.parametrize("chosen", BOTH)
+@pytest.mark.parametrize("fate", FATES)
+def test_codes_have_the_references_bits(library: ctypes.CDLL, chosen: Settings, fate: str) -> None:
+    """Scales, messages and what is held, whichever blocks escape."""
+    for layout in (*RAGGED, *SINGLE):
+        golden_codes.check_codes(GpuLibrary(library, chosen), layout, fate)
+
+
+def test_all_bytes_that_trits_may_come_in(library: ctypes.CDLL) -> None:
+    """Each byte's five digits."""
+    golden_codes.check_bytes(GpuLibrary(library))
+
+
+def test_codes_through_the_binding() -> None:
+    """What an engine on a GPU calls."""
+    native = Native(gpu.bound(source_dir()), lambda: 0)
+    for layout in (RAGGED[2], single(69)):
+        golden_codes.check_codes(native, layout, "mixed")
+
+
+def far(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are touched."""
+    size = numel * torch.empty(0, dtype=dtype).element_size()
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    return torch.frombuffer(area, dtype=dtype)
+
+
+def test_places_beyond_32_bits(library: ctypes.CDLL) -> None:
+    """Slots, rows of masters and messages over 2^32 bytes apart are found, read and written."""
+    backend, case, spec = GpuLibrary(library), Case(ragged(64), "mixed", "cpu"), TritSpec(64)
+    part, apart = case.part, 2**32 + 128
+    slots = case.codes.slots.clone()
+    slots[:, :2] += apart
+    codes = Codes(far(apart + case.codes.held.numel(), torch.uint8), slots, case.codes.slot_of, 64)
+    table = far(3 * apart + 2**17, torch.uint8).as_strided((1, 2, 3, 2**16), (0, 2 * apart, apart // 2, 1))
+    for member in range(part.members):
+        near, masters = case.copy(), case.masters(member)
+        codes.held[apart:] = near.held
+        rows = far(2 * apart // 4 + 2**16, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
+        rows.copy_(masters.table)
+        change = OPS.assess(masters, near, part)
+        scales, escaped = torch.zeros_like(change.scales), torch.zeros_like(change.escaped)
+        backend.codes_assess(replace(masters, table=rows), codes, part, scales, escaped)
+        assert_same(scales, change.scales, "scales")
+        assert_same(escaped, change.escaped, "which blocks escape")
+        made, wanted = table[0, member // 3, member % 3], torch.zeros(2**16, dtype=torch.uint8)
+        head = spec.scales_offset(part.blocks)
+        made[:head] = wanted[:head] = OPS.emit(masters, case.copy(), part, change, 2**16)[:head]
+        code_reference.codes_emit(masters, near, part, change, wanted)
+        backend.codes_emit(replace(masters, table=rows), codes, part, change, made)
+        assert_same(made, wanted, "the message")
+        assert_same(codes.held[apart:], near.held, "what is held")
+    codes.held[apart:] = case.codes.held
+    near = case.copy()
+    code_reference.codes_apply(Messages(table), near, part)
+    backend.codes_apply(Messages(table), codes, part)
+    assert_same(codes.held[apart:], near.held, "what is held by others")
+
+
+def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
+    """The last 40 of so many blocks that there are over 2^32 codes: but the last thread block of each kernel is run."""
+    few, chunk, spec = 40, 2**26, TritSpec(64)
+    before = chunk + 36  # a multiple of five, as groups are
+    n, case = before + few, Case(single(few), "mixed", "cpu")
+    near, masters, tail = case.copy(), case.masters(0), slice(64 * before, 64 * (before + few))
+    change = OPS.assess(masters, near, case.part)
+    count = int(change.count)
+    message = OPS.emit(masters, near, case.part, change, spec.nbytes(few, count))
+    slots = torch.tensor([[0, 64 * n, n, 0, 0, 64 * n]])
+    codes, part = Codes(far(68 * n, torch.uint8), slots, far(n, torch.int32), 64), Part(0, n, 1, 1)
+    table = far(64 * n, torch.float32)[None]
+    table[:, tail] = masters.table
+    own, scales, made = Masters(table, 0, 0), far(n, torch.float32), far(spec.nbytes(n, count), torch.uint8)
+    escaped, order = far(n, torch.uint8).view(torch.bool), far(n, torch.int64)
+    order[before:] = change.order + before
+
+    def last(blocks: int) -> GpuLibrary:
+        return GpuLibrary(library, Settings(most_blocks=2**31, first_block=before // blocks))
+
+    def restore() -> None:
+        codes.held[tail] = case.codes.held[: 64 * few]
+        codes.held[64 * n + 4 * before :] = case.codes.held[64 * few :][: 4 * few]
+
+    def check_held() -> None:
+        assert_same(codes.held[tail], near.held[: 64 * few], "codes")
+        assert_same(codes.held[64 * n + 4 * before :], near.held[64 * few :][: 4 * few], "scales that are held")
+
+    restore()
+    last(256).codes_assess(own, codes, part, scales, escaped)
+    assert_same(scales[before:], change.scales, "scales")
+    assert_same(escaped[before:], change.escaped, "which blocks escape")
+    last(160).codes_emit(own, codes, part, Change(scales, escaped, order, change.count), made)
+    check_held()
+    places = (
+        (spec.scales_offset(n), spec.scales_offset(few), 4 * count),
+        (spec.codes_offset(n, count), spec.codes_offset(few, count), 64 * count),
+        (spec.trits_offset(n, count) + before // 5 * 64, spec.trits_offset(few, count), -(-(few - count) // 5) * 64),
+    )
+    for there, here, nbytes in places:
+        assert_same(made[there : there + nbytes], message[here : here + nbytes], f"the message at {there}")
+    bits = torch.zeros(2, 64, dtype=torch.int64)
+    bits.view(-1)[n - chunk - few : n - chunk] = change.escaped.long()
+    powers = 2 ** torch.arange(8)
+    made[:4] = torch.tensor([count], dtype=torch.int32).view(torch.uint8)
+    made[128 + chunk // 8 :][:16] = (bits.view(16, 8) * powers).sum(1).to(torch.uint8)
+    counts = torch.stack([bits.new_zeros(()), bits[0].sum()]).to(torch.int32)
+    made[spec.before_offset(n) + chunk // 16 :][:8] = counts.view(torch.uint8)
+    restore()
+    last(256).codes_apply(Messages(made.view(1, 1, 1, -1)), codes, part)
+    check_held()
+
+
+def guarded(nbytes: int) -> Tensor:
+    """Bytes behind which no memory is: who reads on ends the process."""
+    pages = -(-nbytes // PAGE) * PAGE
+    area = mmap.mmap(-1, pages + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = torch.frombuffer(area, dtype=torch.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(found.data_ptr() + pages), PAGE, 0) == 0
+    return found[pages - nbytes : pages]
+
+
+@given(seed=st.integers(0, 2**40), counts=st.lists(st.sampled_from([0, 1, 36, 37, 2**31, 2**32 - 1]), min_size=6))
+def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, counts: list[int]) -> None:
+    """Whatever bytes came: nothing behind a message is read, and of what is held only the members' part is written."""
+    case, generator = Case(ragged(64), "mixed", "cpu"), torch.Generator().manual_seed(seed)
+    n, spec = case.part.blocks, TritSpec(64)
+    nbytes, size = spec.nbytes(n, seed % (n + 1)), case.codes.held.numel()
+    table = guarded(6 * nbytes).view(1, 2, 3, nbytes)
+    table.random_(0, 256, generator=generator)
+    words = table[..., :4].view(torch.int32)
+    words.copy_(torch.tensor(counts[:6]).to(torch.int32).view(1, 2, 3, 1))
+    sparse = torch.randint(0, 3, (), generator=generator)
+    table[..., 128 : spec.before_offset(n)] *= sparse
+    table[..., spec.before_offset(n) : spec.scales_offset(n)] *= sparse > 1
+    held = case.copy()
+    GpuLibrary(library).codes_apply(Messages(table, without_member=4), held, case.part)
+    wholes = torch.zeros(1, 2, 3, spec.nbytes(n, n), dtype=torch.uint8)
+    wholes[..., :4].view(torch.int32).fill_(n)
+    wholes[..., 128 : 128 + -(-n // 8)] = 255
+    may = replace(held, held=torch.full((size,), FILLING, dtype=torch.uint8))
+    code_reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
+    wrong = (held.held != case.codes.held) & (may.held == FILLING)
+    assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
+
+
+def test_a_message_without_room_is_not_written(library: ctypes.CDLL) -> None:
+    """One that is too small for what escapes leaves codes and message as they were: counts are known on the device."""
+    case, backend = Case(single(40), "mixed", "cpu"), GpuLibrary(library)
+    held, masters = case.copy(), case.masters(0)
+    change = OPS.assess(masters, held, case.part)
+    message = torch.full((TritSpec(64).nbytes(40, 0),), FILLING, dtype=torch.uint8)
+    backend.codes_emit(masters, held, case.part, change, message)
+    assert_same(held.held, case.codes.held, "what is held")
+    assert bool((message == FILLING).all())
+
+
+BAD: list[tuple[str, dict[str, int], int]] = [
+    ("codes", {"block": 96}, BAD_SPEC),
+    ("codes", {"block": 1}, BAD_SPEC),
+    ("codes", {"held": 0}, BAD_SIZE),
+    ("codes", {"slots": 0}, BAD_SIZE),
+    ("codes", {"slot_of": 0}, BAD_SIZE),
+    ("codes", {"columns": 39}, BAD_SIZE),
+    ("codes", {"nbytes": 40 * 64 - 1}, BAD_SIZE),
+    ("part", {"begin": -1}, BAD_SIZE),
+    ("part", {"begin": 41}, BAD_SIZE),
+    ("part", {"rows": -1}, BAD_SIZE),
+    ("part", {"rows": 2**40}, BAD_SIZE),
+    ("part", {"members": 0}, BAD_SIZE),
+    ("masters", {"data": 0}, BAD_SIZE),
+    ("masters", {"member": 1}, BAD_SIZE),
+    ("masters", {"row_stride": -1}, BAD_SIZE),
+    ("masters", {"columns": -1}, BAD_SIZE),
+    ("change", {"count": 0}, BAD_SIZE),
+    ("change", {"order": 0}, BAD_SIZE),
+    ("messages", {"nbytes": 383}, BAD_SIZE),
+    ("messages", {"members": 2, "inner": 2}, BAD_SIZE),
+    ("messages", {"sources": 2}, BAD_SIZE),
+    ("messages", {"without_member": 1}, BAD_SIZE),
+]
+
+
+class Call:
+    """Valid arguments of all three functions, of 40 blocks, and what may be wrong with them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._backend, self._case = GpuLibrary(library), Case(single(40), "none", "cpu")
+        masters, part = self._case.masters(0), self._case.part
+        self._change = OPS.assess(masters, self._case.codes, part)
+        self._message = OPS.emit(masters, self._case.codes, part, self._change, TritSpec(64).nbytes(40, 1))
+        self._masters = masters
+        c = c_types.c_masters(masters), c_types.c_codes(self._case.codes), c_types.c_part(part)
+        self.with_: dict[str, Any] = dict(zip(("masters", "codes", "part"), c, strict=True))
+        self.with_ |= {"change": c_types.c_change(self._change), "shift": 0}
+        self.with_["messages"] = c_types.c_messages(Messages(self._message.view(1, 1, 1, -1)))
+
+    def statuses(self) -> dict[str, int]:
+        """What assess, emit and apply return."""
+        a, at = self.with_, self._message.data_ptr() + self.with_["shift"]
+        own = a["masters"], a["codes"], a["part"]
+        into = self._change.scales.data_ptr(), self._change.escaped.data_ptr()
+        return {
+            "assess": self._status("codes_assess", *own, *into),
+            "emit": self._status("codes_emit", *own, a["change"], at, a["messages"].nbytes),
+            "apply": self._status("codes_apply", a["messages"], *own[1:]),
+        }
+
+    def _status(self, name: str, *arguments: object) -> int:
+        try:
+            self._backend.call(name, *arguments)
+        except KernelError as error:
+            return error.status
+        return OK
+
+
+TAKES = {"masters": ("assess", "emit"), "change": ("emit",), "messages": ("apply",)}
+
+
+@pytest.mark.parametrize(("which", "fields", "expected"), BAD, ids=str)
+def test_refusals(library: ctypes.CDLL, which: str, fields: dict[str, int], expected: int) -> None:
+    """What does not fit together is said, without a launch, by each function that can see it."""
+    call = Call(library)
+    assert set(call.statuses().values()) == {OK}
+    for name, value in fields.items():
+        setattr(call.with_[which], name, value)
+    found = call.statuses()
+    assert {found[name] for name in TAKES.get(which, found)} == {expected}
+
+
+def test_refusals_of_addresses(library: ctypes.CDLL) -> None:
+    """Codes and messages lie at multiples of 16 bytes."""
+    call = Call(library)
+    call.with_["codes"].held += 8
+    call.with_["codes"].nbytes -= 8
+    assert set(call.statuses().values()) == {BAD_ALIGNMENT}
+    call = Call(library)
+    call.with_["messages"].data += 8
+    call.with_["shift"] = 8
+    assert call.statuses() == {"assess": OK, "emit": BAD_ALIGNMENT, "apply": BAD_ALIGNMENT}
