@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels import golden, golden_members
+from tests.kernels import golden, golden_codes, golden_members
 from tests.launching import ROOT
 from zero_topo.quant import reference
 from zero_topo.quant.messages import Messages, from_sources, to_members
 from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
 pytest.importorskip("triton")
 
@@ -105,6 +105,15 @@ class TestBackend:
     def test_sparse(self, backend: Any) -> None:
         """Masks packed and back; counts and picks above a threshold; sketches and their inverse, some left over."""
         golden.check_sparse(backend, DEVICE)
+
+    @pytest.mark.parametrize("block", BLOCK_SIZES if GPU else (64, 256))
+    def test_codes_give_the_references_bits(self, backend: Any, block: int) -> None:
+        """Scales, messages and what is held, whichever blocks escape; and every byte that trits may come in."""
+        for fate in golden_codes.FATES if GPU else ("mixed", "all"):
+            golden_codes.check_codes(backend, golden_codes.ragged(block), fate, DEVICE)
+            for layout in golden_codes.SINGLE[:: 1 if GPU else 4]:
+                golden_codes.check_codes(backend, layout, fate, DEVICE)
+        golden_codes.check_bytes(backend, block, DEVICE)
 
     @pytest.mark.parametrize("bits", [8, 4])
     @pytest.mark.parametrize("symmetric", [True, False])

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from tests.launching import ROOT
-from zero_topo.quant.messages import from_sources, to_members
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.messages import Messages, from_sources, to_members
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
 
@@ -39,6 +40,7 @@ NUMEL = 70_001
 ENCODES = ("quantize", "requantize")
 DECODES = ("dequantize", "reduce")
 CASTS = ("cast", "sum")
+DIVIDES = (*ENCODES, "codes assess", "codes emit")
 
 
 def each(targets: Iterable[str]) -> list[Any]:
@@ -79,6 +81,35 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "compact_above", lambda: triton.compact_above(bf16.flat, 0.5, indices, values)
     yield "sketch_insert", lambda: triton.sketch_insert(fp32.flat[None], 11, torch.zeros(1, 30, 1024))
     yield "sketch_peel", lambda: triton.sketch_peel(torch.zeros(30, 1024), bits, 11, fp32.flat)
+    yield from calls_on_codes()
+
+
+def calls_on_codes() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls on parts of different numbers of blocks and rows, for which the same kernels serve."""
+    from zero_topo.quant import triton
+
+    codes = Codes.build([(0, 40_000)], 48, 256, torch.device("cpu"))
+    parts = [Part(0, 157, 4, 12), Part(1, 17, 1, 12), Part(16, 17, 1, 12)]
+    messages = torch.zeros(1, 1, 12, 2**16, dtype=torch.uint8)
+
+    def owned(part: Part) -> tuple[Masters, Codes, Part]:
+        return Masters(torch.zeros(part.rows, 40_000), part.begin % 16, part.begin % 12), codes, part
+
+    def assess() -> None:
+        for part in parts:
+            triton.codes_assess(*owned(part), torch.zeros(part.blocks), torch.zeros(part.blocks, dtype=torch.bool))
+
+    def emit() -> None:
+        order, count = torch.zeros(1000, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        for part in parts:
+            escaped = torch.zeros(part.blocks, dtype=torch.bool)
+            triton.codes_emit(*owned(part), Change(torch.zeros(part.blocks), escaped, order, count), messages[0, 0, 0])
+
+    def apply() -> None:
+        for part in parts:
+            triton.codes_apply(Messages(messages), codes, part)
+
+    yield from (("codes assess", assess), ("codes emit", emit), ("codes apply", apply))
 
 
 def again(source: Format, spec: Format) -> None:
@@ -164,7 +195,7 @@ def main(directory: Path) -> None:
 
 
 Code = dict[str, str]
-KERNELS = 20
+KERNELS = 23
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +222,8 @@ def test_ptx_rounds_as_the_contract_says(compiled: Callable[[str, str], Code], t
     code = compiled(target, "ptx")
     for name, text in code.items():
         assert not re.findall(r"\bfma\.\S*|\bmad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|div\.full\S*", text), name
-        assert ("div.rn.f32" in text) == name.startswith(ENCODES), name
+        assert bool(re.search(r"(div|rcp)\.rn\.f32", text)) == name.startswith(DIVIDES), name
+    assert "0f7FC00000" in code["codes assess._assess"], "the NaN whose bits say that nothing changed"
     assert "cvt.rn.bf16x2.f32" in code["reduce int8 bf16.reduce_tile"]
 
 
@@ -205,7 +237,7 @@ def test_code_moves_16_bytes_at_once(compiled: Callable[[str, str], Code], targe
     """Values and messages are read and written 128 bits a thread, strided rows too."""
     stage, load, store = WIDE[target]
     for name, text in compiled(target, stage).items():
-        if name.startswith((*ENCODES, *DECODES, *CASTS)):
+        if name.startswith((*ENCODES, *DECODES, *CASTS, "codes apply")):
             assert re.search(load, text) and re.search(store, text), name
 
 
@@ -231,7 +263,7 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
     """Divisions end in the fix-up of IEEE; sums are not contracted; denormals stay; BF16 is rounded half to even."""
     code = compiled(target, "amdgcn")
     for name, text in code.items():
-        assert ("v_div_fixup_f32" in text) == name.startswith(ENCODES), name
+        assert ("v_div_fixup_f32" in text) == name.startswith(DIVIDES), name
         assert ".amdhsa_float_denorm_mode_32 3" in text, name
         if name.startswith((*DECODES, "sum")):
             assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mac|mad)\w*f32\w*", text), name
