@@ -76,7 +76,11 @@ class Lane:
     def flush(self) -> None:
         """End on a GPU what has begun; nobody waits."""
         if self._on_gpu:
-            self._end(0)
+            self.finish()
+
+    def finish(self) -> None:
+        """End all that has begun; on a GPU nobody waits."""
+        self._end(0)
 
     def _wait(self, run: _Run[T]) -> T:
         if run in self._begun:

@@ -97,6 +97,7 @@ class TopoStage3(Stock):
         self._topo_config = resolved
         self._slots: dict[int, int] = {}
         self._stepping = False
+        self._in_backward = False
         self._edits_reach_masters = False
         super().__init__(*args, **kwargs)
 
@@ -217,13 +218,37 @@ class TopoStage3(Stock):
         return []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
         if not self._stepping:  # DeepSpeed's step calls this before the masters have read the gradients
+            for bucket in self.ipg_buckets.values():
+                self.partition_grads(bucket.params, None)
+                bucket.clear_params()
+            self._backward_active_depth, self._in_backward = 0, False
             self.topo.gradients.zero()
+        super().zero_grad(set_to_none)
+
+    def enter_backward(self) -> None:
+        super().enter_backward()
+        self._in_backward = True
+
+    def exit_backward(self) -> None:
+        super().exit_backward()
+        self._in_backward = False
+
+    def clear_backward_seen_flag(self) -> None:
+        """A forward pass begins. Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
+            log_dist("zero_topo: a backward pass did not end; all gradients since the last step are dropped", [0])
+            self.zero_grad()
+        super().clear_backward_seen_flag()
 
     # -- step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
+        if self._in_backward:
+            raise RuntimeError(
+                "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
+                "last step, or drop their gradients with optimizer.zero_grad()"
+            )
         self._stepping = True
         self.topo.gradients.sync()
         if not get_accelerator().is_synchronized_device():  # where DeepSpeed looks for overflow
@@ -370,6 +395,8 @@ class TopoStage3(Stock):
         )
 
     def destroy(self) -> None:
+        self._get_param_coordinator()._clean_inflight_param_registry()
+        self.topo.settle()  # before anything is taken apart: an exception may have come with collectives under way
         super().destroy()
         self._gathers.release()
         self.topo.destroy()

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
@@ -49,6 +50,9 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_post_step", ("self", "timer_names")),
     (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
     (Stock, "zero_grad", ("self", "set_to_none")),
+    *((Stock, name, ("self",)) for name in ("enter_backward", "exit_backward", "clear_backward_seen_flag")),
+    (PartitionedParameterCoordinator, "_clean_inflight_param_registry", ("self",)),
+    (Stock, "_get_param_coordinator", ("self",)),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),

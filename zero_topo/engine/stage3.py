@@ -223,9 +223,15 @@ class Stage3:
             check_replicas(self.config.plan, self.weights.copies())
         self.meter.end_step()
 
+    def settle(self) -> None:
+        """Finish what is under way: sync that a backward pass has begun, publishes, the modes' own. Collective."""
+        self._lane.finish()
+        self.weights.finish()
+        self.gradients.mode.drain()
+
     def destroy(self) -> None:
         """Finish what is under way and destroy the groups. Collective."""
-        self.gradients.mode.drain()
+        self.settle()
         self.mesh.destroy()
 
     def state_dict(self) -> dict[str, Any]:
