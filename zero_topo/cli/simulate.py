@@ -179,7 +179,7 @@ def _entry(name: str) -> Entry:
 
 
 def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
-    counts = sorted({read_count(word, what, most) for word in words_of(text)})
+    counts = sorted({read_count(word, what, most=most) for word in words_of(text)})
     if not counts:
         raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
     return counts
