@@ -112,6 +112,38 @@ def test_events_send_what_the_volume_formulas_say(scheme: str, overlap: bool) ->
     assert dict(sent) == step_bytes(config, Workload.uniform(MODEL.numels(), micro_batches=2))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_codes_are_published_module_by_module_after_one_message_of_counts(overlap: bool) -> None:
+    """No publish begins before it is known how large it is; the bytes are those of the formulas for each module."""
+    config = resolve(TREE, scheme="topo", quantize={"resident": "int8"}, overlap=overlap)
+    events = [event for event in simulate(config, JOB, RATES).events if event.phase == "publish" and event.bytes]
+    first, *others = events[: len(config.plan.route(2, 8))], *events[len(config.plan.route(2, 8)) :]
+    assert {event.name for event in first} == {"publish counts"}
+    assert min(event.begin_s for event in others) >= first[-1].end_s
+    dims, expected = iter(MODEL.dims()), Counter[tuple[str, str]]()
+    for _, numels in MODEL.modules():
+        shapes = [next(dims) for _ in numels]
+        expected.update(step_bytes(config, Workload.uniform(numels, dims=shapes)))
+    for event in first:
+        expected[event.phase, event.stream] -= round(event.bytes) * (len(MODEL.modules()) - 1)
+    sent = Counter[tuple[str, str]]()
+    for event in events:
+        sent[event.phase, event.stream] += round(event.bytes)
+    assert sent == {key: nbytes for key, nbytes in expected.items() if key[0] == "publish"}
+
+
+def test_who_holds_all_codes_decodes_them_without_gathering() -> None:
+    """Over memory: codes are read and weights in 16 bits written, in each pass of each micro-batch."""
+    slow = replace(RATES, memory_bandwidth=1e9)
+    found = simulate(resolve(TREE, scheme="topo-zero2"), JOB, slow)
+    gathers = [event for event in found.events if event.phase.startswith("gather")]
+    matrices = sum(numel for numel, dims in zip(MODEL.numels(), MODEL.dims(), strict=True) if dims == 2)
+    passes = 2 * JOB.micro_batches
+    seconds = sum(event.end_s - event.begin_s for event in gathers)
+    assert not any(event.bytes for event in gathers)
+    assert seconds == pytest.approx(passes * (2 + 1 + 4 / 256) * matrices / 1e9, rel=0.05)
+
+
 def test_a_mode_that_takes_all_gradients_at_once_syncs_after_the_last_backward() -> None:
     sparse = simulate(resolve(TREE, scheme="topo", sync={"mode": "topk_a"}), JOB, RATES)
     dense = simulate(resolve(TREE, scheme="topo"), JOB, RATES)

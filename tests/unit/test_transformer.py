@@ -66,6 +66,8 @@ def test_modules_hold_all_parameters_once(name: str) -> None:
         "head",
     ]
     assert sum(model.numels()) == sum(sum(numels) for _, numels in modules) == model.params
+    matrices = sum(numel for numel, dims in zip(model.numels(), model.dims(), strict=True) if dims == 2)
+    assert model.params * 0.99 < matrices < model.params and set(model.dims()) == {1, 2}
     assert len(model.module_flops(1)) == len(modules)
 
 

@@ -59,6 +59,7 @@ def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW") -> Ben
     return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
 
 
+INT4 = {"mode": "quantized", "bits": 4}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
@@ -70,6 +71,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
+            BenchScheme("topo-resident-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
+            BenchScheme("topo-zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),

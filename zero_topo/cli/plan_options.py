@@ -61,7 +61,7 @@ class PlanOptions:
     ] = "auto"
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
-    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show, may be repeated; default: all six.")] = None
+    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show, may be repeated; default: all.")] = None
     recommend: Annotated[bool, typer.Option("--recommend", help="Rank all plans that fit, and explain the best.")] = (
         False
     )

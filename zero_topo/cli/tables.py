@@ -26,7 +26,7 @@ def show(table: Table) -> None:
 
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
-    """Scheme by role: the domain, its number of ranks, and the bits in which it travels."""
+    """Scheme by role: the domain, its number of ranks if not all, and the bits in which it travels or is held."""
     table = figures_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
         specs = {
@@ -39,9 +39,11 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
             if degree is None:
                 cells.append("-")
                 continue
-            spec = specs.get(role)
-            bits = f" int{spec.bits}" if spec is not None and degree > 1 else ""
-            cells.append(f"{config.topology.domain(degree)} {degree}{bits}")
+            spec, held = specs.get(role), config.resident_spec is not None and role == "weights"
+            bits = f" int{spec.bits}" if spec is not None and (degree > 1 or held) else ""
+            bits += " held" if held else ""
+            domain = config.topology.domain(degree)
+            cells.append(domain + ("" if domain == "world" else f" {degree}") + bits)
         copies = config.plan.world_size // config.plan.gradients
         table.add_row(name, *cells, config.sync.MODE if copies > 1 else "-")
     return table

@@ -15,7 +15,7 @@ from zero_topo.config.stock_keys import translate
 from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
 from zero_topo.strict import StrictModel, as_json
 
-SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "auto"]
+SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
 
 

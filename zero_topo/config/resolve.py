@@ -221,7 +221,7 @@ def _notes(
 
 def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[str]:
     if spec is not None:
-        yield f"weights are held as {spec} codes, which both passes gather; vectors and small matrices stay as they are"
+        yield f"weights are held as {spec} codes alone; vectors and small matrices stay as they are"
     if obstacle is not None:
         yield f"weights are held in the model's own type, not as int8 codes: {obstacle.setting}, but {obstacle.why}"
 

@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The six named schemes: each is a plan of the one engine, and a set of defaults that any key of the block overrides.
+"""The named schemes: each is a plan of the one engine, and a set of defaults that any key of the block overrides.
 
 Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's hybrid sharding),
-ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning").
+ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning"). ``topo-zero2`` is topo
+with the weights of ZeRO-2: every rank holds all of them, in INT8, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Scheme:
 
 _SAME = Follow.WEIGHTS
 _PAPER_BITS = QuantizeConfig(weights="int8", secondary="int8", gradients="int4")
+_CODES = QuantizeConfig(weights="int8", gradients="int4", resident="int8")
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {
@@ -56,6 +58,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         "hsdp": Scheme("node", None, "node", "node"),
         "paper": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
         "topo": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS),
+        "topo-zero2": Scheme("rank", None, "node", "world", _CODES),
     }
 )
 DEFAULT_SCHEME = "topo"
