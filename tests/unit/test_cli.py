@@ -73,14 +73,14 @@ def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) 
 
 
 def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
-    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--scheme", "topo", "--json"]
+    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--scheme", "paper", "--json"]
     report = json.loads(run(*words, "--micro-batches", "3")[1])
-    (topo,) = report["schemes"]
-    assert (report["params"], report["micro_batches"], topo["scheme"]) == (8192, 3, "topo")
-    assert topo["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
-    assert topo["memory"] == {"weights": 8192, "secondary": 4224, "gradients": 4096, "optimizer": 12288}
-    assert topo["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152 + 4096, "world": 2048 + 2048}
-    assert {"phase": "publish", "domain": "node", "bytes": 4096} in topo["sent"]
+    (paper,) = report["schemes"]
+    assert (report["params"], report["micro_batches"], paper["scheme"]) == (8192, 3, "paper")
+    assert paper["degrees"] == {"weights": 2, "secondary": 2, "gradients": 4, "optimizer": 8}
+    assert paper["memory"] == {"weights": 8192, "secondary": 4224, "gradients": 4096, "optimizer": 12288}
+    assert paper["sent_by_domain"] == {"gpu": 2 * 3 * 4224, "node": 3 * 3 * 1152 + 4096, "world": 3 * 2048}
+    assert {"phase": "publish", "domain": "node", "bytes": 4096} in paper["sent"]
 
 
 def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:

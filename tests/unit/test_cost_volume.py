@@ -244,7 +244,8 @@ def test_the_formula_holds_for_every_scheme_on_any_machine(topology: Topology, s
 
 def test_topo_on_two_nodes_by_hand() -> None:
     # N = 8, one parameter of 8 * 1024 elements: n = 1024. W = S = 2, G = 4, O = 8; K = 3.
-    sent = step_bytes(resolve(scheme="topo"), Workload.uniform([8192], itemsize=2, micro_batches=3))
+    config = resolve(scheme="topo", quantize={"resident": None})
+    sent = step_bytes(config, Workload.uniform([8192], itemsize=2, micro_batches=3))
     int8_half = 4096 + 128  # 16 scales of 4 bytes, padded to 128
     int4_quarter = 1024 + 128  # 2048 values, 8 scales
     assert sent == {
@@ -369,7 +370,8 @@ def test_what_crosses_nodes_per_step_is_2_for_the_papers_sync_and_1_for_ours_plu
     wide = Topology("wide", nodes=1000, gpus_per_node=4, ranks_per_gpu=2)
 
     def crossing(scheme: str, phase: str) -> float:
-        return float(8 * table_units(resolve(wide, scheme=scheme)).get((phase, "world"), 0))
+        config = resolve(wide, scheme=scheme, quantize={"resident": None})
+        return float(8 * table_units(config).get((phase, "world"), 0))
 
     assert crossing("paper", "sync") == pytest.approx(2, rel=2e-3)
     assert crossing("topo", "sync") == pytest.approx(1, rel=2e-3)

@@ -42,7 +42,8 @@ class FakeStats:
     sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
 
 
-RUN = FakeStats(resolve(emulated(2, 2, 2), scheme="topo"), Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
+CONFIG = resolve(emulated(2, 2, 2), scheme="topo", quantize={"resident": None})
+RUN = FakeStats(CONFIG, Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
 """A run of the scheme topo with parameters that do not divide evenly."""
 EXACT = RankBytes(step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2))
 """A rank that sent and holds exactly what the formulas say."""

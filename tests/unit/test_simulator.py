@@ -326,12 +326,14 @@ def test_scaling_efficiency_and_break_even() -> None:
     rows = scaling_efficiency(points)
     assert len(rows) == 8 and all(0.8 < row["efficiency"] <= 1.01 and row["over"] == 64 for row in rows)
     (row,) = (
-        r for r in sweep.break_even() if r["ranks"] == 384 and {r["ahead_at_1"], r["behind_at_1"]} == {"zero++", "topo"}
+        r
+        for r in sweep.break_even()
+        if r["ranks"] == 384 and {r["ahead_at_1"], r["behind_at_1"]} == {"zero++", "paper"}
     )
-    assert row["behind_at_1"] == "topo" and 1 < row["break_even"] < 8
+    assert row["behind_at_1"] == "paper" and 1 < row["break_even"] < 8
     below, above = int(row["break_even"]), int(row["break_even"]) + 1
-    assert on_frontier("topo", 384, below).step_s >= on_frontier("zero++", 384, below).step_s
-    assert on_frontier("topo", 384, above).step_s <= on_frontier("zero++", 384, above).step_s
+    assert on_frontier("paper", 384, below).step_s >= on_frontier("zero++", 384, below).step_s
+    assert on_frontier("paper", 384, above).step_s <= on_frontier("zero++", 384, above).step_s
 
 
 # -- what was measured -------------------------------------------------------------------------------------------------

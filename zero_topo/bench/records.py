@@ -21,7 +21,7 @@ from typing import Any
 
 from zero_topo import __version__
 
-FORMAT = 1
+FORMAT = 2  # 1 is of before the scheme topo held its weights as codes
 LIBRARIES = ("torch", "deepspeed", "numpy", "triton")
 Tick = Callable[[str, int], None]
 """Called with a few words on what is under way, and the units of work done since the last call."""

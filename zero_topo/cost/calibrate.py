@@ -76,11 +76,13 @@ def read_record(record: Mapping[str, Any]) -> list[Measured]:
         ValueError: if it is no such record.
     """
     try:
-        settings, results = record["settings"], record["results"]
+        settings, results, codes = record["settings"], record["results"], record.get("format", 1) > 1
         cluster, setup = topology_of(settings["spec"]), settings["setup"]
         blocks = {job["scheme"]: job["block"] for job in settings["jobs"] if job["block"] is not None}
         found = [
-            Measured(row["scheme"], _config(blocks[row["scheme"]], cluster), _job(setup, row), row["step_s"]["median"])
+            Measured(
+                row["scheme"], _config(blocks[row["scheme"]], cluster, codes), _job(setup, row), row["step_s"]["median"]
+            )
             for row in results
             if row["scheme"] in blocks
         ]
@@ -123,8 +125,10 @@ def topology_of(spec: Mapping[str, Any]) -> Topology:
     return Topology(f"emulated-{spec.get('name', 'cluster')}", spec["nodes"], gpus, dies, links=links, emulated=True)
 
 
-def _config(block: Mapping[str, Any], cluster: Topology) -> ResolvedConfig:
+def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> ResolvedConfig:
+    """A block on the record's cluster; none of format 1 held codes, whatever the scheme's default is now."""
     keys = {key: value for key, value in block.items() if key != "topology"}
+    keys |= {} if codes else {"quantize": {**keys.get("quantize", {}), "resident": None}}
     return resolve_config(ZeroTopoConfig.parse(keys), cluster)
 
 
