@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -34,7 +33,10 @@ class _HookingLoader(Loader):
 
 
 class _HookingFinder(MetaPathFinder):
-    """Finds a module once, through the finders after it, and wraps its loader."""
+    """Finds a module through the finders after it, and wraps its loader.
+
+    It stays: that something looks for the module, as transformers and accelerate do long before, does not import it.
+    """
 
     def __init__(self, awaited: str) -> None:
         self.awaited = awaited
@@ -44,8 +46,8 @@ class _HookingFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.awaited:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((found for finder in later if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _HookingLoader(spec.loader, HOOKS[fullname])
         return spec

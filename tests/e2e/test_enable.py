@@ -15,7 +15,9 @@ from tests.launching import ROOT
 
 HOOKED = """
 import sys
+from importlib.util import find_spec
 assert "zero_topo" not in sys.modules and "torch" not in sys.modules, "a start must cost next to nothing"
+assert find_spec("deepspeed"), "as transformers asks"
 from deepspeed.runtime.engine import DeepSpeedEngine
 print("hooked" if getattr(DeepSpeedEngine, "_zero_topo_hook", False) else "stock")
 """
