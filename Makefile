@@ -33,7 +33,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format clean distclean unlock
+.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'
+	@echo 'make docs                    the pages of docs/ in site/; an error for a broken link'
 	@echo 'make setup                   only make the environment: .venv and .torch_extensions'
 	@echo 'make clean, make distclean   remove what tests and builds leave; remove the environment too'
 
@@ -105,6 +106,10 @@ format: $(STAMP)
 	ruff format .
 	ruff check --fix .
 
+docs: $(STAMP)
+	@test -x $(VENV)/bin/mkdocs || $(PIP) install --quiet --no-build-isolation -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+
 # After a change of csrc: compiles before the tests, which have time limits. Does nothing else.
 ops: $(STAMP)
 	@zero-topo build >/dev/null 2>&1 || true
@@ -135,7 +140,7 @@ test-hazards: unlock ops
 	python -m tests.hazards $(K)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
 
 distclean: clean

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import starting
 from tests.launching import ROOT
 from zero_topo import __version__
 
-NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "tests")
+BUILD, INSTALL = starting("pip ")
+OFFLINE = ("--quiet", "--no-deps", "--no-index")
+
+NOT_THE_PROJECT = shutil.ignore_patterns(".*", "build", "dist", "runs", "site", "*.egg-info", "__pycache__", "tests")
 
 LARGEST = 600_000  # bytes of the wheel
 
@@ -27,13 +32,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(directory: Path, **env: str) -> Path:
-    """The wheel, built from a copy of the checkout so that no build directory is left in it."""
+    """The wheel, built with the README's line from a copy of the checkout so that no build directory is left in it."""
     shutil.copytree(ROOT, directory / "source", ignore=NOT_THE_PROJECT)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["-w", str(directory), str(directory / "source")]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", *shlex.split(BUILD), *OFFLINE, "--no-build-isolation"]
+    cwd, env = directory / "source", {**os.environ, **env}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return next(directory.glob("*.whl"))
+    return next((cwd / "dist").glob("*.whl"))
 
 
 def run_outside(code: str, path: Path | None, cwd: Path) -> str:
@@ -56,6 +61,14 @@ def test_wheel_carries_everything_a_user_needs(wheel: Path) -> None:
     assert modules <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"zero_topo", f"zero_topo-{__version__}.dist-info"}
+
+
+def test_the_readmes_line_installs_it(wheel: Path, tmp_path: Path) -> None:
+    """Where the line before it has left the wheel; what it needs beside is there already."""
+    command = [sys.executable, "-m", *shlex.split(INSTALL), *OFFLINE, "--target", str(tmp_path)]
+    done = subprocess.run(command, cwd=wheel.parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "zero_topo" / "csrc" / "zt_wire.h").exists()
 
 
 def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import PAGES
 from tests.hazards import listed
 from tests.launching import ROOT
 from zero_topo import __version__
@@ -22,9 +23,9 @@ PATH = re.compile(r"(?<![\w/.-])((?:zero_topo|tests|configs|neox_configs|csrc|op
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)")
 
 
-@pytest.fixture(params=sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+@pytest.fixture(params=[*sorted(ROOT.glob("*.md")), *PAGES], ids=lambda path: path.name)
 def document(request: pytest.FixtureRequest) -> Path:
-    """Each of the checkout's."""
+    """Each of the checkout's, and each page of its docs."""
     return Path(request.param)
 
 
@@ -65,10 +66,10 @@ def test_json_blocks_are_valid_configs(document: Path) -> None:
 
 
 def test_ci_runs_the_readmes_command() -> None:
-    """CI runs what the README tells a stranger to run, and nothing gentler; of a release the long tests too."""
+    """CI runs what the README tells a stranger to run, no less, and the docs; of a release the long tests too."""
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().splitlines()[-1] == "make test ${ZT_LONG:+test-long}"
+    assert script.read_text().rstrip().splitlines()[-1] == "make test docs ${ZT_LONG:+test-long}"
     assert "make test" in commands((ROOT / "README.md").read_text())
 
 

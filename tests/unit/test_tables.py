@@ -1,0 +1,269 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Tables and figures of README and docs are what the formulas, the records or the commands say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_topo
+from tests.documents import DOCUMENTS, README, tables
+from tests.launching import ROOT
+from tests.unit.test_simulator import PAPER, ratios
+from zero_topo.cli.inputs import machine
+from zero_topo.config import (
+    ROLES,
+    SCHEMES,
+    ResolvedConfig,
+    ZeroTopoConfig,
+    deepspeed_problems,
+    load_deepspeed_config,
+    resolve_config,
+)
+from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.topology import preset_names
+from zero_topo.topology.presets import load_preset
+from zero_topo.units import format_bytes
+
+PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
+
+
+def place(config: ResolvedConfig, role: str) -> str:
+    """Where a role is held: its domain, and the bits it travels in."""
+    degree = config.plan.degrees()[role]
+    if degree is None:
+        return "-"
+    spec = {"weights": config.weights_spec, "secondary": config.secondary_spec, "gradients": config.gradients_spec}
+    quantized = spec.get(role)
+    return config.topology.domain(degree) + (f", INT{quantized.bits}" if quantized else "")
+
+
+ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
+ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
+
+
+def scheme_cells(name: str) -> list[str]:
+    """A row of the table of schemes, from the formulas."""
+    config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), load_preset("frontier", RANKS))
+    work = Workload.uniform([PARAMETERS], micro_batches=MICRO_BATCHES)
+    held = sum(memory_bytes(config, work, accumulation_itemsize=2).values())
+    sent = by_domain(step_bytes(config, work))
+    numbers = [held, *(sent.get(domain, 0) for domain in ("gpu", "node", "world"))]
+    return [name, *(place(config, role) for role in ROLES), *(format_bytes(n) if n else "-" for n in numbers)]
+
+
+def scheme_rows(short: bool = False) -> list[str]:
+    """The table of schemes; in short without the secondary copy and what is sent inside a node."""
+    found = [scheme_cells(name) for name in ROWS]
+    return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
+
+
+def row(cells: list[str]) -> str:
+    """As Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def record(name: str) -> Any:
+    """A record of ``benchmarks/records``."""
+    return json.loads((ROOT / f"benchmarks/records/{name}.json").read_text())
+
+
+def cluster_rows() -> list[str]:
+    """The table of the emulated cluster, from the record committed."""
+    rows = []
+    for (name, count), (result, faster) in _cluster().items():
+        step = result["step_s"]
+        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
+        rows.append(
+            row([str(count), f"`{name}`", spread, faster, format_bytes(result["uplink_bytes_per_step_per_node"])])
+        )
+    return rows
+
+
+def cluster_rows_in_short() -> list[str]:
+    """The same, a row for each scheme."""
+    rows: dict[str, list[str]] = {}
+    for (name, _), (result, faster) in _cluster().items():
+        rows.setdefault(name, [f"`{name}`"]).extend([f"{result['step_s']['median']:.2f} s", faster])
+    return [row(cells) for cells in rows.values()]
+
+
+def _cluster() -> dict[tuple[str, int], tuple[Any, str]]:
+    """Scheme and micro-batches -> result, and times faster than ``zero3``."""
+    found = {(result["scheme"], result["micro_batches"]): result for result in record("cluster-t8")["results"]}
+    median = {key: result["step_s"]["median"] for key, result in found.items()}
+    return {key: (result, f"{median['zero3', key[1]] / median[key]:.2f}") for key, result in found.items()}
+
+
+def convergence_rows() -> list[str]:
+    """The table of losses, from the record committed."""
+    content = record("convergence")
+    rows = []
+    for result in content["results"]:
+        cells = [f"{result['evaluation']['loss']:.3f}"]
+        for measure in ("last", "evaluation"):
+            difference = result[measure]["difference"]
+            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
+        rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
+    return rows
+
+
+def sparse_training_rows() -> list[str]:
+    """The table of trainings with sparse sync, from the record committed; each against its dense optimizer."""
+    content = record("sparse-training")
+    blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
+    found = {result["scheme"]: result for result in content["results"]}
+    rows = []
+    for name, result in found.items():
+        if name == "stock":
+            continue
+        dense = found["adams" if name in ("adams", "scape") else "stock"]
+        cells = [f"`{name}`", _sync_cell(blocks[name]), str(len(result["last"]["difference"]["by_seed"]))]
+        for measure in ("last", "evaluation"):
+            of_seed = {seed: 1 + share for seed, share in dense[measure]["difference"]["by_seed"].items()}
+            ours = result[measure]["difference"]["by_seed"].items()
+            shares = [(1 + share) / of_seed[seed] - 1 for seed, share in ours]
+            cells += [f"{100 * sum(shares) / len(shares):+.2f}%", f"{100 * max(shares, key=abs):+.2f}%"]
+        crossing = result["crossing_bytes"]
+        rows.append(f"| {' | '.join([*cells, '-' if crossing is None else format_bytes(round(crossing))])} |")
+    return rows
+
+
+def _sync_cell(block: dict[str, Any] | None) -> str:
+    sync = (block or {}).get("sync", {})
+    words = [f"{key} {value}" for key, value in sync.items() if key != "mode"]
+    return ", ".join(words).replace("_", " ") or "-"
+
+
+def quantizer_rows() -> list[str]:
+    """The table of the kernels' speed, from the record committed."""
+    results = record("quantizers-cpu")["results"]
+    single = [row for row in results if row["threads"] == 1]
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
+
+    rows = []
+    for kind in dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in single):
+        same = [row for row in single if (row["dtype"], row["bits"], row["block_size"]) == kind]
+        cells = []
+        for op in ("quantize", "dequantize", "dequantize_reduce"):
+            found = sorted((row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"])
+            (own,) = (row for row in found if row["backend"] == "native")
+            others = [row for row in found if row["backend"] not in ("native", "reference")]
+            cells += [cell(own), f"{cell(others[0])} {others[0]['backend']}" if others else "-"]
+        dtype, bits, block = kind
+        rows.append(f"| {dtype.upper()} to INT{bits}, {block} | {' | '.join(cells)} |")
+    return rows
+
+
+def scale_rows() -> list[str]:
+    """The table of launches, from the record committed."""
+    results = record("scale")["results"]
+    found = {(row["scheme"], row["ranks"]): row["launches_per_parameter"] for row in results}
+    return [
+        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} |"
+        for scheme in dict.fromkeys(row["scheme"] for row in results)
+    ]
+
+
+def paper_rows() -> list[str]:
+    """The table of the paper's ratios, from the simulator in the setting that the text states."""
+    columns = [ratios(), ratios(how="full"), ratios(stock=False)]
+    rows = []
+    for name, published in PAPER.items():
+        words = (
+            name.replace("zero", "ZeRO-").replace("-++", "++").replace("paper", "ZeRO-topo").replace(" / ", " over ")
+        )
+        what = "ZeRO-topo from 64 to 384 GCDs" if name == "64 to 384" else f"{words} at 384 GCDs"
+        rows.append(f"| {what} | {published:.2f} | {' | '.join(f'{column[name]:.2f}' for column in columns)} |")
+    return rows
+
+
+REFUSED = (
+    '{"zero_topo": {"sync": {"mode": "dense", "density": 0.1}}}',
+    '{"zero_topo": {"topology": "fronteir"}}',
+    '{"zero_topo": {"topology": "frontier", "scheme": "topo", "weights": 3}}',
+    '{"zero_topo": {"topology": "frontier", "scheme": "topo", "weights": "node", "gradients": 4}}',
+    '{"zero_topo": {"topology": {"nodes": 3, "gpus_per_node": 4, "ranks_per_gpu": 2}}}',
+    '{"zero_topo": {"quantize": {"weights": "int2"}}}',
+    '{"zero_topo": {"sync": {"mode": "scape"}}}',
+    '{"zero_optimization": {"stage": 2}}',
+    '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+    '{"tensor_parallel": {"autotp_size": 2}}',
+)
+
+
+def refusal_rows() -> list[str]:
+    """The table of refused configs, each `configs/topo.json` with some keys replaced, on 16 ranks."""
+    return [row([f"`{text}`", refusal(json.loads(text))]) for text in REFUSED]
+
+
+def refusal(changed: dict[str, Any]) -> str:
+    """What `zero-topo check` says of a config."""
+    config = {**load_deepspeed_config(ROOT / "configs/topo.json"), **changed}
+    if problems := deepspeed_problems(config):
+        return problems[0]
+    with pytest.raises(ValueError) as error:
+        block = ZeroTopoConfig.parse(config["zero_topo"])
+        resolve_config(block, machine(block.topology, 16))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("paper", paper_rows),
+        ("schemes", scheme_rows),
+        ("schemes, short", lambda: scheme_rows(short=True)),
+        ("cluster", cluster_rows),
+        ("cluster, short", cluster_rows_in_short),
+        ("convergence", convergence_rows),
+        ("sparse training", sparse_training_rows),
+        ("quantizers", quantizer_rows),
+        ("scale", scale_rows),
+        ("refusals", refusal_rows),
+    ],
+)
+def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
+    """What is promised is computed, what was measured was recorded; on failure, paste the rows printed."""
+    assert tables()[table] == rows(), "\n" + "\n".join(rows())
+
+
+def test_the_remark_on_single_micro_batches_is_true() -> None:
+    """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and more than INT4."""
+    topology = load_preset("frontier", RANKS)
+    sent = {}
+    few = "`topo` with INT4 sync and publish"
+    for name in ("`zero++`", "`topo`", few):
+        config = resolve_config(ZeroTopoConfig.parse(ROWS[name]), topology)
+        for batches in (1, MICRO_BATCHES):
+            work = Workload.uniform([PARAMETERS], micro_batches=batches)
+            sent[name, batches] = by_domain(step_bytes(config, work))["world"]
+    assert sent[few, 1] < sent["`zero++`", 1] < sent["`topo`", 1] and sent["`zero++`", 4] > sent["`topo`", 4]
+
+
+def test_the_table_of_keys_names_every_key() -> None:
+    """Each key of the block and each preset is explained, and none that does not exist."""
+    section = (ROOT / "docs/keys.md").read_text().partition("These are all keys")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(ZeroTopoConfig.model_fields)
+    assert {name for name in preset_names() if f"`{name}`" in section} == set(preset_names())
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    """Each name that ``zero_topo`` offers has its section, and no other has one."""
+    named = re.findall(r"^## zero_topo\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    assert sorted(named) == sorted(name for name in zero_topo.__all__ if name != "__version__")
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
+def test_a_page_is_short(page: Path) -> None:
+    """The README is for a stranger; a page is about one thing. Tables of keys and hazards may be longer."""
+    limit = {README: 9_000, ROOT / "docs/hazards.md": 20_000}.get(page, 6_500)
+    assert len(page.read_bytes()) <= limit
