@@ -258,7 +258,7 @@ def test_the_table_of_keys_names_every_key() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     """Each name that ``zero_topo`` offers has its section, and no other has one."""
-    named = re.findall(r"^## zero_topo\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    named = re.findall(r"^ +heading: zero_topo\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
     assert sorted(named) == sorted(name for name in zero_topo.__all__ if name != "__version__")
 
 

@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine did and holds, on this rank; see :func:`zero_topo.stats`.
+    """What an engine did and holds, on this rank; see ``zero_topo.stats``.
 
     Attributes:
         config: the resolved block.

@@ -216,7 +216,7 @@ class Topology:
         return [self.rank_at(position) for position in range(first, first + self.ranks_per_node)]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object from which :meth:`from_json` builds an equal topology; fields at their default are left out."""
+        """A JSON object from which ``from_json`` builds an equal topology; fields at their default are left out."""
         return to_json(self, exclude_defaults=True)
 
     @classmethod
