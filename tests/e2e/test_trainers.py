@@ -34,12 +34,15 @@ def outcome(command: list[str], folder: Path, ranks: int = 8) -> dict[str, Any]:
 
 
 @hugging_face
-def test_the_trainer_trains_as_under_stock_zero3(tmp_path: Path) -> None:
-    """A checkpoint of the tenth step resumes with the losses that followed it."""
-    found = outcome(["hugging_face.py", "trainer"], tmp_path)
+@pytest.mark.parametrize(("verb", "learned"), [("trainer", 1.0), ("lora", 0.2)])
+def test_the_trainer_trains_as_under_stock_zero3(verb: str, learned: float, tmp_path: Path) -> None:
+    """A checkpoint of the tenth step resumes with the losses that followed it; also of PEFT's adapters alone."""
+    if verb == "lora":
+        pytest.importorskip("peft")
+    found = outcome(["hugging_face.py", verb], tmp_path)
     plain, topo, resumed = (found[name]["losses"] for name in ("plain", "topo", "resumed"))
     assert (found["plain"]["topo"], found["topo"]["topo"], found["resumed"]["topo"]) == (None, 20, 10)
-    assert len(topo) == 20 and topo[-1] < topo[0] - 1
+    assert len(topo) == 20 and topo[-1] < topo[0] - learned
     assert topo == pytest.approx(plain, rel=0, abs=CLOSE)
     assert resumed[:10] == topo[:10]  # the Trainer's own log, read back
     assert resumed[10:] == pytest.approx(topo[10:], rel=0, abs=CLOSE)

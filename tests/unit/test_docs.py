@@ -14,7 +14,8 @@ from tests.documents import PAGES
 from tests.hazards import listed
 from tests.launching import ROOT
 from zero_topo import __version__
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
+from zero_topo.topology.presets import load_preset
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -56,13 +57,17 @@ def test_named_paths_exist(document: Path) -> None:
 
 
 def test_json_blocks_are_valid_configs(document: Path) -> None:
-    """Every JSON block is a DeepSpeed config, or a fragment of one, whose zero_topo block the package accepts."""
+    """Every JSON block is a DeepSpeed config, or a fragment of one, that starts on 16 and on 384 dies of Frontier."""
     for language, body in FENCE.findall(document.read_text()):
-        if language == "json":
-            text = body.strip().rstrip(",")
-            config = json.loads(text if text.startswith("{") else f"{{{text}}}")
-            assert isinstance(config, dict)
-            ZeroTopoConfig.from_ds_config(config)
+        if language != "json":
+            continue
+        text = body.strip().rstrip(",")
+        config = json.loads(text if text.startswith("{") else f"{{{text}}}")
+        assert isinstance(config, dict)
+        assert not deepspeed_problems({"zero_optimization": {"stage": 3}, **config})
+        block = ZeroTopoConfig.from_ds_config(config)
+        for ranks in (16, 384):
+            assert block is None or resolve_config(block, load_preset("frontier", ranks))
 
 
 def test_ci_runs_the_readmes_command() -> None:

@@ -235,6 +235,65 @@ def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callab
     assert tables()[table] == rows(), "\n" + "\n".join(rows())
 
 
+def cluster_sentences() -> list[str]:
+    """What the text beside the table of the emulated cluster says, from the records."""
+    few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
+    stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
+    grown = {}
+    for ranks in (8, 16, 32):
+        found = record(f"cluster-t{ranks}")["results"]
+        grown[ranks] = next(row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1))
+    seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
+    share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
+    return [
+        f"its floor with 8 micro-batches is {_floor(zero3):.1f} s",
+        f"of its {_median(few):.1f} s the links need {_floor(few):.1f} s",
+        f"and {few['cpu_s_per_step']:.0f} s of processor time on two cores",
+        f"would allow a factor of {_floor(zero3) / _floor(few):.0f} there",
+        f"took {stock['stock']:.2f} s on gloo",
+        f"{stock['stock-ring']:.2f} s with a ring in its place, and `zero3` {stock['zero3']:.2f} s",
+        f"`topo-q4` takes {seconds[0]:.2f} and {seconds[1]:.2f} s",
+        f"the links need {links[0]:.1f} and {links[1]:.1f} s",
+        f"of each rank is {share[0]}, {share[1]} and {share[2]} s",
+    ]
+
+
+def _median(result: Any) -> float:
+    return float(result["step_s"]["median"])
+
+
+def _floor(result: Any) -> float:
+    return float(result["floor_s"]["serial"])
+
+
+def scheme_sentences() -> list[str]:
+    """What the tutorial takes from the table of schemes."""
+    zero3, topo = scheme_cells("`zero3`"), scheme_cells("`topo`")
+    sent = f"`zero3` sends {zero3[8]} across nodes in a step and `topo` {topo[8]}"
+    return [f"{sent}, for {topo[5]} held instead of {zero3[5]}"]
+
+
+def loss_sentences() -> list[str]:
+    """What the README takes from the table of losses."""
+    found = {result["scheme"]: result for result in record("convergence")["results"]}
+    difference = found["topo-q4"]["last"]["difference"]
+    return [f"its loss was {difference['mean']:.1%} above stock ZeRO-3's, {difference['worst']:.1%} at worst"]
+
+
+@pytest.mark.parametrize(
+    ("page", "sentences"),
+    [
+        (ROOT / "docs/measured.md", cluster_sentences),
+        (ROOT / "docs/tutorial.md", scheme_sentences),
+        (README, loss_sentences),
+    ],
+)
+def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:
+    """A new record changes the words beside its table too."""
+    text = " ".join(page.read_text().split())
+    assert not [sentence for sentence in sentences() if sentence not in text]
+
+
 def test_the_remark_on_single_micro_batches_is_true() -> None:
     """Between nodes `zero++` sends less than `topo` at one micro-batch per step, more at four, and more than INT4."""
     topology = load_preset("frontier", RANKS)

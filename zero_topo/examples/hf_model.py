@@ -6,7 +6,7 @@ The config says "auto" where Hugging Face knows the value, as its users write it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from zero_topo.config import load_deepspeed_config
 from zero_topo.config.errors import ROOT
 from zero_topo.examples.data import Corpus
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 CONTEXT = 64
 
@@ -74,6 +77,14 @@ def llama(layers: int = 2, width: int = 64) -> PreTrainedModel:
         eos_token_id=None,
     )
     return AutoModelForCausalLM.from_config(config)
+
+
+def with_lora(model: PreTrainedModel, rank: int) -> PeftModel:
+    """The model frozen, with PEFT's adapters of that rank beside its attention."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return cast("PeftModel", get_peft_model(model, adapters))
 
 
 class Windows(Dataset[dict[str, Tensor]]):

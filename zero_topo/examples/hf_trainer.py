@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import Trainer, TrainingArguments, set_seed
 
 import zero_topo  # noqa: F401  (this is all)
-from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama
+from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama, with_lora
 from zero_topo.examples.process import behave, leave
 
 
@@ -32,6 +32,7 @@ class Settings:
         steps: optimizer steps.
         save_every: steps between checkpoints; 0 for none.
         resume: the checkpoint to go on from.
+        lora: rank of adapters, which alone are trained then; 0 for none.
     """
 
     deepspeed: dict[str, Any]
@@ -39,6 +40,7 @@ class Settings:
     steps: int = 20
     save_every: int = 0
     resume: Path | None = None
+    lora: int = 0
 
 
 def train(settings: Settings) -> Trainer:
@@ -61,7 +63,8 @@ def train(settings: Settings) -> Trainer:
         use_cpu=get_accelerator().device_name() == "cpu",
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(model=llama(), args=arguments, train_dataset=Windows(4096))
+    model = with_lora(llama(), settings.lora) if settings.lora else llama()
+    trainer = Trainer(model=model, args=arguments, train_dataset=Windows(4096))
     trainer.train(resume_from_checkpoint=str(settings.resume) if settings.resume else None)
     return trainer
 
@@ -79,12 +82,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="a checkpoint-N folder to go on from")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank alone (PEFT)")
     parser.add_argument("--output", type=Path, default=Path("runs/hf-trainer"))
     args = parser.parse_args()
     behave()
     join()
     config = deepspeed_config(args.deepspeed_config, args.plain)
-    trainer = train(Settings(config, args.output, args.steps, args.save_every, args.resume))
+    trainer = train(Settings(config, args.output, args.steps, args.save_every, args.resume, args.lora))
     print(f"loss {losses(trainer)[0]:.4f} -> {losses(trainer)[-1]:.4f}")
     leave()
 

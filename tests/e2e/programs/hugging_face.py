@@ -1,13 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What each rank of ``test_trainers.py`` runs: a Hugging Face example plain, with zero_topo, and resumed; see there.
 
-Started as ``hugging_face.py trainer|accelerate FOLDER``, which takes the states, the weights and ``<verb>.json``.
+Started as ``hugging_face.py trainer|lora|accelerate FOLDER``, which takes the states, the weights and ``<verb>.json``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,13 @@ from zero_topo.examples.process import leave
 STEPS, SAVED = 20, 10
 
 
-def with_trainer(folder: Path) -> dict[str, Any]:
+def with_trainer(folder: Path, lora: int = 0) -> dict[str, Any]:
     """Three runs, the last from the second's checkpoint."""
-    topo = deepspeed_config(None)
+    topo, saved = deepspeed_config(None), folder / "topo" / f"checkpoint-{SAVED}"
     return {
-        "plain": trained(Settings(deepspeed_config(None, plain=True), folder / "plain", STEPS)),
-        "topo": trained(Settings(topo, folder / "topo", STEPS, save_every=SAVED)),
-        "resumed": trained(Settings(topo, folder / "again", STEPS, resume=folder / "topo" / f"checkpoint-{SAVED}")),
+        "plain": trained(Settings(deepspeed_config(None, plain=True), folder / "plain", STEPS, lora=lora)),
+        "topo": trained(Settings(topo, folder / "topo", STEPS, save_every=SAVED, lora=lora)),
+        "resumed": trained(Settings(topo, folder / "again", STEPS, resume=saved, lora=lora)),
     }
 
 
@@ -85,7 +87,12 @@ def saved_differs(run: Run, folder: Path) -> float:
 def main(verb: str, folder: Path) -> None:
     """The runs; rank 0 writes what came of them."""
     join()
-    found = {"trainer": with_trainer, "accelerate": with_accelerate}[verb](folder)
+    programs: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "trainer": with_trainer,
+        "lora": partial(with_trainer, lora=8),
+        "accelerate": with_accelerate,
+    }
+    found = programs[verb](folder)
     if dist.get_rank() == 0:
         (folder / f"{verb}.json").write_text(json.dumps(found))
     leave()
