@@ -29,8 +29,7 @@ def schema(
         content = document(of).json_schema(mode="serialization")
     else:
         content = json_schema(whole_file)
-    text = json.dumps(content, indent=2) + "
-"
+    text = json.dumps(content, indent=2) + "\n"
     if output is None:
         print(text, end="")
         return
