@@ -39,6 +39,7 @@ def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
     assert all(set(row) >= KEYS for row in content["results"])
     names = {row["backend"] for row in content["results"]}
     assert {"reference", "eager", "fbgemm"} <= names and names | set(content["skipped"]) >= {"native", "triton"}
+    assert {row["op"] for row in content["results"] if row["backend"] == "reference"} >= {"assess", "emit", "apply"}
     (row,) = (row for row in content["results"] if (row["backend"], row["op"]) == ("reference", "quantize"))
     assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / row["memcpy_gb_per_s"])
     assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]

@@ -23,9 +23,11 @@ from torch import Tensor
 from zero_topo.bench.peers import ROW, SOURCES, Op, keep_freed_memory, peers
 from zero_topo.bench.records import GrowingRecord, Spread, Tick, record
 from zero_topo.collectives.wire import DTYPES
+from zero_topo.quant.code_ops import Codes, Masters, Part
 from zero_topo.quant.ops import BackendUnavailable, Quantizer
-from zero_topo.quant.registry import BACKENDS
+from zero_topo.quant.registry import BACKENDS, code_ops
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.trits import TritSpec
 from zero_topo.units import GB
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
@@ -104,6 +106,8 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
         for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
             kernels = [(quantizer.name, op) for quantizer in quantizers for op in _ops(quantizer, spec, x)]
+            if spec.bits == 8 and dtype == "fp32":
+                kernels += [(quantizer.name, op) for quantizer in quantizers for op in _code_ops(quantizer, spec, x)]
             kernels += [(peer, op) for peer, op in alien if (op.bits, op.block_size) == (spec.bits, spec.block_size)]
             timed = _timed([op for _, op in kernels], settings)
             for (backend, op), result in zip(kernels, timed, strict=True):
@@ -141,6 +145,24 @@ def _ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
         Op("quantize", lambda: quantizer.quantize(x, spec, message), both, *kind),
         Op("dequantize", lambda: quantizer.dequantize(message, spec, back), both, *kind),
         Op("dequantize_reduce", lambda: quantizer.dequantize_reduce(messages, spec, total), reduced, *kind),
+    ]
+
+
+def _code_ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
+    """Weights held as codes, whose masters have moved so little that no block escapes."""
+    ops = code_ops(quantizer, x.device)
+    codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
+    part = Part(0, len(codes.slot_of), 1, 1)
+    before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
+    size = TritSpec(spec.block_size).nbytes(part.blocks, part.blocks)
+    ops.emit(before, codes, part, ops.assess(before, codes, part), size)
+    change = ops.assess(now, codes, part)
+    message = ops.emit(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
+    kind = spec.bits, spec.block_size
+    return [
+        Op("assess", lambda: ops.assess(now, codes, part), 5 * x.numel(), *kind),
+        Op("emit", lambda: ops.emit(now, codes, part, change, len(message)), 6 * x.numel() + len(message), *kind),
+        Op("apply", lambda: ops.apply(message[None, None], codes, part, -1), 2 * x.numel() + len(message), *kind),
     ]
 
 
