@@ -167,6 +167,19 @@ def test_messages_that_contradict_themselves_are_refused(library: ctypes.CDLL, k
     assert calls.refused(library, "apply") == BAD_SIZE
 
 
+def test_counts_that_disagree_with_the_mask_are_refused(library: ctypes.CDLL) -> None:
+    """Each chunk's count is what the chunks before it say, though another would lead nowhere out of bounds."""
+    case = golden_codes.Case(golden_codes.single(321), "mixed", "cpu")
+    own, codes = case.masters(0), case.copy()
+    change = golden_codes.OPS.assess(own, codes, case.part)
+    message = golden_codes.OPS.emit(own, case.copy(), case.part, change, TritSpec(64).nbytes(321, int(change.count)))
+    before = codes.held.clone()
+    message.view(torch.int32)[TritSpec(64).before_offset(321) // 4 + 2] += 1
+    with pytest.raises(ValueError, match="a size is negative, or a message"):
+        CpuKernels(library).codes_apply(Messages(message.view(1, 1, 1, -1)), codes, case.part)
+    assert torch.equal(codes.held, before)
+
+
 @given(seed=st.integers(0, 2**31), places=st.lists(st.integers(0, 10_000), max_size=8), level=st.integers(0, 2))
 def test_messages_of_any_bytes(library: ctypes.CDLL, seed: int, places: list[int], level: int) -> None:
     """Whatever bytes come, nothing out of bounds is read or written, and other block columns stay as they are."""
