@@ -58,10 +58,10 @@ def commands(stage: int, gpu: bool, folder: Path) -> list[Command]:
 
 def _kernels(gpu: bool, folder: Path) -> list[Command]:
     native, triton = "tests/kernels/test_native.py", "tests/kernels/test_triton.py"
-    few = (*PYTEST, native, "-k", "large or any_length or misaligned")
+    few = (*PYTEST, native, "-k", "large or any_length or misaligned or codes")
     if not gpu:
-        interpreted = (*PYTEST, triton, "-k", "large or misaligned")
-        emulated = (*PYTEST, "tests/kernels/test_gpu_emulated.py", "-k", "binding")
+        interpreted = (*PYTEST, triton, "-k", "large or misaligned or codes_give")
+        emulated = (*PYTEST, "tests/kernels/test_gpu_sizes.py", "tests/kernels/test_gpu_codes.py", "-k", "binding")
         return [Command(few), Command(interpreted, {"TRITON_INTERPRET": "1"}), Command(emulated)]
     found = [Command((*PYTEST, native)), Command((*PYTEST, triton, "-k", "not Elsewhere"))]
     if shutil.which("compute-sanitizer"):

@@ -7,6 +7,7 @@ A backend is a module or object with the functions of `zero_topo.quant.code_refe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +89,67 @@ def check_bytes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     message = torch.zeros(TritSpec(block).nbytes(10, 0), dtype=torch.uint8, device=device)
     message[TritSpec(block).trits_offset(10, 0) :] = torch.arange(2 * block, device=device).to(torch.uint8)
     check_apply(backend, case, Messages(message.view(1, 1, 1, -1)))
+
+
+def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
+    """Slots, rows of masters and messages over 2^32 bytes apart become what near ones do.
+
+    Args:
+        backend: to check, on a CPU.
+        far: makes zeros, so many of a dtype, that take memory only where they are touched.
+    """
+    case, apart, room = Case(ragged(64), "mixed", "cpu"), 2**32 + 128, 2**16
+    part, slots = case.part, case.codes.slots.clone()
+    slots[:, :2] += apart
+    codes = Codes(far(apart + case.codes.held.numel(), torch.uint8), slots, case.codes.slot_of, 64)
+    table = far(3 * apart + 2 * room, torch.uint8).as_strided((1, 2, 3, room), (0, 2 * apart, apart // 2, 1))
+    for member in range(part.members):
+        near, masters = case.copy(), case.masters(member)
+        codes.held[apart:] = near.held
+        rows = far(2 * apart // 4 + room, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
+        own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess(masters, near, part)
+        scales, escaped = torch.zeros_like(change.scales), torch.zeros_like(change.escaped)
+        backend.codes_assess(own, codes, part, scales, escaped)
+        assert_same(scales, change.scales, "scales")
+        assert_same(escaped, change.escaped, "which blocks escape")
+        made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
+        head = TritSpec(64).scales_offset(part.blocks)
+        made[:head] = wanted[:head] = OPS.emit(masters, case.copy(), part, change, room)[:head]
+        code_reference.codes_emit(masters, near, part, change, wanted)
+        backend.codes_emit(own, codes, part, change, made)
+        assert_same(made, wanted, "the message")
+        assert_same(codes.held[apart:], near.held, "what is held after a message was made")
+    codes.held[apart:], near = case.codes.held, case.copy()
+    code_reference.codes_apply(Messages(table), near, part)
+    backend.codes_apply(Messages(table), codes, part)
+    assert_same(codes.held[apart:], near.held, "what is held after messages came")
+
+
+def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
+    """More codes than 32 bits count: wherever blocks lie, they become what the same few do alone.
+
+    Args:
+        backend: to check.
+        numel: of the codes, about; a GPU holds up to a dozen bytes for each.
+        device: where.
+    """
+    few, times = 40, numel // (40 * 64)
+    case, n, ops = Case(single(few), "mixed", device), few * times, CodeOps(backend, SparseOps("reference", reference))
+    near, masters, part = case.copy(), case.masters(0), Part(0, n, 1, 1)
+    OPS.emit(masters, near, case.part, OPS.assess(masters, near, case.part), TritSpec(64).nbytes(few, few))
+    codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
+    planes = tuple(zip((0, int(codes.slots[0, 1])), (0, int(near.slots[0, 1])), (64 * few, 4 * few), strict=True))
+    for there, here, size in planes:
+        codes.held[there : there + times * size].view(times, size).copy_(case.codes.held[here : here + size])
+    others = replace(codes, held=codes.held.clone())
+    own = Masters(masters.table.repeat(1, times), 0, 0)
+    change = ops.assess(own, codes, part)
+    message = ops.emit(own, codes, part, change, TritSpec(64).nbytes(n, int(change.count)))
+    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others, part)
+    for there, here, size in planes:
+        wanted = near.held[here : here + size]
+        assert bool((codes.held[there : there + times * size].view(times, size) == wanted).all())
+    assert torch.equal(codes.held, others.held)
 
 
 def check_member(backend: Any, case: Case, member: int) -> Tensor:

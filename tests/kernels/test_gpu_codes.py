@@ -68,34 +68,7 @@ def far(numel: int, dtype: torch.dtype) -> Tensor:
 
 def test_places_beyond_32_bits(library: ctypes.CDLL) -> None:
     """Slots, rows of masters and messages over 2^32 bytes apart are found, read and written."""
-    backend, case, spec = GpuLibrary(library), Case(ragged(64), "mixed", "cpu"), TritSpec(64)
-    part, apart = case.part, 2**32 + 128
-    slots = case.codes.slots.clone()
-    slots[:, :2] += apart
-    codes = Codes(far(apart + case.codes.held.numel(), torch.uint8), slots, case.codes.slot_of, 64)
-    table = far(3 * apart + 2**17, torch.uint8).as_strided((1, 2, 3, 2**16), (0, 2 * apart, apart // 2, 1))
-    for member in range(part.members):
-        near, masters = case.copy(), case.masters(member)
-        codes.held[apart:] = near.held
-        rows = far(2 * apart // 4 + 2**16, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
-        rows.copy_(masters.table)
-        change = OPS.assess(masters, near, part)
-        scales, escaped = torch.zeros_like(change.scales), torch.zeros_like(change.escaped)
-        backend.codes_assess(replace(masters, table=rows), codes, part, scales, escaped)
-        assert_same(scales, change.scales, "scales")
-        assert_same(escaped, change.escaped, "which blocks escape")
-        made, wanted = table[0, member // 3, member % 3], torch.zeros(2**16, dtype=torch.uint8)
-        head = spec.scales_offset(part.blocks)
-        made[:head] = wanted[:head] = OPS.emit(masters, case.copy(), part, change, 2**16)[:head]
-        code_reference.codes_emit(masters, near, part, change, wanted)
-        backend.codes_emit(replace(masters, table=rows), codes, part, change, made)
-        assert_same(made, wanted, "the message")
-        assert_same(codes.held[apart:], near.held, "what is held")
-    codes.held[apart:] = case.codes.held
-    near = case.copy()
-    code_reference.codes_apply(Messages(table), near, part)
-    backend.codes_apply(Messages(table), codes, part)
-    assert_same(codes.held[apart:], near.held, "what is held by others")
+    golden_codes.check_far(GpuLibrary(library), far)
 
 
 def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:

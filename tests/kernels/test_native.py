@@ -104,6 +104,11 @@ def test_large_tensors(native: Native) -> None:
     golden.check_large(native, LARGE, DEVICE.type)
 
 
+def test_large_codes(native: Native) -> None:
+    """On a GPU more codes than 32 bits count."""
+    golden_codes.check_large(native, LARGE, DEVICE.type)
+
+
 def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:
     """A message of the wrong size is not read: the binding says which rule it breaks."""
     short = torch.zeros(64, dtype=torch.uint8, device=DEVICE)

@@ -162,6 +162,7 @@ class TestBackend:
     def test_large_tensors(self, backend: Any) -> None:
         """On a GPU more values than 32 bits count."""
         golden.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
+        golden_codes.check_large(backend, 2**31 + 2**20 if GPU else 2**15, DEVICE)
 
     def test_offsets_have_64_bits(self, backend: Any) -> None:
         """Rows or members 2^32 elements apart, all but one beyond the end: with fewer bits they would be it again."""
@@ -260,6 +261,10 @@ class TestFar:
                 backend.dequantize_reduce(to_members(messages), spec, [piece], Reduce())
                 golden.assert_same(piece.read(), wanted.read().bfloat16().float(), f"{spec} {columns}")
                 piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
+
+    def test_codes_far_apart(self, backend: Any) -> None:
+        """Slots of codes, their masters' rows and messages."""
+        golden_codes.check_far(backend, untouched)
 
     def test_messages_far_apart(self, backend: Any) -> None:
         """So are messages, of each source and member."""
