@@ -131,3 +131,21 @@ def test_zeroed_gradients_leave_nothing_behind() -> None:
         return error(engine, w, wanted)
 
     assert max(run_threads(w.size, rank_main)) < 1e-6
+
+
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine destroyed before its step (an exception in between) does not leave collectives to dead groups."""
+    monkeypatch.setattr("zero_topo.mesh.Mesh.destroy", lambda mesh: None)  # groups of threads cannot be
+    w = world({"scheme": scheme, "quantize": PLAIN})
+    wanted = mean_gradient(w, 1)
+
+    def rank_main(rank: int) -> float:
+        engine = w.engine()
+        backward(engine, w, rank, 0, [SLOTS], last=True)
+        engine.destroy()
+        return float((engine.gradients.optimizer_rows() - expected_rows(w, rank, wanted)).abs().max())
+
+    assert max(run_threads(w.size, rank_main)) < 1e-6
