@@ -44,7 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "stock_mics": (zero(mics_shard_size=2), "mics_shard_size = 2", '"scheme": "mics"'),
     "stage_2": (zero(stage=2), "zero_optimization.stage = 2", "set it to 3"),
     "no_stage": ({key: GOOD[key] for key in GOOD if key != "zero_optimization"}, "stage is not set", '"stage": 3'),
-    "no_reduce_scatter": (zero(reduce_scatter=False), "reduce_scatter = false", "set it to true"),
     "param_offload": (zero(offload_param={"device": "cpu"}), "parameter offload", '"weights": "node"'),
     "param_nvme": (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "parameter offload", '"weights": "node"'),
     "optimizer_nvme": (zero(offload_optimizer={"device": "nvme"}), "NVMe offload", 'set it to "cpu"'),

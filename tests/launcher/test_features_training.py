@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,10 +30,11 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
+from tests.device import DEVICE
 from tests.launcher.checkpoints import poison
 from tests.launcher.models import SMALL
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import EMULATED, Job, Net, batch, block, mse, running, weights
+from tests.launcher.training import EMULATED, Job, Net, batch, block, ds_config, mse, running, train, weights
 
 
 def quantized(scheme: str, **more: Any) -> Job:
@@ -214,3 +216,31 @@ def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
     run(job.under(block("topo", overlap=overlap, debug_checks=False)))
     wanted = ZeroParamStatus.NOT_AVAILABLE if overlap else ZeroParamStatus.AVAILABLE
     assert seen == [(overlap, {wanted})] * 2
+
+
+def test_stocks_ways_to_gather_and_reduce_change_nothing() -> None:
+    """Both are left out with a line: with reduce_scatter off DeepSpeed would all-reduce past our scatter."""
+    less = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    usual = Job(zero_topo=block("topo"), steps=4)
+    assert train(replace(usual, ds={"zero_optimization": less})) == train(usual)
+
+
+@pytest.mark.parametrize("zero_init", [False, True])
+def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero_init: bool) -> None:
+    """Stock's gathers serve it; with an optimizer, in whichever way it comes, the same config is refused."""
+    job = Job(zero_topo=block("topo"), ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    x, _ = batch(0, 0, torch.float32)
+    config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
+        model = Net()
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    for refused in ({"config": config, "optimizer": optimizer}, {"config": ds_config(job)}):
+        with pytest.raises(ValueError, match="with an optimizer: parameter offload is not supported in training"):
+            deepspeed.initialize(model=model, **refused)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
+    engine.destroy()

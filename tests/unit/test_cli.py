@@ -97,6 +97,23 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 
 
+def test_check_tells_what_is_left_out_and_what_a_run_may_not_call(run: Run, tmp_path: Path) -> None:
+    """Stock's ways to gather and reduce ask for less than is done; offload of parameters is for inference alone."""
+    zero = {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    block = {"topology": EMULATED}
+    path = ds_config(tmp_path, zero_topo=block, zero_optimization={**zero, "offload_param": {"device": "cpu"}})
+    status, out, err = run("check", path)
+    assert (status, err) == (0, "")
+    for line in (
+        "- zero_optimization.stage3_use_all_reduce_for_fetch_params = true is left out: zero_topo gathers each bucket",
+        "- zero_optimization.reduce_scatter = false is left out: zero_topo scatters gradients",
+        "- engine.offload_states and reload_states are refused",
+        "- offload_param serves an engine without an optimizer",
+    ):
+        assert line in out
+    assert "offload_param" not in run("check", ds_config(tmp_path, zero_topo=block))[1]
+
+
 def test_check_lists_every_refused_setting_one_a_line(run: Run, tmp_path: Path) -> None:
     path = ds_config(tmp_path, zero_topo={}, torch_autocast={"enabled": True}, compile={"deepcompile": True})
     status, out, err = run("check", path)

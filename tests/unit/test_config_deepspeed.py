@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from zero_topo.config import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
 from zero_topo.config.deepspeed_json import CHECKS, Refusal
+from zero_topo.config.stock_keys import translate
 
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -41,7 +42,6 @@ FLAGS = (
     f"{ZERO}.zero_quantized_nontrainable_weights",
     f"{ZERO}.cpu_offload_param",
     f"{ZERO}.stage3_allgather_sequential",
-    f"{ZERO}.stage3_use_all_reduce_for_fetch_params",
     "bf16.bf16_optimizer_states",
     "bf16.bf16_master_weights_and_grads",
     "fp16.fp16_master_weights_and_grads",
@@ -52,8 +52,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(zero_optimization__stage="auto"), f"{ZERO}.stage is not set", '{"stage": 3}'),
     (changed(zero_optimization=True), f"{ZERO}.stage is not set", '{"stage": 3}'),
     ({key: value for key, value in GOOD.items() if key != ZERO}, f"{ZERO}.stage is not set", '{"stage": 3}'),
-    (changed(zero_optimization__reduce_scatter=False), "reduce_scatter = false", "set it to true"),
-    (changed(zero_optimization__offload_param__device="cpu"), 'offload_param.device = "cpu"', '"weights": "node"'),
+    (
+        changed(zero_optimization__offload_param__device="cpu", optimizer__type="AdamW"),
+        'offload_param.device = "cpu"',
+        '"weights": "node"',
+    ),
     (changed(zero_optimization__offload_param__device="nvme"), 'offload_param.device = "nvme"', '"none"'),
     (changed(zero_optimization__offload_optimizer__device="nvme"), "offload_optimizer.device", '"cpu"'),
     (changed(zero_optimization__offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload", "remove"),
@@ -97,7 +100,10 @@ def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
         changed(zero_optimization__offload_param=None),
         changed(zero_optimization__zenflow=None),
         changed(zero_optimization__zero_hpz_partition_size=1),
-        changed(zero_optimization={"stage": 3, "reduce_scatter": False, "contiguous_gradients": False}),
+        changed(
+            zero_optimization={"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+        ),
+        changed(zero_optimization__offload_param__device="cpu"),  # an engine without an optimizer
         changed(zero_optimization__zero_quantized_weights="false", compile__deepcompile=False),
         changed(
             train_batch_size="auto",
@@ -118,6 +124,18 @@ def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
 )
 def test_what_works_is_not_refused(config: dict[str, Any]) -> None:
     check_deepspeed_config(config)
+
+
+def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:
+    """DeepSpeed would all-reduce past our scatter; what leaves things as they are, and what is no switch, stays."""
+    less = {"reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
+    stays = {"stage": 3, "use_all_reduce_for_fetch_params": False}
+    found = translate(changed(zero_optimization={**stays, **less}))
+    assert found.config[ZERO] == stays and len(found.lines) == 2 and not found.problems
+    others: list[Any] = [True, "auto", None, []]
+    for scattered in others:
+        config = changed(zero_optimization={**stays, "reduce_scatter": scattered})
+        assert translate(config).config == config
 
 
 def test_all_problems_are_listed_in_one_go() -> None:

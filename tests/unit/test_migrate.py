@@ -217,7 +217,7 @@ def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Pat
     [
         ({ZERO: {"stage": 2}}, f"{ZERO}.stage = 2"),
         (stock({"secondary": "node"}, **ZEROPP), "remove one of the two"),
-        (stock(offload_param={"device": "cpu"}), "parameter offload is not supported"),
+        (stock(offload_param={"device": "nvme"}), "parameter offload is not supported"),
     ],
 )
 def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(

@@ -18,6 +18,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
+from zero_topo.config.deepspeed_json import limits
 from zero_topo.config.stock_keys import translate
 from zero_topo.topology import preset_names
 from zero_topo.topology.launchers import launcher_view
@@ -47,7 +48,7 @@ def check(
     print(render_tree(found))
     print()
     show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
-    for note in (*translated, *resolved.notes):
+    for note in (*translated, *resolved.notes, *limits(loaded)):
         print(f"- {note}")
     print("ok")
 

@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,15 +188,32 @@ def _stage(ds_config: Mapping[str, Any]) -> str | None:
     return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
 
 
-def _all_reduced_buckets(ds_config: Mapping[str, Any]) -> str | None:
-    scattered = _lookup(ds_config, f"{ZERO}.reduce_scatter")
-    contiguous = _lookup(ds_config, f"{ZERO}.contiguous_gradients")  # true by default
-    if scattered is _ABSENT or _on(scattered) or not (contiguous is _ABSENT or _on(contiguous)):
+def offloaded_training(ds_config: Mapping[str, Any], optimizer: bool) -> str | None:
+    """Why parameters in the host's memory are refused beside an optimizer; None where there is neither.
+
+    An engine without an optimizer is served by stock's own gathers, with which they work.
+
+    Args:
+        ds_config: the DeepSpeed config.
+        optimizer: whether the caller passes one; a config may name its own.
+    """
+    device = _lookup(ds_config, f"{ZERO}.offload_param.device")
+    if str(device).lower() != "cpu" or not (optimizer or _lookup(ds_config, "optimizer.type") is not _ABSENT):
         return None
     return (
-        f"{ZERO}.reduce_scatter = {as_json(scattered)} with contiguous gradients: DeepSpeed would all-reduce whole "
-        "buckets over the world past zero_topo's scatter; remove reduce_scatter or set it to true"
+        f"{ZERO}.offload_param.device = {as_json(device)} with an optimizer: parameter offload is not supported in "
+        "training, where it would bring each rank's shard of the weights over the host's link twice a micro-batch and "
+        'free that shard alone; set it to "none" and shard weights wider, such as '
+        f'"{ROOT}": {{"weights": "node"}}'
     )
+
+
+def limits(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each call that a run with this config may make and that is refused there."""
+    calls = ["engine.offload_states and reload_states are refused: the shards stay on the accelerator"]
+    if str(_lookup(ds_config, f"{ZERO}.offload_param.device")).lower() == "cpu":
+        calls.append("offload_param serves an engine without an optimizer; deepspeed.initialize refuses it with one")
+    return calls
 
 
 def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
@@ -232,10 +250,10 @@ CHECKS: tuple[Check, ...] = (
         "weights stored in few bits by DeepSpeed are not supported",
         f'remove it and set "{ROOT}.quantize.weights" to send them in few bits',
     ),
-    _all_reduced_buckets,
+    partial(offloaded_training, optimizer=False),
     Refusal(
         f"{ZERO}.offload_param.device",
-        _device("cpu", "nvme"),
+        _device("nvme"),
         "parameter offload is not supported",
         f'set it to "none" and shard weights wider, such as "{ROOT}": {{"weights": "node"}}',
     ),
@@ -269,9 +287,11 @@ CHECKS: tuple[Check, ...] = (
     Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),
     Refusal("sequence_parallel_size", _above_one, f"Ulysses: {_WORLD}", "set it to 1"),
     Refusal("pipeline.stages", _above_one, f"pipeline parallelism: {_WORLD}", "remove pipeline"),
-    *(
-        Refusal(f"{ZERO}.{key}", _on, "zero_topo gathers each bucket in one collective of its own", "remove it")
-        for key in ("stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params")
+    Refusal(
+        f"{ZERO}.stage3_allgather_sequential",
+        _on,
+        "zero_topo gathers each bucket in one collective of its own",
+        "remove it",
     ),
     *(
         Refusal(key, _on, "zero_topo's optimizer shards are FP32", "remove it")

@@ -31,6 +31,7 @@ QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
     "mics_hierarchical_params_gather",
 )
 GONE = (LOCO, MICS, MICS_HOPS)
+ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
 FED_BACK: Mapping[str, Any] = MappingProxyType({"mode": "quantized", "bits": 4, "error_feedback": True})
 _ABSENT = object()
 
@@ -80,12 +81,13 @@ def translate(ds_config: Mapping[str, Any]) -> Translation:
     """
     block, active = ds_config.get(ROOT), switched_on(ds_config)
     zero = ds_config.get(ZERO)
-    off = [key for key in GONE if isinstance(zero, Mapping) and key in zero and key not in active]
+    off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if _holds(zero, key) and key not in active}
+    off |= {key: why for key, why in _asks_for_less(zero)}
     if not isinstance(block, Mapping) or not (active or off):
         return Translation(dict(ds_config))
     config, lines, problems = deepcopy(dict(ds_config)), [], []
-    for key in off:
-        lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: DeepSpeed 0.19 refuses the key")
+    for key, why in off.items():
+        lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: {why}")
     for key, value in active.items():
         written = f"{ZERO}.{key} = {as_json(value)}"
         wishes = dict(_wishes(key, active))
@@ -102,6 +104,19 @@ def translate(ds_config: Mapping[str, Any]) -> Translation:
             if _found(block, path) is _ABSENT:
                 _set(config[ROOT], path, wanted)
     return Translation(config, tuple(lines), tuple(problems))
+
+
+def _holds(zero: Any, key: str) -> bool:
+    return isinstance(zero, Mapping) and key in zero
+
+
+def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
+    """Settings of how stock gathers and reduces, which are worse than what is done anyway; with the reason."""
+    for key in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
+        if _holds(zero, key) and zero[key] != "auto" and on(zero[key]):
+            yield key, ALL_REDUCED_FETCH
+    if _holds(zero, "reduce_scatter") and zero["reduce_scatter"] in (False, "false", "False"):
+        yield "reduce_scatter", "zero_topo scatters gradients to their shards, which sends half of an all-reduce"
 
 
 Path = tuple[str, ...]

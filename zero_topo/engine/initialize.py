@@ -19,6 +19,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
+from zero_topo.config.deepspeed_json import offloaded_training
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.engine.automatic import choose_plan
@@ -117,7 +118,7 @@ def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ
     """
     config = deepspeed_config_of(arguments)
     if config is not None and check_launch(config, env) is not None:
-        for check in (_model_parallel, _sequence_parallel, _remote_parameters):
+        for check in (_model_parallel, _sequence_parallel, _remote_parameters, _offloaded_training):
             check(arguments)
 
 
@@ -150,11 +151,19 @@ def _sequence_parallel(arguments: Mapping[str, Any]) -> None:
 
 def _remote_parameters(arguments: Mapping[str, Any]) -> None:
     device = arguments.get("remote_device")
-    if device not in (None, "none"):
+    trains = "optimizer" in (deepspeed_config_of(arguments) or {})  # that of the call is seen in deepspeed.initialize
+    if device not in (None, "none", *(() if trains else ("cpu",))):
         raise ValueError(
             f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
             'such as "zero_topo": {"weights": "node"}'
         )
+
+
+def _offloaded_training(arguments: Mapping[str, Any]) -> None:
+    optimizer = arguments.get("optimizer") is not None
+    problem = offloaded_training(deepspeed_config_of(arguments) or {}, optimizer)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
