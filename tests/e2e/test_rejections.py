@@ -37,11 +37,7 @@ def topo(**keys: Any) -> dict[str, Any]:
 
 # name -> (config, what the line names, the way out it offers)
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "hpz": (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size = 2", "zero_topo.secondary"),
-    "qwz": (zero(zero_quantized_weights=True), "zero_quantized_weights = true", "zero_topo.quantize.weights"),
-    "qgz": (zero(zero_quantized_gradients=True), "zero_quantized_gradients", "zero_topo.quantize.gradients"),
     "quantized_frozen": (zero(zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable", "remove"),
-    "stock_mics": (zero(mics_shard_size=2), "mics_shard_size = 2", '"scheme": "mics"'),
     "stage_2": (zero(stage=2), "zero_optimization.stage = 2", "set it to 3"),
     "no_stage": ({key: GOOD[key] for key in GOOD if key != "zero_optimization"}, "stage is not set", '"stage": 3'),
     "param_offload": (zero(offload_param={"device": "cpu"}), "parameter offload", '"weights": "node"'),
