@@ -63,7 +63,8 @@ def test_migrate_writes_a_config_that_does_the_same_and_that_check_accepts(
 ) -> None:
     """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19 refuses."""
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(json.dumps({"timers": {"throughput": {"synchronized": False}}, **stock(**zero)}))
+    settings = {"train_micro_batch_size_per_gpu": 1, "timers": {"throughput": {"synchronized": False}}}
+    before.write_text(json.dumps({**settings, **stock(**zero)}))
     status, out, err = run("migrate", str(before), "--output", str(after))
     assert (status, err) == (0, "") and f"wrote {after}" in out
     written = json.loads(after.read_text())

@@ -117,7 +117,7 @@ def deepspeed_refusals(ds_config: Mapping[str, Any], ranks: int | None) -> list[
 
 
 def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each key, or value of one, that DeepSpeed does not take; keys that the block takes are none."""
+    """One line for each key, or value of a key, that DeepSpeed does not take and the block does not take over."""
     ds_config = translate(ds_config).config
     lines = [
         f"{key} = {as_json(ds_config[key])}: DeepSpeed 0.19.8 has it no more and refuses the key; remove it"
