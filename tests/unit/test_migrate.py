@@ -61,7 +61,7 @@ MIGRATED = {
 def test_migrate_writes_a_config_that_does_the_same_and_that_check_accepts(
     zero: dict[str, Any], block: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
-    """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19 refuses."""
+    """On 8 and on 384 ranks; no key with an effect is left for DeepSpeed, and none that 0.19.8 refuses."""
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     settings = {"train_micro_batch_size_per_gpu": 1, "timers": {"throughput": {"synchronized": False}}}
     before.write_text(json.dumps({**settings, **stock(**zero)}))

@@ -2,8 +2,8 @@
 """DeepSpeed's own keys for ZeRO++, LoCo and MiCS as keys of the block.
 
 Note [Stock keys]
-    What they mean in DeepSpeed 0.18 and 0.19 (MiCS and LoCo are gone since 0.19, which refuses their keys whatever the
-    value): ``zero_hpz_partition_size`` is the ranks that share a 16-bit secondary copy; ``zero_quantized_weights``
+    What they mean in DeepSpeed 0.18 and 0.19 (of MiCS 0.19.7 refuses the keys whatever the value, of LoCo
+    0.19.8): ``zero_hpz_partition_size`` is the ranks that share a 16-bit secondary copy; ``zero_quantized_weights``
     sends every gather of weights in INT8, that of the secondary copy too; ``zero_quantized_gradients`` reduces in INT4
     in two hops, on more than one node alone; ``zeropp_loco_param`` feeds the error of that back, and does nothing by
     itself; ``mics_shard_size`` is the ranks that share one copy of everything, and beside it ZeRO++'s keys do nothing.

@@ -33,7 +33,7 @@ from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.saving import copying_beside, saving_beside
-from zero_topo.engine.seam import Stock, check_deepspeed
+from zero_topo.engine.seam import Stock, at_boundary, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.engine.start import agreed, meeting
 from zero_topo.sync import AdamS, Moment
@@ -104,7 +104,7 @@ class TopoStage3(Stock):
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
-        if self.use_muon:
+        if getattr(self, "use_muon", False):  # Muon came to stage 3 after DeepSpeed 0.18.3
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
@@ -207,7 +207,7 @@ class TopoStage3(Stock):
     ) -> None:
         slots = [self._slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload the whole sync waits for the step, which copies the result to the host.
-        last = self.is_gradient_accumulation_boundary() and not self.offload_optimizer
+        last = at_boundary(self) and not self.offload_optimizer
         self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:

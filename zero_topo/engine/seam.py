@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
@@ -48,7 +47,6 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
     (Stock, "_post_step", ("self", "timer_names")),
-    (ZeROOptimizer, "is_gradient_accumulation_boundary", ("self",)),
     (Stock, "zero_grad", ("self", "set_to_none")),
     *((Stock, name, ("self",)) for name in ("enter_backward", "exit_backward", "clear_backward_seen_flag")),
     (PartitionedParameterCoordinator, "_clean_inflight_param_registry", ("self",)),
@@ -65,13 +63,20 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, ("_config", "dp_world_size", "checkpoint_engine")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
-    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position", "use_muon")),
+    (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
     (Stock, ("fp16_groups", "fp16_partitioned_groups_flat", "fp16_partitioned_groups_flat_numel", "lp_param_buffer")),
     (Stock, ("fp32_partitioned_groups_flat", "averaged_gradients", "inf_or_nan_tracker", "norm_for_param_grads")),
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
+    (Stock, ("is_gradient_accumulation_boundary",)),
 )
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Whether the micro-batch under way is the last of its step: a flag up to DeepSpeed 0.19.4, then a method."""
+    told = optimizer.is_gradient_accumulation_boundary
+    return bool(told() if callable(told) else told)
 
 
 def check_deepspeed() -> None:
