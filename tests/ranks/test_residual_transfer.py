@@ -184,3 +184,11 @@ def test_what_does_not_fit_is_refused(
             w.engine().load_state_dict({}, str(tmp_path))
 
     run_threads(w.size, rank_main)
+
+
+def test_residuals_without_a_place_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One gradient domain syncs nothing: of all ranks one says so, and says who it is."""
+    w = sparse("topo", emulated(1, 2, 2), "topk_a")
+    run_threads(w.size, lambda rank: mode_of(w.engine()).inherit({}))
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith("zero_topo: residuals of another run are dropped")

@@ -58,7 +58,10 @@ class Crossing(SyncMode):
         """
         owed, rows = self.owed(), self.owed_rows()
         if self.peers.size == 1:
-            logger.warning("residuals of another run are dropped: here one gradient domain has all ranks")
+            if self.context.mesh.rank == 0:
+                logger.warning(
+                    "zero_topo: residuals of another run are dropped: here one gradient domain has all ranks"
+                )
             return
         if owed is None or rows is None:
             return super().inherit(sums)
