@@ -276,7 +276,7 @@ def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit()
         rank_plans(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights)
     )
     text = "\n".join(lines)
-    assert lines[0].startswith("weights 1, ") and "plans that fit, of" in lines[0]
+    assert " wins with 1.00 s a step among " in lines[0] and "plans that fit, of" in lines[0]
     assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
     assert "paper does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
 
