@@ -44,6 +44,11 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not [target for target in sorted(relative) if not (document.parent / target).exists()]
 
 
+def test_blocks_are_of_a_language_that_is_tested(document: Path) -> None:
+    """`bash` or `console` would be past the test that runs every line of `sh`; what cannot run here is `text`."""
+    assert {language for language, _ in FENCE.findall(document.read_text())} <= {"", "sh", "json", "python", "text"}
+
+
 def test_make_targets_exist(document: Path) -> None:
     """Every `make something` in code is a target of the Makefile."""
     targets = set(re.findall(r"^([a-z][a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
