@@ -276,6 +276,17 @@ def test_persistent_parameters_are_gathered_once_and_exactly() -> None:
     assert sent["gather_forward", "gpu"] == 5 * (4096 + 128)
 
 
+def test_codes_are_published_in_runs_of_their_own_with_what_escaped_in_each() -> None:
+    """Two matrices that fill a run each, with a vector between them that is published with the small matrix."""
+    places: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "world"}
+    work = Workload.uniform([8 * 512, 80, 8 * 512, 90], dims=(2, 1, 2, 2))
+    work = replace(work, run_numel=8 * 512, escaped=(0, 2))
+    sent = step_bytes(resolve(**places, quantize=CODES), work)
+    trits, raw, counts, vectors = 3 * 128 + 256, 4 * 128 + 2 * 256, 8 * 2, (10 + 12) * 2
+    assert sent["publish", "world"] == trits + raw + counts + vectors
+    assert sent["publish", "node"] == 2 * sent["publish", "world"]
+
+
 INT4_SYNC: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}}
 CODES = {"weights": "int8", "gradients": "int4", "resident": "int8"}
 

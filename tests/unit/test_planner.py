@@ -19,12 +19,14 @@ from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import RISKS, explain, recommend
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
 from zero_topo.cost.memory import memory_bytes
+from zero_topo.cost.messages import publish_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request, max_params, rank_plans
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.engine.automatic import choose_plan
+from zero_topo.quant.trits import TritSpec
 from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
 
@@ -181,6 +183,15 @@ def test_codes_are_tried_where_int8_weights_are_and_lose_no_more() -> None:
     assert list(named.values()) == [(), (("int4 sync",),)]
     alone = [plan for plan in found if plan.config.plan.degrees() == WHOLE]
     assert alone and not any(by_domain(step_bytes(p.config, request().work)).get("gpu") for p in alone)
+
+
+def test_messages_of_publish_are_counted_as_if_all_codes_escaped() -> None:
+    """A rank's, from 48 nodes, then from the four that share its rows with it; whole weights take twice the bytes."""
+    work, blocks = Workload.uniform([384 * 256 * 1000]), 1000
+    config, whole = (resolve(FRONTIER, scheme="topo", quantize={"resident": key}) for key in ("int8", None))
+    message = TritSpec(256).nbytes(blocks, blocks)
+    assert publish_bytes(config, work) == 48 * message + 192 * message
+    assert 1.9 < publish_bytes(whole, work) / publish_bytes(config, work) < 2
 
 
 def test_codes_hold_models_of_58_billion_on_frontier() -> None:

@@ -201,7 +201,6 @@ class Program:
         self._packets = Packets(config, job, network)
         self._modules = job.model.modules()
         self._columns = _columns(config, job)
-        self._counted: tuple[int, ...] = ()
         self._flops = job.model.module_flops(job.micro_batch * job.model.sequence)
         self._computed: list[int] = []
         self._scattered: list[int] = []
@@ -211,8 +210,7 @@ class Program:
 
     def _build(self) -> None:
         if any(columns.coded for columns in self._columns):
-            end = self._transmit("counts", self._packets.counts(), ())
-            self._counted = () if end is None else (end,)
+            self._transmit("counts", self._packets.counts(), ())
         published = self._publish_all() if not self._config.overlap else ()
         for micro_batch in range(self._job.micro_batches):
             self._micro_batch(micro_batch, published)
@@ -224,7 +222,7 @@ class Program:
         self._compute("optimizer", "optimizer", seconds, after)
 
     def _publish_all(self) -> tuple[int, ...]:
-        ends = [self._send("publish", index, self._counted) for index in range(len(self._modules))]
+        ends = [self._send("publish", index, ()) for index in range(len(self._modules))]
         return tuple(end for end in ends[-1:] if end is not None)
 
     def _micro_batch(self, micro_batch: int, published: tuple[int, ...]) -> None:
@@ -249,7 +247,7 @@ class Program:
     def _fetch(self, phase: str, index: int, after: tuple[int, ...], first: bool) -> int | None:
         """The gather of a module, behind its publish where that is still under way."""
         if first and phase == "gather_forward" and self._config.overlap:
-            published = self._send("publish", index, self._counted)
+            published = self._send("publish", index, ())
             after = after if published is None else (*after, published)
         end = self._send(phase, index, after)
         return end if end is not None else max(after, default=None)
