@@ -34,7 +34,7 @@ def specs(config: ResolvedConfig) -> tuple[BlockSpec | None, ...]:
         ("mics", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("hsdp", (4, None, 4, 4), (None, None, None), "reduce_scatter"),
         ("paper", (2, 2, 4, 8), (INT8, INT8, INT4), "all_reduce"),
-        ("topo", (2, 2, 4, 8), (INT8, INT8, INT4), "reduce_scatter"),
+        ("topo", (2, None, 4, 8), (INT8, None, INT4), "reduce_scatter"),
         ("topo-zero2", (1, None, 4, 8), (INT8, None, INT4), "reduce_scatter"),
     ],
 )

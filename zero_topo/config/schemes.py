@@ -57,7 +57,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         "mics": Scheme("node", None, _SAME, _SAME),
         "hsdp": Scheme("node", None, "node", "node"),
         "paper": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
-        "topo": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS),
+        "topo": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS.model_copy(update={"resident": "int8"})),
         "topo-zero2": Scheme("rank", None, "node", "world", _CODES),
     }
 )
