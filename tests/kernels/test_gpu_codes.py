@@ -162,10 +162,43 @@ def test_a_message_without_room_is_not_written(library: ctypes.CDLL) -> None:
     case, backend = Case(single(40), "mixed", "cpu"), GpuLibrary(library)
     held, masters = case.copy(), case.masters(0)
     change = OPS.assess(masters, held, case.part)
-    message = torch.full((TritSpec(64).nbytes(40, 0),), FILLING, dtype=torch.uint8)
+    count = int(change.count)
+    room = TritSpec(64).trits_offset(40, count) + (-(-(40 - count) // 5) - 1) * 64
+    message = torch.full((room,), FILLING, dtype=torch.uint8)
     backend.codes_emit(masters, held, case.part, change, message)
     assert_same(held.held, case.codes.held, "what is held")
     assert bool((message == FILLING).all())
+
+
+@pytest.mark.parametrize("cut", [(0, 70), (0, 640), (33, 640)], ids=str)
+def test_masters_that_are_not_there_are_zero(library: ctypes.CDLL, cut: tuple[int, int]) -> None:
+    """Slots are known on the device: columns that a table lacks, on either side, are not read."""
+    case, backend, (first, past) = Case(single(10), "mixed", "cpu"), GpuLibrary(library), cut
+    whole = case.masters(0)
+    there = guarded(4 * (past - first)).view(torch.float32)[None]
+    there.copy_(whole.table[:, first:past])
+    whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
+    whole.table[:, past:] = 0.0
+    own, scales, escaped = Masters(there, whole.first + first, 0), torch.zeros(10), torch.zeros(10, dtype=torch.bool)
+    change = OPS.assess(whole, case.codes, case.part)
+    backend.codes_assess(own, case.codes, case.part, scales, escaped)
+    assert_same(scales, change.scales, "scales")
+    assert_same(escaped, change.escaped, "which blocks escape")
+
+
+def test_codes_of_the_largest_values_are_bounded(library: ctypes.CDLL) -> None:
+    """Where the bound that a scale sets overflows, Inf passes for a value that fits: its code is 127."""
+    case, backend = Case(single(10), "none", "cpu"), GpuLibrary(library)
+    case.codes.held[int(case.codes.slots[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
+    masters = case.masters(0)
+    masters.table.fill_(-torch.inf)
+    near, own = case.copy(), case.copy()
+    change = OPS.assess(masters, near, case.part)
+    made, wanted = (torch.zeros(TritSpec(64).nbytes(10, 10), dtype=torch.uint8) for _ in range(2))
+    code_reference.codes_emit(masters, near, case.part, change, wanted)
+    backend.codes_emit(masters, own, case.part, change, made)
+    assert_same(made, wanted, "the message")
+    assert_same(own.held, near.held, "what is held")
 
 
 BAD: list[tuple[str, dict[str, int], int]] = [
