@@ -39,6 +39,7 @@ class _Bits(_Document):
     weights: str | None
     secondary: str | None
     gradients: str | None
+    resident: str | None
 
 
 class _Resolved(_Document):
