@@ -71,12 +71,14 @@ def of_schema(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> Values:
     needed = {key: parts.pop(key) for key in schema.get("required", ())}
     extra, item = schema.get("additionalProperties"), schema.get("items", {})
     kinds: dict[str, Callable[[], Values]] = {
-        "object": lambda: st.fixed_dictionaries(needed, optional=parts)
-        if parts or needed
-        else st.dictionaries(
-            st.sampled_from(["gpu", "node", "world", "gather", "é"]),
-            of_schema(extra if isinstance(extra, Mapping) else {}, defs),
-            max_size=3,
+        "object": lambda: (
+            st.fixed_dictionaries(needed, optional=parts)
+            if parts or needed
+            else st.dictionaries(
+                st.sampled_from(["gpu", "node", "world", "gather", "é"]),
+                of_schema(extra if isinstance(extra, Mapping) else {}, defs),
+                max_size=3,
+            )
         ),
         "array": lambda: st.lists(of_schema(item, defs), max_size=4),
         "integer": lambda: st.integers(1, 8),
@@ -101,7 +103,9 @@ def mangled(draw: Callable[[Any], Any], texts: list[str]) -> str:
         apart = draw(st.sampled_from(["\n", " ", "\t", '"', ":", "=", "<"]))
         parts = text.split(apart)
         at, to = (draw(st.integers(0, len(parts) - 1)) for _ in range(2))
-        strange = draw(st.sampled_from(["", "9" * 400, "-1", "NV0", "X", "{", "]", "\0", "é", "GPU0", "0x", "*", "1e999"]))
+        strange = draw(
+            st.sampled_from(["", "9" * 400, "-1", "NV0", "X", "{", "]", "\0", "é", "GPU0", "0x", "*", "1e999"])
+        )
         changes = {"lose": [], "double": [parts[at]] * 2, "move": [parts[to]], "replace": [strange]}
         parts[at : at + 1] = changes[draw(st.sampled_from(sorted(changes)))]
         text = apart.join(parts)
@@ -169,7 +173,9 @@ def launcher(data: st.DataObject) -> None:
 def options(data: st.DataObject) -> None:
     """Numbers and names on the command line, and files of anything."""
     Path("any").write_bytes(data.draw(st.binary(max_size=64) | st.sampled_from([b"[" * 9999, b"a: " + b"[" * 9999])))
-    word = st.sampled_from(["any", "8", "1e400", "1e9", "64", "-1", "é", "{", '{"nodes":1}', "9" * 400, "/dev/zero", ""])
+    word = st.sampled_from(
+        ["any", "8", "1e400", "1e9", "64", "-1", "é", "{", '{"nodes":1}', "9" * 400, "/dev/zero", ""]
+    )
     values = [data.draw(word) for _ in range(3)]
     obeys("plan", "--params", values[0], "--machine", "frontier", "--nodes", values[1])
     obeys("plan", "--model", values[0], "--machine", values[1], "--world-size", values[2])

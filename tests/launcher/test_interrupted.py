@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import get_global_norm
 from torch import Tensor
 
 from tests.launcher.checkpoints import assert_same_bits
@@ -108,3 +110,50 @@ def test_an_engine_is_destroyed_between_backward_and_step(name: str, breaks: boo
     dist.barrier()
     with running(run) as engine:
         assert len(advance(run, engine, 0, 1)) == 1
+
+
+def test_an_engine_goes_on_after_a_load_that_failed(shared_path: Path) -> None:
+    """Masters of several rows are laid out for the load and back, whatever happens in it; none of them has changed."""
+    run = Job(zero_topo=BLOCKS["replicated optimizer"], steps=4)
+    with running(run) as engine:
+        expected = advance(run, engine, 0, 2)
+        engine.save_checkpoint(str(shared_path), tag="half-way")
+        expected += advance(run, engine, 2, 4)
+        kept = weights(engine)
+    dist.barrier()
+    (path,) = (shared_path / "half-way").glob(f"zero_pp_rank_{dist.get_rank()}_*_optim_states.pt")
+    saved = torch.load(path, weights_only=False)
+    flats = saved["optimizer_state_dict"]["fp32_flat_groups"]
+    saved["optimizer_state_dict"]["fp32_flat_groups"] = [flat[:-1] for flat in flats]
+    torch.save(saved, path)
+    dist.barrier()
+    with running(run) as engine:
+        losses = advance(run, engine, 0, 2)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            engine.load_checkpoint(str(shared_path), load_module_strict=False)
+        assert losses + advance(run, engine, 2, 4) == expected
+        assert_same_bits(weights(engine), kept)
+
+
+def test_a_shard_that_is_set_to_another_tensor_is_noticed() -> None:
+    """The engine gathers from its own; else weights would be those of before, without a word."""
+    run = Job(zero_topo=BLOCKS["topo"])
+    with running(run) as engine:
+        advance(run, engine, 0, 1)
+        shard = engine.module.inp.weight.ds_tensor
+        home, shard.data = shard.data, shard.data.clone()
+        with pytest.raises(RuntimeError, match=r"ds_tensor\.data of a parameter of shape \(37, 11\) was set"):
+            engine(batch(1, 0, torch.float32)[0])
+        shard.data = home
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["on the device", "offloaded"])
+def test_norms_are_of_the_synced_gradient_before_the_step_too(offload: dict[str, Any]) -> None:
+    """As `engine.get_global_grad_norm` says after it; under offload it was zero."""
+    more = {"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}
+    with running(Job(zero_topo=BLOCKS["topo"], model=Breaking, ds=more)) as engine:
+        attempt(engine, 0)
+        before = float(get_global_norm(engine.optimizer._get_norm_groups()))
+        engine.step()
+        assert before == pytest.approx(float(engine.get_global_grad_norm()), rel=1e-6)
+        assert before > 0

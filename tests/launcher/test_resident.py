@@ -44,7 +44,7 @@ def follow(engine: Any, step: int) -> None:
     for param in names:
         if not param.requires_grad:
             continue
-        index = engine.optimizer._slots[param.ds_id]
+        index = engine.optimizer.slots[param.ds_id]
         master = safe_get_full_fp32_param(param).view(-1)
         (gathered,) = topo.weights.gather([index], "gather_forward").wait()
         (exact,) = topo.weights.gather([index], "gather_exact").wait()

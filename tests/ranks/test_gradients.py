@@ -134,9 +134,7 @@ def test_zeroed_gradients_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["topo", "hsdp"])
-def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_backward_pass_has_begun_ends_before_its_groups_do(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine destroyed before its step (an exception in between) does not leave collectives to dead groups."""
     monkeypatch.setattr("zero_topo.mesh.Mesh.destroy", lambda mesh: None)  # groups of threads cannot be
     w = world({"scheme": scheme, "quantize": PLAIN})

@@ -17,11 +17,11 @@ import deepspeed
 import pytest
 
 from tests.launching import ROOT
-from zero_topo.engine import hook, seam
+from zero_topo.engine import hook, hook_gradients, seam
 
 # -- what the hook relies on -------------------------------------------------------------------------------------------
 
-OVERRIDES = ast.parse(inspect.getsource(hook.TopoStage3))
+OVERRIDES = ast.parse("".join(inspect.getsource(of) for of in (hook.TopoStage3, hook_gradients.GradientHooks)))
 
 
 DECLARED = [(owner, name) for owner, name, _ in seam.REQUIRED]

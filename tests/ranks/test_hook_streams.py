@@ -42,6 +42,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     widths = [end - begin for begin, end in deepspeed.columns]
     own.__dict__ |= {
         "topo": deepspeed.engine,
+        "_in_backward": False,
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "overflow": False,

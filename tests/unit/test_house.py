@@ -19,9 +19,9 @@ MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 6
 
-SEAM = tuple(f"zero_topo/engine/{name}.py" for name in ("seam", "hook", "start"))
-"""The one place that may name DeepSpeed's privates: the first lists and checks them, the second overrides them, with
-the signatures that DeepSpeed chose, the third reads its settings before an engine is built."""
+SEAM = tuple(f"zero_topo/engine/{name}.py" for name in ("seam", "hook", "hook_gradients", "start"))
+"""The one place that may name DeepSpeed's privates: the first lists and checks them, the next two override them, with
+the signatures that DeepSpeed chose, the last reads its settings before an engine is built."""
 
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}
 

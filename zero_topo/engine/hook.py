@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How the engine gets into DeepSpeed 0.19.8; with ``seam.py`` and ``start.py`` the only place that names its privates.
+"""How the engine gets into DeepSpeed 0.19.8; one of the four files (see ``seam.py``) that name its privates.
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
@@ -28,12 +28,13 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig, deepspeed_hints
+from zero_topo.engine.hook_gradients import GradientHooks
 from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.saving import copying_beside, saving_beside
-from zero_topo.engine.seam import Stock, at_boundary, check_deepspeed
+from zero_topo.engine.seam import Stock, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.engine.start import agreed, meeting
 from zero_topo.sync import AdamS, Moment
@@ -84,10 +85,9 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class TopoStage3(Stock):
+class TopoStage3(GradientHooks):
     """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`."""
 
-    topo: Stage3
     lp_param_buffer: Tensor
     inf_or_nan_tracker: Tensor
     fp32_partitioned_groups_flat: list[Any]
@@ -95,9 +95,6 @@ class TopoStage3(Stock):
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
-        self._slots: dict[int, int] = {}
-        self._stepping = False
-        self._in_backward = False
         self._edits_reach_masters = False
         super().__init__(*args, **kwargs)
 
@@ -108,7 +105,7 @@ class TopoStage3(Stock):
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
-        self._slots = {param.ds_id: index for index, param in enumerate(params)}
+        self.slots = {param.ds_id: index for index, param in enumerate(params)}
         setup = Setup(
             numels=tuple(param.ds_numel for param in params),
             names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
@@ -131,8 +128,9 @@ class TopoStage3(Stock):
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
         self.topo.restart()
-        self._gathers = ParameterGathers(self.topo, self._slots, self._write_back)
+        self._gathers = ParameterGathers(self.topo, self.slots, self._write_back)
         self._gathers.adopt(self.module.parameters())
+        self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
@@ -142,7 +140,7 @@ class TopoStage3(Stock):
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
-        views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self._slots.items()}
+        views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self.slots.items()}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         if self.topo.separate_masters:
             self._replace_masters()
@@ -180,7 +178,7 @@ class TopoStage3(Stock):
 
     def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
-        weights, slot = self.topo.weights, self._slots[param.ds_id]
+        weights, slot = self.topo.weights, self.slots[param.ds_id]
         if not self._edits_reach_masters:
             weights.write_back(slot, param.data)
             return
@@ -195,89 +193,39 @@ class TopoStage3(Stock):
         group, offset, width = self.grad_position[self.get_param_id(param)]
         return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
-    # -- gradients -------------------------------------------------------------------------------------------------
-
-    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
-        """A gradient's second part (Note [Zeroed, then added]) may already be in the bucket, added in place."""
-        if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
-            super().reduce_independent_p_g_buckets_and_remove_grads(param)
-
-    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
-        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
-    ) -> None:
-        slots = [self._slots[p.ds_id] for p in params_to_reduce]
-        # With optimizer offload the whole sync waits for the step, which copies the result to the host.
-        last = at_boundary(self) and not self.offload_optimizer
-        self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
-
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
-        for param in params_to_release:
-            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a stream of its own
-                param.grad.record_stream(get_accelerator().current_stream())
-            param.grad = None
-        return []
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._stepping:  # DeepSpeed's step calls this before the masters have read the gradients
-            for bucket in self.ipg_buckets.values():
-                self.partition_grads(bucket.params, None)
-                bucket.clear_params()
-            self._backward_active_depth, self._in_backward = 0, False
-            self.topo.gradients.zero()
-        super().zero_grad(set_to_none)
-
-    def enter_backward(self) -> None:
-        super().enter_backward()
-        self._in_backward = True
-
-    def exit_backward(self) -> None:
-        super().exit_backward()
-        self._in_backward = False
-
-    def clear_backward_seen_flag(self) -> None:
-        """A forward pass begins. Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
-            log_dist("zero_topo: a backward pass did not end; all gradients since the last step are dropped", [0])
-            self.zero_grad()
-        super().clear_backward_seen_flag()
-
     # -- step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        if self._in_backward:
-            raise RuntimeError(
-                "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
-                "last step, or drop their gradients with optimizer.zero_grad()"
-            )
-        self._stepping = True
-        self.topo.gradients.sync()
-        if not get_accelerator().is_synchronized_device():  # where DeepSpeed looks for overflow
-            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
-        if self.offload_optimizer:
-            self._copy_gradients_to_host()
-        super().step(closure)
-        self._stepping = False
+        self.refuse_half_a_backward()
+        self.stepping = True
+        try:
+            self.topo.gradients.sync()
+            if not get_accelerator().is_synchronized_device():  # where DeepSpeed looks for overflow
+                self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
+            if self.offload_optimizer:
+                self._copy_gradients_to_host()
+            super().step(closure)
+        finally:
+            self.stepping = False
         self.topo.end_step(skipped=self.overflow)
 
     def _post_step(self, timer_names: Any) -> None:
         """Resident parameters that are still being published are gathered where the forward pass needs them."""
         resident = self.persistent_parameters
-        if self._stepping and self.topo.weights.publishing:
+        if self.stepping and self.topo.weights.publishing:
             self.persistent_parameters = []
         super()._post_step(timer_names)
         self.persistent_parameters = resident
 
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
-        rows, own = self.topo.gradients.optimizer_rows(), self.grad_partitions_flat_buffer
+        rows = self.topo.gradients.optimizer_rows()
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
             grad.copy_(rows[:, begin:end].to(grad.dtype).reshape(-1), non_blocking=True)
         if not get_accelerator().is_synchronized_device():
             get_accelerator().current_stream().synchronize()
-        for param in (p for group in self.fp16_groups for p in group):
-            view = self.topo.weights.layout.slot(own[None], self._slots[param.ds_id])
-            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
+        self.note_norms()
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
         if not self.topo.separate_masters:
@@ -297,7 +245,7 @@ class TopoStage3(Stock):
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         weights, (begin, end) = self.topo.weights, self._sub_group_columns()[sub_group_id]
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
-        slots = [self._slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
+        slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
             device = weights.optimizer_rows().device
             weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
@@ -308,31 +256,7 @@ class TopoStage3(Stock):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(slots[0], slots[-1] + 1))
 
-    # -- gradients and masters seen by the user (safe_get_*, safe_set_*) ---------------------------------------------
-
-    def _synced_slot(self, param: Any) -> Tensor:
-        own = self.topo.gradients.peek()
-        return self.topo.gradients.layout.slot(own[None], self._slots[param.ds_id])[0]
-
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
-        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
-
-    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        return {
-            i: {j: self._synced_slot(param).float() for j, param in enumerate(group)}
-            for i, group in enumerate(self.fp16_groups)
-        }
-
-    def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
-    ) -> None:
-        for param in (p for p in param_list if p.requires_grad):
-            full = self._fp32_state_allgather(param, self._synced_slot(param))
-            self.set_fp32_grad_for_param(update_func(full, param), param)
-
-    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
-        if param.requires_grad:
-            self.topo.gradients.replace(self._slots[param.ds_id], value)
+    # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         super().set_full_hp_param(value, param, optim_state_key)
@@ -351,7 +275,7 @@ class TopoStage3(Stock):
         flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
         self.topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
-            self.topo.weights.publish_world(self._slots[param.ds_id])
+            self.topo.weights.publish_world(self.slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -359,9 +283,11 @@ class TopoStage3(Stock):
     def _stock_layout(self, share: bool) -> Iterator[None]:
         """Masters and optimizer states in DeepSpeed's own layout, one world shard per rank."""
         whole = self.fp32_partitioned_groups_flat
-        with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
-            self.fp32_partitioned_groups_flat = narrow
-            yield
+        try:
+            with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
+                self.fp32_partitioned_groups_flat = narrow
+                yield
+        finally:
             self.fp32_partitioned_groups_flat = whole
 
     def _rigid_state_dict(self) -> dict[str, Any]:
@@ -395,12 +321,16 @@ class TopoStage3(Stock):
         )
 
     def destroy(self) -> None:
-        self._get_param_coordinator()._clean_inflight_param_registry()
+        self._beginning.remove()
+        self._gathers.release()
         self.topo.settle()  # before anything is taken apart: an exception may have come with collectives under way
         super().destroy()
-        self._gathers.release()
         self.topo.destroy()
-        del self._gathers, self.topo  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
+        del (
+            self._gathers,
+            self._beginning,
+            self.topo,
+        )  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
 
 
 install()  # importing this module is enough, whichever import of DeepSpeed comes first

@@ -112,7 +112,8 @@ class Masters:
             masters: the masters of all rows, one per sub-group.
             optimizer: its state is keyed by master, and holds the narrow entries within the context. Loading a state
                 dict gives an optimizer a new state, so it is looked up again at the end.
-            share: take what the context wrote into the narrow tensors back into all rows (a load; collective).
+            share: take what the context wrote into the narrow tensors back into all rows (a load; collective), unless
+                it raised.
 
         Yields:
             One leaf tensor ``[columns]`` per master: those given, if they have one row.
@@ -126,16 +127,20 @@ class Masters:
         for small, master, entry in zip(narrow, masters, saved, strict=True):
             if entry is not None:
                 state[small] = {key: self._narrow_value(value, master) for key, value in entry.items()}
-        yield narrow
-        state = optimizer.state
-        for small, master, entry in zip(narrow, masters, saved, strict=True):
-            changed = state.pop(small, None)
-            if share:
-                self.table(master.detach())[self.own_row].copy_(small.detach())
-                self.share(master)
-                entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
-            if entry is not None:
-                state[master] = entry
+        loaded = False
+        try:
+            yield narrow
+            loaded = share
+        finally:  # a load that failed leaves what was there, and is not shared: other ranks may not have failed
+            state = optimizer.state
+            for small, master, entry in zip(narrow, masters, saved, strict=True):
+                changed = state.pop(small, None)
+                if loaded:
+                    self.table(master.detach())[self.own_row].copy_(small.detach())
+                    self.share(master)
+                    entry = None if changed is None else {k: self._widen(v, small, master) for k, v in changed.items()}
+                if entry is not None:
+                    state[master] = entry
 
     def _narrow(self, master: Tensor) -> Tensor:
         small = self.table(master.detach())[self.own_row].clone().requires_grad_(True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -71,18 +72,23 @@ class ParameterGathers:
         self._slots = slots
         self._write_back = write_back
         self._stock: list[tuple[Any, dict[str, Any]]] = []
+        self._homes: dict[int, int] = {}  # ds_id -> where its shard lies
+        self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def adopt(self, params: Iterable[Any]) -> None:
         """Take over the calls of these parameters."""
         for param in params:
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
+            self._homes[param.ds_id] = param.ds_tensor.data_ptr()
             param.all_gather = partial(self._gather_now, param, stock["all_gather"])
             param.all_gather_coalesced = partial(self._gather_coalesced, stock["all_gather_coalesced"])
             param.partition = partial(self._partition, param, stock["partition"])
 
     def release(self) -> None:
-        """Give the parameters DeepSpeed's own calls back."""
+        """End what is under way, and give the parameters DeepSpeed's own calls back. Collective."""
+        for handle in list(self._started):
+            handle.wait()
         for param, stock in self._stock:
             for name, method in stock.items():
                 setattr(param, name, method)
@@ -112,11 +118,18 @@ class ParameterGathers:
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
+            if param.ds_tensor.data_ptr() != self._homes[param.ds_id]:
+                raise RuntimeError(
+                    f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set to another tensor, "
+                    "which zero_topo does not read: edit parameters under deepspeed.zero.GatheredParameters"
+                )
             param.ds_status = ZeroParamStatus.INFLIGHT
         timing = partial(self._engine.meter.timing, phase)
         with timing():
             handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
-        return ParameterHandle(params, handle, timing)
+        started = ParameterHandle(params, handle, timing)
+        self._started.add(started)
+        return started
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         world = dist.get_world_size()

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed 0.19.8 is relied on, and whether the installed one has it.
 
-With ``hook.py``, which overrides what is listed here, and ``start.py``, this is the seam: the one place that names
-DeepSpeed's privates.
+With ``hook.py`` and ``hook_gradients.py``, which override what is listed here, and ``start.py``, this is the seam: the
+one place that names DeepSpeed's privates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
@@ -48,9 +47,8 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "step", ("self", "closure")),
     (Stock, "_post_step", ("self", "timer_names")),
     (Stock, "zero_grad", ("self", "set_to_none")),
-    *((Stock, name, ("self",)) for name in ("enter_backward", "exit_backward", "clear_backward_seen_flag")),
-    (PartitionedParameterCoordinator, "_clean_inflight_param_registry", ("self",)),
-    (Stock, "_get_param_coordinator", ("self",)),
+    (Stock, "_get_norm_groups", ("self",)),
+    (Stock, "independent_gradient_partition_epilogue", ("self",)),
     (Stock, "_get_fp32_grad_state_partition", ("self", "param", "release_swap_buffers")),
     (Stock, "_fp32_state_allgather", ("self", "param", "fp32_state_partition")),
     (Stock, "update_fp32_grad_for_param_vectorized", ("self", "update_func", "param_list")),
@@ -77,6 +75,13 @@ def at_boundary(optimizer: Any) -> bool:
     """Whether the micro-batch under way is the last of its step: a flag up to DeepSpeed 0.19.4, then a method."""
     told = optimizer.is_gradient_accumulation_boundary
     return bool(told() if callable(told) else told)
+
+
+def forget_backward(optimizer: Any) -> None:
+    """Forget a backward pass that failed half-way, of which later releases of DeepSpeed believe that it goes on."""
+    state = getattr(optimizer, "_backward_hook_state", None)
+    if state is not None:
+        state.backward_active_depth = 0
 
 
 def check_deepspeed() -> None:
