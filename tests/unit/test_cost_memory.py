@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
+from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import Request
+from zero_topo.cost.simulator import Job
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
 from zero_topo.units import GB
@@ -88,3 +93,13 @@ def test_memory_is_the_ideal_plus_the_padding_that_is_reported(scheme: str, nume
     ideal = ideal_bytes(config, sum(numels))
     for role, nbytes in held.items():
         assert 0 <= nbytes - padding[role] <= ideal[role] < nbytes - padding[role] + 1, role
+
+
+def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
+    """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
+    config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
+    request = Request(FRONTIER, Job(load_model("gpt2"), 1, 1), flight=InFlight.read({"fp16": {"enabled": True}}))
+    held = request.holds(config, request.work, request.job)
+    assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
+    plain = replace(request, flight=InFlight.read({"bf16": {"enabled": True}}))
+    assert plain.holds(config, request.work, request.job) == {k: v for k, v in held.items() if k != "residual"}

@@ -118,16 +118,6 @@ def test_deepspeeds_own_settings_count() -> None:
         InFlight.read(asked(reduce_bucket_size="x"))
 
 
-def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
-    """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
-    config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
-    request = Request(FRONTIER, Job(NEOX, 1, 1), flight=InFlight.read({"fp16": {"enabled": True}}))
-    held = request.holds(config, request.work, request.job)
-    assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
-    plain = replace(request, flight=InFlight.read({"bf16": {"enabled": True}}))
-    assert plain.holds(config, request.work, request.job) == {k: v for k, v in held.items() if k != "residual"}
-
-
 def test_masks_of_radius_are_a_bit_for_each_element() -> None:
     config = resolve(scheme="topo", sync={"mode": "radius"})
     work = Workload.uniform([8192])

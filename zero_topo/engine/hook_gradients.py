@@ -87,7 +87,8 @@ class GradientHooks(Stock):
     def _get_norm_groups(self) -> list[Tensor]:
         if not self.stepping:  # asked for by a user: nothing is synced yet, nor on the host
             self.topo.gradients.peek()
-            self.note_norms()
+            if self.offload_optimizer:
+                self.note_norms()
         return super()._get_norm_groups()
 
     def note_norms(self) -> None:
