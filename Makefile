@@ -33,7 +33,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +45,8 @@ help:
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
+	@echo 'make test-versions           the seam, units and ranks with each release of DeepSpeed that is supported'
+	@echo 'make release-check           build sdist and wheel, install them elsewhere, use them, uninstall them'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'
 	@echo 'make docs                    the pages of docs/ in site/; an error for a broken link'
@@ -138,6 +140,12 @@ test-launcher: unlock ops
 
 test-hazards: unlock ops
 	python -m tests.hazards $(K)
+
+release-check: unlock ops
+	@python -m tests.release
+
+test-versions: unlock ops
+	@python -m tests.versions $(K)
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

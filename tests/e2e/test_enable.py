@@ -69,8 +69,12 @@ def test_enabling_hooks_any_program_and_disabling_leaves_no_trace(environment: E
     assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
 
 
-def test_what_stays_after_an_uninstall_harms_nothing(environment: Environment) -> None:
-    """The .pth file outlives the package: DeepSpeed is imported as if there were none."""
+def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(environment: Environment) -> None:
+    """The .pth file outlives the package until DeepSpeed is imported next, as if there were none."""
+    environment.install(False)
+    before = environment.listing()
+    environment.install(True)
     environment.run("-m", "zero_topo.cli", "enable")
     environment.install(False)
     assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
+    assert environment.listing() == before

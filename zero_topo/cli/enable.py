@@ -4,7 +4,8 @@
 Note [The .pth file]
     Python runs the line of a .pth file in site-packages at every start. Ours puts one small object in front of the
     import system and imports nothing. When something imports DeepSpeed (or Accelerate, which reads DeepSpeed's configs)
-    the object goes away, and zero_topo is imported first if it is still installed.
+    the object goes away, and zero_topo is imported first; if it is not installed any more, the file goes away too.
+    Pip knows nothing of the file, so that an upgrade leaves the hook where it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ class ZeroTopoFinder:
         from importlib.util import find_spec
         if find_spec("zero_topo"):
             import zero_topo
+        else:
+            import os
+            try:
+                os.remove(file)
+            except OSError:
+                pass
         return find_spec(name)
+
 sys.meta_path.insert(0, ZeroTopoFinder())
 """
 
@@ -46,7 +54,10 @@ def enable() -> None:
         )
     made = _make(path.parent)
     lines = [f"{MADE}{folder}" for folder in made]
-    path.write_text("\n".join([*lines, f"import sys; exec({_FINDER!r}, {{'sys': sys}})"]) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join([*lines, f"import sys; exec({_FINDER!r}, {{'sys': sys, 'file': {str(path)!r}}})"]) + "\n",
+        encoding="utf-8",
+    )
     typer.echo(f'enabled: wrote {path}; a DeepSpeed config with a "zero_topo" block is all that a program needs now')
 
 
