@@ -26,6 +26,9 @@ QUICK = ("plan", "config_parse", "config_resolve", "cost_volume", "cost_memory",
 """Tests of tests/unit that ask about the package's behaviour and not about its sources."""
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+EIGHT, TWO = (f'"gpus_per_node": {n}, "gcds_per_gpu": {n}' for n in (2, 1))
+"""Of the demo's machine: its ranks on a node, and one."""
+
 DEMO = ("-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--num_accelerators", "2", "--module")
 TIMEOUT_S = 600
 
@@ -83,12 +86,7 @@ class Fresh:
 
     def _use(self) -> Iterator[str]:
         demo = self.folder / "demo.json"
-        text = (
-            (self.checkout / "configs/demo.json")
-            .read_text()
-            .replace('"nodes": 2, "gpus_per_node": 2', '"nodes": 1, "gpus_per_node": 1')
-        )
-        demo.write_text(text)
+        demo.write_text((self.checkout / "configs/demo.json").read_text().replace(EIGHT, TWO))
         told = self.run(*DEMO, "zero_topo.examples.train_gpt", "--deepspeed_config", str(demo), "--steps", "2")
         assert "Sent by each rank" in told, told
         yield "the demo trains on two ranks"

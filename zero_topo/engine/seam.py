@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed 0.19.8 is relied on, and whether the installed one has it.
+"""What of DeepSpeed 0.18.0 to 0.19.8 is relied on, and whether the installed one has it.
 
 With ``hook.py`` and ``hook_gradients.py``, which override what is listed here, and ``start.py``, this is the seam: the
 one place that names DeepSpeed's privates.
@@ -20,7 +20,9 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
-VERSION = "0.19.8"
+OLDEST, VERSION = "0.18.0", "0.19.8"
+"""The oldest release that is supported, and the newest, which is installed where nothing else is asked for."""
+
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
@@ -93,8 +95,8 @@ def check_deepspeed() -> None:
     problems = [*_changed_methods(), *_missing_attributes()]
     if problems:
         raise ImportError(
-            f"zero_topo is built for DeepSpeed {VERSION}, but DeepSpeed {deepspeed.__version__} differs where it "
-            f"matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
+            f"zero_topo is built for DeepSpeed {OLDEST} to {VERSION}, but DeepSpeed {deepspeed.__version__} differs "
+            f"where it matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
         )
 
 
