@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``make test-versions``: the releases of DeepSpeed that are supported, each put before the installed one.
 
-Of each: the import checks what the seam relies on, the ranks of one process do what they should, and two real ranks train the
-example. DeepSpeed is Python alone here, so its sdist is unpacked and named on PYTHONPATH; it is downloaded, without
+Of each: the import checks what the seam relies on, the ranks of one process do what they should, and two real ranks
+train the example. DeepSpeed is Python alone here, so its sdist is unpacked and named on PYTHONPATH; it is downloaded, without
 what it depends on. ``K=0.18.0`` asks for one release.
 """
 
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import deepspeed  # noqa: F401  (the hook comes with it, and imports the seam)
 
 from tests.launching import ROOT
 from tests.release import EIGHT, TWO
