@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 import zero_topo
-from tests.documents import DOCUMENTS, README, tables
+from tests.commands import Run
+from tests.documents import DOCUMENTS, README, commands, tables
 from tests.launching import ROOT
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.inputs import machine
@@ -278,6 +280,16 @@ def loss_sentences() -> list[str]:
     found = {result["scheme"]: result for result in record("convergence")["results"]}
     difference = found["topo-q4"]["last"]["difference"]
     return [f"its loss was {difference['mean']:.1%} above stock ZeRO-3's, {difference['worst']:.1%} at worst"]
+
+
+def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
+    """The text above it says so."""
+    text = (ROOT / "docs/tutorial.md").read_text()
+    (line,) = [line for line in commands() if "plan --params 1.3B" in line]
+    status, printed, _ = run(*shlex.split(line)[1:])
+    recommended = json.loads(printed[printed.index("\n{") :])
+    (config,) = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    assert status == 0 and json.loads(config)["zero_topo"] == recommended["zero_topo"]
 
 
 @pytest.mark.parametrize(
