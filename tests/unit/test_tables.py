@@ -46,6 +46,7 @@ def place(config: ResolvedConfig, role: str) -> str:
 
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
+ROWS["`topo` with INT4 sync"] = {"sync": {"mode": "quantized"}}
 ROWS["`topo` with INT4 sync and publish"] = {"sync": {"mode": "quantized"}, "publish": {"delta": "int4"}}
 
 
