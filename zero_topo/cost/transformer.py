@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
+MOST_LAYERS = 4096  # each is simulated
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
 Shape = tuple[int, ...]
@@ -71,6 +72,10 @@ class Transformer:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, int) and self.layers > MOST_LAYERS:
+            raise ValueError(
+                f"model {self.name!r}: {self.layers:,} layers are more than the {MOST_LAYERS:,} planned for"
+            )
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -70,13 +70,19 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, pla
     return lines + deepspeed_problems(config) + setting_refusals(config)
 
 
+def _part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A block, or an empty one if it is absent or no block."""
+    part = whole.get(key)
+    return part if isinstance(part, Mapping) else {}
+
+
 def _block(merged: Mapping[str, Any]) -> Iterator[str]:
     extra = merged.get(EXTRA)
     if extra is not None and not isinstance(extra, Mapping):
         yield f"{EXTRA} = {as_json(extra)}: must be a mapping; write {{{as_json(ROOT)}: ...}}"
     elif ROOT in merged:
         yield f'{ROOT}: NeoX refuses unknown keys at the top level; move it into "{EXTRA}": {{"{ROOT}": ...}}'
-    elif ROOT not in (extra or {}) and ROOT not in (merged.get("zero_optimization") or {}):
+    elif ROOT not in (extra or {}) and ROOT not in _part(merged, "zero_optimization"):
         yield f'{EXTRA}.{ROOT} is missing: this would be plain ZeRO; add "{EXTRA}": {{"{ROOT}": {{"scheme": "topo"}}}}'
 
 
@@ -92,9 +98,9 @@ def _parallelism(merged: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _clipping(merged: Mapping[str, Any]) -> Iterator[str]:
-    extra = merged.get(EXTRA) if isinstance(merged.get(EXTRA), Mapping) else {}
+    extra = _part(merged, EXTRA)
     stated = merged.get("gradient_clipping", 1.0)
-    if stated == 1.0 and "gradient_clipping" not in (extra or {}):
+    if stated == 1.0 and "gradient_clipping" not in extra:
         yield (
             "gradient_clipping = 1.0: NeoX drops it, being its own default, and DeepSpeed would not clip; repeat it as "
             f'"{EXTRA}": {{"gradient_clipping": 1.0}}, or 0 there for no clipping'
@@ -125,7 +131,7 @@ def _optimizer(merged: Mapping[str, Any]) -> Iterator[str]:
         yield 'optimizer must name a type and params; write {"type": "Adam", "params": {"lr": 0.0006}}'
         return
     kind = str(optimizer.get("type", "Adam")).lower()
-    offload = (merged.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    offload = _part(_part(merged, "zero_optimization"), "offload_optimizer")
     if kind in ("onebitadam", "sm3", "madgrad_wd", "sgd"):
         yield f'optimizer.type = {as_json(optimizer["type"])}: DeepSpeed has no ZeRO-3 for it; use "Adam" or "AdamS"'
     elif kind == "adam" and offload.get("device") == "cpu":
