@@ -42,6 +42,7 @@ WRONG = {
     f"plan --params {'9' * 400} {FRONTIER}": "not a positive whole number",
     f"plan --params 1B --micro-batches 1000000000 --recommend {FRONTIER}": "--micro-batches",
     f"plan --layers 1000000000 --hidden 8 {FRONTIER}": "more than the 4,096",
+    f"plan --layers 1 --hidden {'9' * 400} {FRONTIER}": "planned for",
     f"plan --model FOLDER/deep.yml {FRONTIER}": "neither JSON nor YAML",
     f"plan --model FOLDER/laughs.yml {FRONTIER}": "more than 2,000,000 values",
     "plan --params 1B --machine /dev/zero": "/dev/zero': has more than",

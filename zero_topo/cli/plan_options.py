@@ -44,7 +44,9 @@ class PlanOptions:
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.")] = None
     hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's, or 2048.")] = None
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank's micro-batch.")] = 1
+    micro_batch: Annotated[
+        int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences of a rank's micro-batch.")
+    ] = 1
     micro_batches: Annotated[
         int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Micro-batches per optimizer step.")
     ] = 1

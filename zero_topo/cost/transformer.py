@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
-MOST_LAYERS = 4096  # each is simulated
+MOST_LAYERS, MOST_WIDTH = 4096, 10**9  # each layer is simulated
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
 Shape = tuple[int, ...]
@@ -72,14 +72,13 @@ class Transformer:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, int) and self.layers > MOST_LAYERS:
-            raise ValueError(
-                f"model {self.name!r}: {self.layers:,} layers are more than the {MOST_LAYERS:,} planned for"
-            )
         for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "sequence", "intermediate"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"model {self.name!r}: {key} is {value!r}; it must be a whole number of at least 1")
+            most = MOST_LAYERS if key == "layers" else MOST_WIDTH
+            if value > most:
+                raise ValueError(f"model {self.name!r}: {key} is more than the {most:,} that are planned for")
         if self.head_size == 0:
             self._check_divides("hidden", self.hidden, "heads", self.heads)
             object.__setattr__(self, "head_size", self.hidden // self.heads)
