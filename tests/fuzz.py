@@ -2,8 +2,8 @@
 """Hostile input for the commands: `python -m tests.fuzz TARGET EXAMPLES`, in a folder of its own, under limits.
 
 Whatever a config, a machine, a capture, a launcher's variables or an option hold, a command works, or ends with status
-2 and short lines on stderr: no traceback, at most 10 s and 1 GB. The process writes below its folder alone, and starts
-no other and no connection.
+2 and short lines on stderr: no traceback, at most 10 s of a processor and 1 GB. The process writes below its folder
+alone, and starts no other and no connection.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOSTILE: Values = st.sampled_from(
 
 
 class TooLong(BaseException):
-    """Ten seconds are over; no command catches it."""
+    """Ten seconds of a processor are over; no command catches it."""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ def mangled(draw: Callable[[Any], Any], texts: list[str]) -> str:
 def obeys(*words: str, command: Callable[[list[str]], int] = main) -> None:
     """Run a command: status 0, or 2 and short lines."""
     out, err = io.StringIO(), io.StringIO()
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with redirect_stdout(out), redirect_stderr(err):
             status = command(list(words))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     lines = err.getvalue().splitlines()
     assert (status, lines) == (0, []) or (status == 2 and 0 < len(lines) <= 20), (status, words, lines)
     assert all(0 < len(line) <= LINE and line.startswith("zero") for line in lines), lines
@@ -221,7 +221,7 @@ def confine(folder: Path) -> None:
         raise TooLong
 
     sys.addaudithook(guard)
-    signal.signal(signal.SIGALRM, over)
+    signal.signal(signal.SIGPROF, over)
 
 
 if __name__ == "__main__":
