@@ -2,8 +2,8 @@
 """``make test-versions``: the releases of DeepSpeed that are supported, each put before the installed one.
 
 Of each: the import checks what the seam relies on, the ranks of one process do what they should, and two real ranks
-train the example. DeepSpeed is Python alone here, so its sdist is unpacked and named on PYTHONPATH; it is downloaded, without
-what it depends on. ``K=0.18.0`` asks for one release.
+train the example. DeepSpeed is Python alone here, so its sdist is unpacked and named on PYTHONPATH; it is downloaded,
+without what it depends on. ``K=0.18.0`` asks for one release.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.launching import ROOT
 from tests.plans import TREE, resolve
-from zero_topo.config import AUTO, SCHEMES, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
 from zero_topo.cost.candidates import aligned_degrees, candidates
 from zero_topo.cost.explain import RISKS, explain, recommend
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
@@ -306,40 +306,6 @@ def largest(scheme: str, wanted: Request) -> int:
     for params in (found, int(found * 1.005), int(found * 1.02), int(found * 1.05)):
         assert (held(config, wanted, max(params, 1000)) <= wanted.limit) == (params == found > 0)
     return found
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("nodes", [1, 48])
-def test_the_largest_model_fits_and_a_larger_one_does_not(scheme: str, nodes: int) -> None:
-    assert largest(scheme, request(load_preset("frontier", 8 * nodes)))
-
-
-@given(memory=st.integers(6, 500), scheme=st.sampled_from(["zero3", "mics", "topo"]), micro_batch=st.integers(1, 8))
-def test_the_largest_model_is_that_whatever_the_memory(memory: int, scheme: str, micro_batch: int) -> None:
-    largest(scheme, request(replace(FRONTIER, memory_per_rank=memory * GB), micro_batch=micro_batch))
-
-
-def test_a_shape_that_is_leaner_than_a_smaller_one_is_found() -> None:
-    """Without recomputation a shape of one layer less holds less: the first size that does not fit is not the last."""
-    wanted = request(replace(load_preset("frontier", 8), memory_per_rank=206_464_492_619))
-    model = replace(NEOX, sequence=8192)
-    wanted = replace(wanted, job=replace(wanted.job, model=model, checkpointing=False))
-    assert (max_params(resolve(wanted.machine, scheme="topo"), wanted) or 0) > 1.09e9
-
-
-def test_the_papers_36_billion_are_about_what_its_plan_holds() -> None:
-    wanted = replace(request(), reserve=0.1)
-    found = max_params(resolve(wanted.machine, scheme="paper", secondary="node"), wanted)
-    assert found == pytest.approx(36e9, rel=0.08)
-
-
-def test_there_is_no_largest_model_where_memory_is_not_known_or_too_small() -> None:
-    config = resolve(scheme="zero3")
-    assert max_params(config, request(TREE)) is None
-    assert max_params(config, request(replace(TREE, memory_per_rank=GB))) == 0
-
-
-# -- "scheme": "auto" --------------------------------------------------------------------------------------------------
 
 
 def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:

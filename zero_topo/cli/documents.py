@@ -109,6 +109,7 @@ class _Block(_Document):
 class _Ranked(_Document):
     name: str
     degrees: _Degrees
+    quantize: _Bits
     seconds: float | None
     losses: list[str]
     wire_seconds: float

@@ -51,12 +51,14 @@ class _Own(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A message, and the `Change` that it is made from."""
+    """A message, the `Change` that it is made from, how long it is, and where its scales begin."""
 
     message: Tensor
     scales: Tensor
     order: Tensor
     escaped: Tensor
+    nbytes: int
+    scales_at: int
 
 
 class _Sent(NamedTuple):
@@ -86,9 +88,9 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
     if message.numel() < spec.nbytes(n, 0) or message.data_ptr() % ALIGNED.value:
         raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0)} bytes or more, at a multiple of 16 bytes")
     if n:
-        made = _Made(message, change.scales, change.order, change.count)
-        last = _coded(message.numel()), _coded(spec.scales_offset(n))
-        arguments = _held(codes, part), _own(masters), *last, codes.block
+        ends = _coded(message.numel()), _coded(spec.scales_offset(n))
+        made = _Made(message, change.scales, change.order, change.count, *ends)
+        arguments = _held(codes, part), _own(masters), codes.block
         launch(_emit, triton.cdiv(n, FIVE.value * _groups(codes)) + 1, made, *arguments, _groups(codes))
 
 
@@ -199,24 +201,22 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, held: _Held, own: _Own, SIZE:
 
 
 @triton.jit
-def _emit(
-    made: _Made, held: _Held, own: _Own, nbytes: int, scales: int, SIZE: tl.constexpr, GROUPS: tl.constexpr
-) -> None:
+def _emit(made: _Made, held: _Held, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
     """Some groups of five blocks that do not escape, or as many blocks that do; programs walk on."""
     n = tl.cast(held.blocks >> 2, tl.int64)
     escaped = tl.minimum(tl.maximum(tl.load(made.escaped), 0), n)
     groups = (n - escaped + FIVE - 1) // FIVE
-    whole_at = (scales >> 2) + (escaped * 4 + 127) // 128 * 128
+    whole_at = (made.scales_at >> 2) + (escaped * 4 + 127) // 128 * 128
     trits_at = whole_at + escaped * SIZE
     quiet = (groups + GROUPS - 1) // GROUPS
-    if trits_at + groups * SIZE <= (nbytes >> 2):
+    if trits_at + groups * SIZE <= (made.nbytes >> 2):
         for unit in tl.range(
             tl.program_id(0).to(tl.int64), quiet + (escaped + GROUPS - 1) // GROUPS, tl.num_programs(0)
         ):
             if unit < quiet:
                 _emit_trits(made, held, own, (unit * GROUPS, n - escaped, trits_at), SIZE, GROUPS)
             else:
-                at = ((unit - quiet) * GROUPS, escaped, scales >> 2, whole_at)
+                at = ((unit - quiet) * GROUPS, escaped, made.scales_at >> 2, whole_at)
                 _emit_whole(made, held, own, at, SIZE, GROUPS)
 
 
