@@ -67,12 +67,17 @@ def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
 
 
 def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:
-    """With two micro-batches per step and evaluations between, the last step's bytes are the formula's everywhere."""
+    """With two micro-batches per step and evaluations between, the last step's bytes are the formula's everywhere.
+
+    Those of codes are rank 0's: their changes have a size in each group.
+    """
     folder, _, _ = runs
     measured = json.loads((folder / "topo" / "report.json").read_text())["zero_topo"]
     assert measured["micro_batches"] == 2
     assert {row["domain"] for row in measured["sent"] if row["max"]} == {"gpu", "world"}
-    assert [(row["min"], row["max"]) for row in measured["sent"]] == [(row["formula"],) * 2 for row in measured["sent"]]
+    for row in measured["sent"]:
+        least, most = (row["min"], row["max"]) if row["phase"] == "publish" else (row["max"], row["min"])
+        assert least <= row["formula"] <= most, row
     for row in measured["memory"]:
         assert row["min"] == row["max"] == row["formula"], row
 

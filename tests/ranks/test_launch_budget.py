@@ -34,7 +34,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "mics-node": {"scheme": "mics"},  # the plan of hsdp
     "mics-gpu": {"scheme": "mics", "weights": "gpu"},
     "paper": {"scheme": "paper"},
-    "topo": {"scheme": "topo"},
+    "topo": {"scheme": "topo", "quantize": {"resident": None}},
     "plain": {"scheme": "topo", "quantize": {"weights": None, "secondary": None, "gradients": None}},
     "one-hop": {"scheme": "topo", "two_hop": False},
     "scatter-gpu": {"scheme": "topo", "gradients": "gpu"},

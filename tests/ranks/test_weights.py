@@ -77,7 +77,7 @@ def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: Blo
 @pytest.mark.parametrize("scheme", ["paper", "topo", "zero++"])
 @pytest.mark.parametrize("secondary", ["gpu", "node"])
 def test_quantized_gathers_equal_the_model_whatever_the_bucket(scheme: str, secondary: str) -> None:
-    quantize = {"weights": "int8", "secondary": "int8", "block_size": 64}
+    quantize = {"weights": "int8", "secondary": "int8", "resident": None, "block_size": 64}
     w = world({"scheme": scheme, "secondary": secondary, "quantize": quantize}, shuffled(emulated(2, 2, 2)))
 
     def rank_main(rank: int) -> bool:
@@ -175,7 +175,7 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
 
 
 def test_debug_checks_name_the_ranks_whose_replicas_differ() -> None:
-    w = world({"scheme": "topo", "debug_checks": True})
+    w = world({"scheme": "topo", "quantize": PLAIN, "debug_checks": True})
 
     def rank_main(rank: int) -> str:
         engine, _ = loaded(w)

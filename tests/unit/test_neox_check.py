@@ -133,7 +133,7 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     """Status 0 and one line with the plan, or status 2 and a line per problem on stderr, of the block too."""
     config = ROOT / "neox_configs/frontier-20b.yml"
     assert main(["check", "--ranks", "384", str(config)]) == 0
-    expected = "ok: scheme topo on 384 ranks: weights 2, secondary 8, gradients 8, optimizer 384\n"
+    expected = "ok: scheme topo on 384 ranks: weights 2, gradients 8, optimizer 384\n"
     assert capsys.readouterr().out == expected
     assert main(["check", write(tmp_path / "bad.yml", "{pipe_parallel_size: 1}")]) == 2
     lines = capsys.readouterr().err.splitlines()

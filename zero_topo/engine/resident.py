@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class CodeStore:
         codes: of the rank's weight shard, ``[N / W]`` rows of each slot.
         rows: ``N / W``.
         padded_numels: elements of each slot with its padding, over the whole world.
+        messages: where the bytes of each slot begin and end.
     """
 
     def __init__(self, layout: Layout, options: CodeOptions, device: torch.device) -> None:
@@ -73,7 +74,10 @@ class CodeStore:
         self.rows = layout.plan.world_size // layout.plan.weights
         self.codes = Codes.build(spans, self.rows, options.block, device)
         self.padded_numels = tuple(layout.padded_numels[i] for i in slots)
-        self._ends = list(accumulate((-(-width // options.block) for _, width in spans), initial=0))
+        blocks = [-(-width // options.block) for _, width in spans]
+        self._ends = list(accumulate(blocks, initial=0))
+        sizes = (BlockSpec(8, options.block).nbytes(self.rows * count * options.block) for count in blocks)
+        self.messages = list(pairwise(accumulate(sizes, initial=0)))
         self._own_row = layout.row(layout.plan.weights)
 
     def columns(self, slots: range) -> tuple[int, int]:
@@ -112,11 +116,15 @@ class CodePublisher(Publication):
         run_numel: elements of a run.
         meter: counts under "publish".
         lane: where it runs.
+
+    Attributes:
+        most: of each run's last publish, by its first slot: blocks that escaped on the member with most.
     """
 
     def __init__(self, store: CodeStore, route: Route, run_numel: int, meter: Meter, lane: Lane) -> None:
         super().__init__(len(store.padded_numels), route, meter, lane)
         self._store, self._run_numel = store, run_numel
+        self.most: dict[int, int] = {}
 
     def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
         assert masters is not None
@@ -125,6 +133,7 @@ class CodePublisher(Publication):
         parts = [Part(*store.columns(run), store.rows // self._route.size, self._route.size) for run in runs]
         changes = [store.ops.assess(own, store.codes, part) for part in parts]
         for run, part, change, most in zip(runs, parts, changes, self._most(changes), strict=True):
+            self.most[run.start] = most
             nbytes = TritSpec(store.codes.block).nbytes(part.blocks, most)
             reads = [masters, change.scales, change.escaped, change.order, change.count]
             yield run, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
@@ -182,7 +191,7 @@ class ResidentWeights:
         self._places = places
         self._store = CodeStore(layout, codes, like.device)
         wire = replace(options.publish, spec=BlockSpec(8, codes.block))
-        self._source = Coded(self._plain.rows, self._store.codes, wire, places)
+        self._source = Coded(self._plain.rows, self._store.codes, wire, places, self._store.messages)
         exact = wire_of(wire.quantizer, None, like.dtype)
         self._exact = Rows(layout, mesh.route(1, plan.optimizer), self.own, exact)
         routes = (plan.weights, plan.optimizer), (plan.weights, plan.world_size)
@@ -337,6 +346,11 @@ class ResidentWeights:
         self._scales = own.copy_(saved) if isinstance(saved, Tensor) and saved.shape == own.shape else None
 
     # -- accounting ------------------------------------------------------------------------------------------------
+
+    @property
+    def escaped(self) -> tuple[int, ...] | None:
+        """Of each run of the last publish: blocks that escaped on the rank with most; None before the first."""
+        return tuple(most for _, most in sorted(self._publisher.most.items())) or None
 
     def memory(self) -> dict[str, int]:
         """Bytes of the weights on this rank: codes, plain slots, and the optimizer's rows."""

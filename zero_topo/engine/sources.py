@@ -116,13 +116,19 @@ class Coded:
         codes: theirs.
         wire: the format of a slot's codes and scales.
         places: of each slot: whether it has codes, and its place among those alike.
+        spans: of each slot that has codes: where its message begins and ends among all.
     """
 
-    def __init__(self, plain: Rows, codes: Codes, wire: Wire, places: Sequence[tuple[bool, int]]) -> None:
+    def __init__(
+        self,
+        plain: Rows,
+        codes: Codes,
+        wire: Wire,
+        places: Sequence[tuple[bool, int]],
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
         self.route = plain.route
-        self._plain, self._codes, self._wire, self._places = plain, codes, wire, places
-        begins = codes.slots[:, 0].tolist()
-        self._spans = list(pairwise([*begins, codes.held.numel()]))
+        self._plain, self._codes, self._wire, self._places, self._spans = plain, codes, wire, places, spans
 
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """As :meth:`Rows.message`."""

@@ -296,6 +296,7 @@ class Stage3:
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
             run_numel=setup.bucket_numel,
+            escaped=self.weights.escaped,
             loss_scaled=setup.like.dtype == torch.float16,
         )
 

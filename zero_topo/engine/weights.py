@@ -64,7 +64,10 @@ class Weights:
         secondary: what the backward pass gathers from.
         exact: what gathers of exact weights send.
         rows: what gathers of the primary send.
+        escaped: blocks of codes that had to be sent whole: there are none.
     """
+
+    escaped: tuple[int, ...] | None = None
 
     def __init__(
         self, layout: Layout, mesh: Mesh, meter: Meter, options: WeightOptions, like: Tensor, lane: Lane
