@@ -104,7 +104,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(
         residual = engine.optimizer.topo.gradients.state_dict().get("residual")
         assert residual is None or residual.any()
         assert advance(saved.job, engine, SAVED_AT, saved.job.steps) == saved.losses
-    if residual is None and "offload" not in name:
+    if residual is None and "offload" not in name and saved.job.model is net:
         assert files_of(shared_path, rank) == files_of(saved_by_stock(saved.job.dtype).path, rank)
 
 
