@@ -96,9 +96,12 @@ class CodeStore:
         return self.codes.held.view(torch.float32)[self._places]
 
     def begin_anew(self, scales: Tensor) -> None:
-        """Forget all codes, and all scales but these of the own world shard: every block that is not zero escapes."""
+        """Forget all codes, and all scales but these of the own world shard: every block that is not zero escapes.
+
+        Those of NaN too: a block that says the same as before would not be sent, and the others hold zeros.
+        """
         self.codes.held.zero_()
-        self.codes.held.view(torch.float32)[self._places] = scales
+        self.codes.held.view(torch.float32)[self._places] = scales.nan_to_num(0.0)
 
     def recode(self, place: int, rows: Tensor, first: int) -> None:
         """Make codes of a slot's rows, FP32 ``[N / W, width]``, the columns of which begin at ``first``."""
