@@ -109,8 +109,10 @@ class Weights:
         if phase == "gather_forward":
             return self._gather(self._forward, slots, phase)
         # Of slots that were not captured since they changed, from the primary.
-        fresh = [i for i in slots if self.secondary.is_fresh(i)]
-        parts = [(self.secondary.source, fresh), (self._forward, [i for i in slots if i not in set(fresh)])]
+        fresh, stale = list[int](), list[int]()
+        for index in slots:
+            (fresh if self.secondary.is_fresh(index) else stale).append(index)
+        parts = [(self.secondary.source, fresh), (self._forward, stale)]
         return together(slots, [(part, self._gather(source, part, phase)) for source, part in parts if part])
 
     def _gather(self, source: Source, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
