@@ -51,6 +51,7 @@ class ClusterOptions(Outputs):
     params: Params = "20e6"
     layers: Layers = 4
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16
+    lr: Annotated[float, typer.Option(help="Learning rate: how many codes change; a 20B model's.")] = 1e-4
     bucket: Annotated[int, typer.Option(min=1, help="DeepSpeed's reduce_bucket_size.")] = 5_000_000
     prefetch: Annotated[int, typer.Option(min=0, help="DeepSpeed's stage3_prefetch_bucket_size.")] = 0
     blocks: Blocks = None
@@ -69,6 +70,7 @@ def cluster_command(options: ClusterOptions) -> None:
         width=width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers),
         context=options.context,
         batch=1,
+        lr=options.lr,
         bucket_numel=options.bucket,
         prefetch_numel=options.prefetch,
     )

@@ -31,7 +31,7 @@ class TrainingSetup:
     width: int
     context: int
     batch: int
-    lr: float = 1e-3
+    lr: float = 1e-4
     bucket_numel: int = 5_000_000
     prefetch_numel: int = 0
 

@@ -55,7 +55,8 @@ ZT_WIRE_FN int64_t zt_trits_nbytes(int32_t block, int64_t blocks, int64_t escape
 
 /* The scale of a block from now on: of its largest |x| (NaN if one is) and the scale it has. */
 ZT_WIRE_FN float zt_codes_scale(float top, float old) {
-    if (old > 0.0f && top >= old * 90.0f && top <= old * 127.49f) return old;
+    const int fits = top >= old * 90.0f && top <= old * 127.49f && top <= 0x1.fffffep127f; /* the product may be Inf */
+    if (old > 0.0f && fits) return old;
     if (top < 0x1p-100f) return 0.0f;
     const float fresh = top * 1.0625f / 127.0f;
     if (fresh <= 0x1.fffffep127f) return fresh;

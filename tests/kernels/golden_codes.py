@@ -83,8 +83,15 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
     check_apply(backend, case, Messages(table[None], without_member=layout.without if layout.without >= 0 else None))
 
 
-def check_bytes(backend: Any, block: int = 256, device: str = "cpu") -> None:
-    """Every byte that trits may come in, also those that no five trits make."""
+def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
+    """Every byte that trits may come in, also those that no five trits make; Inf where what a scale fits overflows."""
+    case = Case(single(10, block), "none", device)
+    case.codes.held[int(case.codes.slots[0, 1]) :][:40].view(torch.float32).fill_(2.675e36)
+    masters, part = case.masters(0), case.part
+    masters.table.fill_(-torch.inf)
+    scales, escaped = torch.zeros(10, device=device), torch.zeros(10, dtype=torch.bool, device=device)
+    backend.codes_assess(masters, case.codes, part, scales, escaped)
+    assert scales.isnan().all() and escaped.all(), "Inf passes for a value that fits"
     case = Case(single(10, block), "none", device)
     message = torch.zeros(TritSpec(block).nbytes(10, 0), dtype=torch.uint8, device=device)
     message[TritSpec(block).trits_offset(10, 0) :] = torch.arange(2 * block, device=device).to(torch.uint8)

@@ -28,6 +28,7 @@ from zero_topo.topology.presets import emulated
 
 PROGRAM = "zero_topo.bench.scale_ranks:measure_all"
 GPUS, DIES = 4, 2  # of a node
+BLOCK = 64  # values
 REAL = ("stock", "zero3", "topo")
 SOON: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"oktopk": {"tau": 2, "tau_prime": 2}, "radius": {"start": 1, "interval": 2}, "scape": {"warmup": 0}}
@@ -68,12 +69,16 @@ class ScaleBench:
                 self.config(scheme, size)
 
     def config(self, scheme: BenchScheme, ranks: int) -> ResolvedConfig:
-        """A scheme on so many ranks, without overlap: every phase ends what it begins. Modes begin at once."""
+        """A scheme on so many ranks, without overlap: every phase ends what it begins. Modes begin at once.
+
+        Blocks are small, so that large parameters are held as codes on 75,264 ranks too; launches do not depend on it.
+        """
         if scheme.block is None:
             raise ValueError(
                 f"{scheme.name!r} is measured on real ranks, beside the others: choose a scheme of zero_topo"
             )
-        block = {**scheme.block, "overlap": False}
+        quantize = {"block_size": BLOCK, **scheme.block.get("quantize", {})}
+        block = {**scheme.block, "overlap": False, "quantize": quantize}
         if "sync" in block:
             block["sync"] = {**block["sync"], **SOON.get(block["sync"].get("mode"), {})}
         return resolve_config(ZeroTopoConfig.parse(block), machine(ranks))

@@ -4,10 +4,11 @@
 Note [Codes]
     The codes of a block are ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``, in the
     owner's copy and in every other, after every publish. ``top`` being the largest ``|x|`` of a block, its scale stays
-    while ``90 * scale <= top <= 127.49 * scale``; else it becomes ``(top * 1.0625) / 127``, and the block escapes.
-    A ``top`` below 2**-100 has scale 0 and codes 0; one that is NaN, or whose scale would not be finite, has scale NaN
-    and codes 0, so that gathered weights show it. Every step is one FP32 operation, correctly rounded. So blocks change
-    their scales rarely, and a code changes only when its weight has moved by about a whole code.
+    while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite; else it becomes ``(top * 1.0625) / 127``, and
+    the block escapes. A ``top`` below 2**-100 has scale 0 and codes 0; one that is NaN, or whose scale would not be
+    finite, has scale NaN and codes 0, so that gathered weights show it. Every step is one FP32 operation, correctly
+    rounded. So blocks change their scales rarely, and a code changes only when its weight has moved by about a whole
+    code.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
     """Scales of blocks whose largest ``|x|`` and scales so far are given, FP32 each."""
     fresh = (top * HEADROOM).div_(torch.full_like(top, LEVELS))
     fresh = fresh.masked_fill_(top < SMALLEST, 0.0).masked_fill_(~torch.isfinite(fresh), torch.nan)
-    kept = (old > 0) & (top >= old * KEPT_FROM) & (top <= old * KEPT_TO)
+    fits = (top >= old * KEPT_FROM) & (top <= old * KEPT_TO) & torch.isfinite(top)  # the product may be Inf
+    kept = (old > 0) & fits
     return torch.where(kept, old, fresh)
 
 

@@ -191,8 +191,8 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, held: _Held, own: _Own, SIZE:
     top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
     fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
-    kept = (old > 0) & (top >= old * RATIOS[1]) & (top <= old * RATIOS[2])
-    scale = tl.where(kept, old, fresh)
+    fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))  # the product may be Inf
+    scale = tl.where((old > 0) & fits, old, fresh)
     apart = tl.abs(_coding(x, scale) - tl.load(_bytes(held.data, codes, SIZE)).to(tl.float32))
     moved = tl.max(apart, axis=1) > 1
     moved = moved | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
