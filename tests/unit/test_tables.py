@@ -103,9 +103,9 @@ def _cluster() -> dict[tuple[str, int], tuple[Any, str]]:
     return {key: (result, f"{median['zero3', key[1]] / median[key]:.2f}") for key, result in found.items()}
 
 
-def convergence_rows() -> list[str]:
-    """The table of losses, from the record committed."""
-    content = record("convergence")
+def convergence_rows(name: str = "convergence") -> list[str]:
+    """A table of losses, from the record committed."""
+    content = record(name)
     rows = []
     for result in content["results"]:
         cells = [f"{result['evaluation']['loss']:.3f}"]
