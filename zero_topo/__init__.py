@@ -17,6 +17,7 @@ __version__ = "0.1.0"  # the build reads it here without importing anything
 
 _LAZY = {
     "AdamS": ("zero_topo.sync", "AdamS"),
+    "AgedAdamW": ("zero_topo.sync", "AgedAdamW"),
     "Config": ("zero_topo.config", "ZeroTopoConfig"),
     "Init": ("zero_topo.engine.api", "init_context"),
     "Plan": ("zero_topo.plan", "Plan"),
@@ -26,7 +27,7 @@ _LAZY = {
     "stats": ("zero_topo.engine.api", "stats"),
 }
 
-__all__ = ["AdamS", "Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
+__all__ = ["AdamS", "AgedAdamW", "Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from tests.launcher.checkpoints import (
     resume,
     save,
 )
-from tests.launcher.training import ADAMS, Job, advance, batch, block, largest_difference, mse, running, weights
+from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, largest_difference, mse, running, weights
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
@@ -60,10 +60,14 @@ RESUMED: dict[str, Job] = {
     "oktopk": job(block("topo", sync=OKTOPK), "bf16"),
     "radius": replace(job(block("topo", optimizer="node", sync=RADIUS), "bf16"), steps=6),
     "scape": replace(job(block("topo", optimizer="node", sync=SCAPE), "bf16", **OFFLOAD), steps=5),
+    "aged": replace(job(block("topo", sync=OKTOPK), "bf16", **OFFLOAD), steps=6),
+    "aged_replicated": replace(job(block("topo", optimizer="node", sync={"mode": "topk_a", "density": 0.1})), steps=6),
 }
 """DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published differences, what
 each kind of sync owes in the middle of its interval; files in either precision."""
 RESUMED["scape"].ds.update(ADAMS)
+for name in ("aged", "aged_replicated"):
+    RESUMED[name].ds.update(AGED)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import zero_topo
 from tests.launcher.checkpoints import SAVED_AT, assert_same_bits, job, loaded, save
 from tests.launcher.training import (
     ADAMS,
+    AGED,
     DATA_PARALLEL,
     Job,
     Net,
@@ -76,6 +77,33 @@ def test_a_part_of_the_update_or_momentum_trains(
     """The loss falls, while replicas are compared bit by bit at every step."""
     losses = train(Job(zero_topo=block("topo", **plan, sync=sync), steps=steps, ds=ds))
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("plan", [{}, NODE], ids=["sharded", "replicated"])
+def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
+    """AgedAdamW: the loss falls; where everything comes at once it is AdamW's; ages are what the sums say."""
+    adamw = train(Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 1.0}), steps=6))
+    whole = block("topo", **plan, sync={"mode": "topk_a", "density": 1.0})
+    assert largest_difference(adamw, train(Job(zero_topo=whole, steps=6, ds=AGED))) <= 1e-5 * adamw[0]
+    thin = Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED)
+    losses = []
+    with running(thin) as engine:
+        for step in range(thin.steps):
+            before = ages(engine) if step else None
+            losses += advance(thin, engine, step, step + 1)
+            waited = ages(engine)
+            assert before is None or torch.equal(waited[waited > 0], before[waited > 0] + 1)
+        assert waited.max() > 3
+        stats = zero_topo.stats(engine)
+        rows = torch.distributed.get_world_size() // stats.config.plan.optimizer
+    shard = rows * sum(-(-numel // torch.distributed.get_world_size()) for numel in stats.work.numels)
+    assert stats.memory["optimizer"] == stats.optimizer_itemsize * shard
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def ages(engine: Any) -> Tensor:
+    """Of all elements of this rank's optimizer shard."""
+    return torch.cat([state["age"] for state in engine.optimizer.optimizer.state.values()])
 
 
 def own_row(engine: Any) -> Tensor:
@@ -191,6 +219,7 @@ def test_an_overflow_changes_no_state(more: dict[str, Any], monkeypatch: pytest.
     """FP16: an Inf on one rank makes all skip, as if the step had never been; the residual knows no loss scale."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     seen: list[tuple[int, dict[str, Tensor]]] = []
+    aged = more["sync"]["mode"] == "oktopk"
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         scale = 1e6 if engine.global_steps == 4 and torch.distributed.get_rank() == 3 else 1.0
@@ -198,12 +227,12 @@ def test_an_overflow_changes_no_state(more: dict[str, Any], monkeypatch: pytest.
 
     def record(engine: Any, step: int) -> None:
         state = engine.optimizer.topo.gradients.mode.state_dict()
+        state |= {"ages": ages(engine)} if aged else {}
         seen.append((engine.skipped_steps, {key: value.clone() for key, value in state.items()}))
 
     scaling = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
-    run = Job(
-        zero_topo=block("topo", **more), steps=8, dtype="fp16", loss=loss, after_step=record, ds={"fp16": scaling}
-    )
+    ds = {"fp16": scaling, **(AGED if aged else {})}
+    run = Job(zero_topo=block("topo", **more), steps=8, dtype="fp16", loss=loss, after_step=record, ds=ds)
     train(run)
     skipped = [step for step in range(1, 8) if seen[step][0] > seen[step - 1][0]]
     assert skipped

@@ -23,6 +23,7 @@ EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": int(os.environ.get("WORLD_
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 DATA_PARALLEL: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "rank", "secondary": None}
 ADAMS: dict[str, Any] = {"optimizer": {"type": "AdamS", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+AGED: dict[str, Any] = {"optimizer": {"type": "AgedAdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 
 def block(scheme: str, **more: Any) -> dict[str, Any]:

@@ -65,6 +65,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(zero_optimization__elastic_checkpoint=True), "elastic_checkpoint = true", "ds_to_universal"),
     (changed(optimizer__type="Muon"), 'optimizer.type = "Muon"', '"AdamW"'),
     (changed(optimizer__type="MUON"), 'optimizer.type = "MUON"', '"AdamW"'),
+    (changed(optimizer__type="AgedAdamW"), 'optimizer.type = "AgedAdamW": it divides', '"AdamW"'),
+    (changed(optimizer__type="agedadamw", zero_topo__sync={"mode": "quantized"}), "nothing waits", "sparse"),
+    (
+        changed(optimizer__type="AgedAdamW", zero_topo__sync={"mode": "topk_a", "error_feedback": False}),
+        "nothing waits",
+        "error_feedback",
+    ),
     (changed(tensor_parallel__autotp_size=2), "tensor_parallel.autotp_size = 2", "remove tensor_parallel"),
     (changed(tensor_parallel__tp__tp_size=2), "tensor_parallel.tp.tp_size = 2", "remove tensor_parallel"),
     (changed(expert_parallel__enabled=True), "expert_parallel.enabled = true", "remove expert_parallel"),
@@ -103,6 +110,7 @@ def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
         changed(
             zero_optimization={"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
         ),
+        changed(optimizer__type="AgedAdamW", zero_topo__sync={"mode": "oktopk"}),
         changed(zero_optimization__offload_param__device="cpu"),  # an engine without an optimizer
         changed(zero_optimization__zero_quantized_weights="false", compile__deepcompile=False),
         changed(

@@ -16,7 +16,7 @@ import pytest
 
 from tests.launching import ROOT
 from zero_topo.neox.__main__ import main
-from zero_topo.neox.adapt import use_the_only_device, with_adams
+from zero_topo.neox.adapt import use_the_only_device, with_ours
 from zero_topo.neox.check import require
 from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, rank_arguments, srun_command
 from zero_topo.neox.options import Options
@@ -142,11 +142,12 @@ def test_one_visible_device_is_device_0(monkeypatch: pytest.MonkeyPatch, devices
     assert bool(compiled) == (told == seat)
 
 
-def test_adams_is_built_where_neox_would_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["AdamS", "AgedAdamW"])
+def test_our_optimizers_are_built_where_neox_would_refuse_them(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With NeoX's parameter groups and its weight decay; every other optimizer stays NeoX's own."""
     import torch
 
-    from zero_topo.sync import AdamS
+    from zero_topo.sync import OPTIMIZERS
 
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
@@ -156,12 +157,10 @@ def test_adams_is_built_where_neox_would_refuse_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.model", model)
     settings = {"lr": 0.5, "betas": [0.9, 0.95]}
-    args = SimpleNamespace(
-        optimizer_type="AdamS", no_load_optim=False, weight_decay=0.1, optimizer={"params": settings}
-    )
-    build = with_adams(lambda *_: ("NeoX's own", []))
+    args = SimpleNamespace(optimizer_type=name, no_load_optim=False, weight_decay=0.1, optimizer={"params": settings})
+    build = with_ours(lambda *_: ("NeoX's own", []))
     optimizer, _ = build("model", args)
-    assert isinstance(optimizer, AdamS)
+    assert isinstance(optimizer, OPTIMIZERS[name.lower()])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert [group["params"] for group in optimizer.param_groups] == [[weight], [bias]]
     args.optimizer_type = "Adam"

@@ -24,11 +24,12 @@ from zero_topo.config.sparse_config import (
     TopkASync,
     TopkDsaSync,
 )
-from zero_topo.config.sync_config import SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
+from zero_topo.config.sync_config import AGED_REFUSED, SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 
 __all__ = [
+    "AGED_REFUSED",
     "AUTO",
     "ROLES",
     "SCHEMES",

@@ -21,7 +21,7 @@ from typing import Any
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
-from zero_topo.config.sync_config import SYNC_MODES
+from zero_topo.config.sync_config import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
 
 MOST_BYTES = 1 << 20  # Hjson is read slowly
@@ -231,6 +231,10 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     mode = _lookup(ds_config, f"{ROOT}.sync.mode")
     wanted = next((cls.OPTIMIZER for cls in SYNC_MODES if mode == cls.MODE), None)
     found = _lookup(ds_config, "optimizer.type")
+    keeps = _lookup(ds_config, f"{ROOT}.sync.error_feedback") is not False
+    waits = keeps and any(mode == cls.MODE for cls in SPARSE_MODES)
+    if str(found).lower() == "agedadamw" and not waits:
+        return f"optimizer.type = {as_json(found)}: {AGED_REFUSED}"
     if wanted is None or found is _ABSENT or str(found).lower() == wanted.lower():
         return None
     said = f"optimizer.type = {as_json(found)}: sync.mode = {as_json(mode)} works with {wanted} alone"

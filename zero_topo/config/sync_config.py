@@ -71,6 +71,11 @@ SPARSE_MODES: tuple[type[SparseSync], ...] = (
     ScapeSync,
     TagcSync,
 )
+AGED_REFUSED = (
+    'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '
+    "sparse one with error_feedback"
+)
+"""Why AgedAdamW does not work with a mode that keeps no residual, and the way out."""
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 

@@ -20,6 +20,7 @@ from zero_topo.plan import Plan
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 RESIDUAL_BYTES = 4  # FP32
 VARIANCE_BYTES = 4  # of ADAM_BYTES, per parameter: what AdamS does not keep
+AGE_BYTES = 1  # per parameter, beside ADAM_BYTES: what AgedAdamW keeps
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import deepspeed
 from torch import Tensor
 
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, VARIANCE_BYTES
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.engine import hook
 from zero_topo.engine.stage3 import Stats
-from zero_topo.sync import AdamS
+from zero_topo.sync import AdamS, AgedAdamW
 
 
 def enable() -> None:
@@ -75,7 +75,8 @@ def stats(engine: Any) -> Stats:
 def _optimizer_itemsize(optimizer: hook.TopoStage3) -> int:
     """Bytes per element that Adam's states and FP32 masters (unless these are the weights) are expected to take."""
     adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
-    return adam - VARIANCE_BYTES if isinstance(optimizer.optimizer, AdamS) else adam
+    ours = ((AdamS, -VARIANCE_BYTES), (AgedAdamW, AGE_BYTES))
+    return adam + sum(more for kind, more in ours if isinstance(optimizer.optimizer, kind))
 
 
 def _optimizer_bytes(optimizer: hook.TopoStage3) -> int:

@@ -37,7 +37,7 @@ from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.engine.start import agreed, meeting
-from zero_topo.sync import AdamS, Moment
+from zero_topo.sync import OPTIMIZERS, Moment
 
 
 def install() -> None:
@@ -54,7 +54,7 @@ def install() -> None:
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
-    ZERO_SUPPORTED_OPTIMIZERS.append(AdamS)
+    ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
 

@@ -90,7 +90,7 @@ def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
 
 
 def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument that has ``deepspeed.initialize`` build AdamS, which it does not know, if the config names it.
+    """The argument that has ``deepspeed.initialize`` build an optimizer of ours, if the config names one.
 
     Args:
         arguments: the call's bound arguments.
@@ -99,11 +99,10 @@ def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     named = config.get("optimizer")
     if ROOT not in config or arguments.get("optimizer") is not None or not isinstance(named, Mapping):
         return {}
-    if str(named.get("type")).lower() != "adams":
-        return {}
-    from zero_topo.sync import AdamS
+    from zero_topo.sync import OPTIMIZERS
 
-    return {"optimizer": lambda parameters: AdamS(parameters, **named.get("params", {}))}
+    kind = OPTIMIZERS.get(str(named.get("type")).lower())
+    return {} if kind is None else {"optimizer": lambda parameters: kind(parameters, **named.get("params", {}))}
 
 
 def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> None:

@@ -79,7 +79,7 @@ class Stats:
         work: the model as the cost formulas see it.
         accumulation_itemsize: bytes per element of the gradient buffer.
         optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
-            4 less with AdamS.
+            4 less with AdamS, 1 more with AgedAdamW.
         calls: phase -> collectives since the start.
         phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
         sync_report: what the mode of sync says of the last step: densities, norms, counts.

@@ -3,7 +3,8 @@
 
 1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: they would be whole on every
    rank until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
-2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which AdamS is added.
+2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which AdamS and AgedAdamW
+   are added.
 3. One visible device for each task (``srun --gpus-per-task=1``): NeoX asserts that the local rank is ``rank %
    device_count``, and DeepSpeed takes it for a device's index. Both are then told 0, and the C++ helpers, which NeoX
    has local rank 0 compile, are still compiled by one rank of each node.
@@ -17,7 +18,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-ADAMS = "adams"
+OURS = ("adams", "agedadamw")
 
 
 def install() -> None:
@@ -26,9 +27,9 @@ def install() -> None:
     pipe = import_module("megatron.model").GPT2ModelPipe
     neox_args = import_module("megatron.neox_arguments").NeoXArgs
     pipe.to_sequential = partitioned(pipe.to_sequential)
-    training.get_optimizer = with_adams(training.get_optimizer)
+    training.get_optimizer = with_ours(training.get_optimizer)
     field = neox_args.__dataclass_fields__["optimizer_type"]
-    field.type = Literal[(*get_args(field.type), ADAMS)]
+    field.type = Literal[(*get_args(field.type), *OURS)]
 
 
 def use_the_only_device(neox_args: Any) -> str | None:
@@ -73,12 +74,12 @@ def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return wrapper
 
 
-def with_adams(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+def with_ours(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get_optimizer)
     def wrapper(model: Any, neox_args: Any, dummy: bool = False) -> Any:
-        if neox_args.no_load_optim or dummy or str(neox_args.optimizer_type).lower() != ADAMS:
+        if neox_args.no_load_optim or dummy or str(neox_args.optimizer_type).lower() not in OURS:
             return get_optimizer(model, neox_args, dummy)
-        from zero_topo.sync import AdamS
+        from zero_topo.sync import OPTIMIZERS
 
         groups = import_module("megatron.model").get_params_for_weight_decay_optimization(model, neox_args)
         for group in groups:
@@ -86,6 +87,6 @@ def with_adams(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
             for parameter in group["params"]:
                 parameter.model_parallel = getattr(parameter, "model_parallel", False)
         settings = {"weight_decay": neox_args.weight_decay, **neox_args.optimizer["params"]}
-        return AdamS(groups, **settings), groups
+        return OPTIMIZERS[str(neox_args.optimizer_type).lower()](groups, **settings), groups
 
     return wrapper

@@ -4,12 +4,22 @@
 Importing the package registers every mode with :func:`zero_topo.sync.base.build_mode`.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, topk
+from zero_topo.sync.adam_like import AdamLike
 from zero_topo.sync.adams import AdamS
+from zero_topo.sync.aged_adamw import AgedAdamW
 from zero_topo.sync.base import Moment, Owed, Parameter, SyncContext, SyncMode, build_mode
 
+OPTIMIZERS: Mapping[str, type[AdamLike]] = MappingProxyType({"adams": AdamS, "agedadamw": AgedAdamW})
+"""Our own, by ``optimizer.type`` in small letters."""
+
 __all__ = [
+    "OPTIMIZERS",
     "AdamS",
+    "AgedAdamW",
     "Moment",
     "Owed",
     "Parameter",

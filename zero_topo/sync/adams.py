@@ -13,15 +13,16 @@ Where ``m`` and ``g`` are both zero an element only decays. Its state is 4 bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from zero_topo.sync.adam_like import AdamLike
 
 
-class AdamS(Optimizer):
+class AdamS(AdamLike):
     """The optimizer, in the style of ``torch.optim``; usable alone, or by ``"optimizer": {"type": "AdamS"}``.
 
     Args:
@@ -46,41 +47,18 @@ class AdamS(Optimizer):
         weight_decay: float = 0.0,
         foreach: bool | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"AdamS: {name} is {value}; it must not be negative")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdamS: betas are {betas}; give two numbers, each at least 0 and below 1")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay)
         self._foreach = foreach
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+    def _prepare(self, p: Tensor) -> None:
+        if not self.state[p]:
+            self.state[p] |= {"step": 0, "exp_avg": torch.zeros_like(p)}
 
-        Args:
-            closure: recomputes the loss with gradients; its value is returned.
-
-        Raises:
-            ValueError: for a sparse gradient tensor.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if p.grad.is_sparse:
-                    raise ValueError("AdamS: a sparse gradient tensor; convert it with .to_dense() first")
-                if not self.state[p]:
-                    self.state[p] |= {"step": 0, "exp_avg": torch.zeros_like(p)}
-                self.state[p]["step"] += 1
-            on_accelerator = bool(params) and params[0].device.type != "cpu"
-            together = on_accelerator if self._foreach is None else self._foreach
-            for batch in self._batches(params) if together else [[p] for p in params]:
-                self._update(batch, group)
-        return loss
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        on_accelerator = bool(params) and params[0].device.type != "cpu"
+        together = on_accelerator if self._foreach is None else self._foreach
+        for batch in self._batches(params) if together else [[p] for p in params]:
+            self._update_together(batch, group)
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Parameters that one call over lists may update: of one device, type and step count."""
@@ -89,7 +67,7 @@ class AdamS(Optimizer):
             found.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
         return list(found.values())
 
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
         (b1, b2), rate, count = group["betas"], float(group["lr"]), int(self.state[params[0]]["step"])
         grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
         moments = [self.state[p]["exp_avg"] for p in params]

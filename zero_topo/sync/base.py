@@ -15,10 +15,12 @@ from torch import Tensor
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span, merged
+from zero_topo.config import AGED_REFUSED
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.sync.aged_adamw import AgedAdamW
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,13 @@ class SyncContext:
 
 
 class OptimizerHooks:
-    """What a mode may do around the optimizer's step; here nothing, as most modes do."""
+    """What a mode may do around the optimizer's step; here nothing, as most modes do.
+
+    Attributes:
+        waits: whether what is not sent waits for a later step, and a sum of exactly zero means that nothing came.
+    """
+
+    waits = False
 
     @property
     def wants_updates(self) -> bool:
@@ -127,6 +135,8 @@ class OptimizerHooks:
         Raises:
             ValueError: if it cannot.
         """
+        if isinstance(optimizer, AgedAdamW) and not self.waits:
+            raise ValueError(f"optimizer AgedAdamW: {AGED_REFUSED}")
 
     def before_update(self, begin: int, width: int) -> None:
         """The optimizer will update the masters of some whole parameters now; the step is not skipped.

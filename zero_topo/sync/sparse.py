@@ -93,6 +93,7 @@ class Sparse(Crossing, Generic[State]):
         super().__init__(context, exact(context))
         plan = context.plan
         self.everywhere = plan.optimizer < plan.world_size
+        self.waits = config.error_feedback
         self._taken = tuple(p for p in context.parameters if taken(p, config))
         self._spans = tuple(p.span for p in self._taken)
         self._others = tuple(p.span for p in context.parameters if not taken(p, config))

@@ -1,0 +1,179 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""AgedAdamW by itself: AdamW where all arrives, its formula where not, its ages, and what it never does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_topo.sync.aged_adamw
+from zero_topo import AgedAdamW
+
+SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
+    """Gradients that come as error feedback brings them: sums since they came before, a fifth of the elements."""
+    generator = torch.Generator().manual_seed(seed)
+    owed = torch.zeros(numel)
+    for _ in range(steps):
+        owed += torch.randn(numel, generator=generator)
+        came = torch.rand(numel, generator=generator) < 0.2
+        yield torch.where(came, owed, 0.0)
+        owed[came] = 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of any size, in any dtype of the weights, cut into chunks or not."""
+    monkeypatch.setattr(zero_topo.sync.aged_adamw, "CHUNK", (1 << 22, 64, 1000, 7)[seed])
+    generator = torch.Generator().manual_seed(seed)
+    dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
+    settings = {
+        **SETTINGS,
+        "betas": ((0.9, 0.95), (0.9, 0.999), (0.0, 0.5), (0.8, 0.0))[seed],
+        "weight_decay": 0.1 * seed,
+    }
+    ours = [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_(True) for shape in ((1,), (333,), (41, 29))
+    ]
+    theirs = [p.detach().clone().requires_grad_(True) for p in ours]
+    optimizers = AgedAdamW(ours, **settings), torch.optim.AdamW(theirs, **settings)
+    for _ in range(60):
+        for mine, other in zip(ours, theirs, strict=True):
+            size = 10 ** torch.randn(mine.shape, generator=generator)
+            mine.grad = (torch.randn(mine.shape, generator=generator) * size).to(dtype)
+            mine.grad[mine.grad == 0] = 1.0
+            other.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+        for key in ("exp_avg", "exp_avg_sq"):
+            states = [[o.state[p][key] for p in ps] for o, ps in zip(optimizers, (ours, theirs), strict=True)]
+            assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("wait", [2, 7, 50])
+def test_noisy_gradients_in_sums_move_weights_as_adamw_by_steps(wait: int) -> None:
+    """As far, on the mean over the elements, when ``wait`` steps' worth comes at once as when each step's comes."""
+    aged, plain = (torch.zeros(20_000, requires_grad=True) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    optimizers = AgedAdamW([aged], **settings), torch.optim.AdamW([plain], **settings)
+    generator, owed = torch.Generator().manual_seed(wait), torch.zeros(20_000)
+    for step in range(1, 20 * wait + 1):
+        plain.grad = torch.randn(20_000, generator=generator) + 0.05
+        owed += plain.grad
+        aged.grad = owed.clone() if step % wait == 0 else torch.zeros(20_000)
+        owed = torch.where(aged.grad != 0, 0.0, owed)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert float(aged.detach().mean() / plain.detach().mean()) == pytest.approx(1, rel=0.1)
+
+
+def test_a_constant_gradient_in_sums_moves_weights_the_more_slowly() -> None:
+    """By the root of the wait: the second moment takes sums for noise, whose square grows with the wait."""
+    moved = {}
+    for wait in (1, 4, 16):
+        w = torch.zeros(3, requires_grad=True)
+        optimizer = AgedAdamW([w], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+        for step in range(1, 321):
+            w.grad = torch.full((3,), 0.3 * wait if step % wait == 0 else 0.0)
+            optimizer.step()
+        moved[wait] = -w.detach()[0].item()
+    assert [moved[1] / moved[wait] for wait in (4, 16)] == pytest.approx([2, 4], rel=0.03)
+
+
+def test_it_is_its_formula() -> None:
+    """In FP64 arithmetic, element by element, written down once more."""
+    w, (b1, b2) = torch.ones(100, requires_grad=True), SETTINGS["betas"]
+    optimizer = AgedAdamW([w], **SETTINGS)
+    expected, mean, square = [1.0] * 100, [0.0] * 100, [0.0] * 100
+    waited = [0] * 100
+    for t, sums in enumerate(sparse_sums(40, 100), start=1):
+        w.grad = sums
+        optimizer.step()
+        for i, g in enumerate(sums.tolist()):
+            expected[i] *= 1 - SETTINGS["lr"] * SETTINGS["weight_decay"]
+            waited[i] += 1
+            if g == 0:
+                continue
+            a, waited[i] = waited[i], 0
+            mean[i] = b1**a * mean[i] + (1 - b1**a) * g / a
+            square[i] = b2**a * square[i] + (1 - b2**a) * g**2 / a
+            norm = (square[i] / (1 - b2**t)) ** 0.5 + SETTINGS["eps"]
+            expected[i] -= SETTINGS["lr"] * a * mean[i] / (1 - b1**t) / norm
+    assert max(waited) > 5
+    torch.testing.assert_close(w.detach(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_where_nothing_arrives_weights_only_decay() -> None:
+    """Exactly; moments keep their bits."""
+    w = torch.randn(50, requires_grad=True)
+    optimizer = AgedAdamW([w], **SETTINGS)
+    w.grad = torch.randn(50)
+    optimizer.step()
+    before, state = w.detach().clone(), deepcopy(optimizer.state[w])
+    w.grad = torch.zeros(50)
+    optimizer.step()
+    assert torch.equal(w.detach(), before * (1 - SETTINGS["lr"] * SETTINGS["weight_decay"]))
+    assert all(torch.equal(optimizer.state[w][key], state[key]) for key in ("exp_avg", "exp_avg_sq"))
+    assert optimizer.state[w]["age"].eq(1).all()
+
+
+def test_a_byte_says_the_longest_wait() -> None:
+    """What waited longer counts for 256 steps: it does not begin again at 0."""
+    moved = []
+    for wait in (255, 256, 257, 300):
+        w = torch.zeros(3, requires_grad=True)
+        optimizer = AgedAdamW([w], lr=1e-3, betas=(0.0, 0.0))  # without memory the wait alone decides
+        for step in range(1, wait + 1):
+            w.grad = torch.full((3,), float(step == wait))
+            optimizer.step()
+        moved.append(-w.detach()[0].item() / 1e-3)
+    assert moved == pytest.approx([255**0.5, 256**0.5, 256**0.5, 256**0.5], rel=1e-3)
+
+
+def test_a_saved_state_goes_on_with_the_same_bits() -> None:
+    """Ages included, which stay bytes though torch casts state to the weights' type; AdamW's own state serves too."""
+    w = torch.randn(200, requires_grad=True)
+    optimizer = AgedAdamW([w], **SETTINGS)
+    sums = list(sparse_sums(12, 200))
+    for g in sums[:6]:
+        w.grad = g
+        optimizer.step()
+    twin = w.detach().clone().requires_grad_(True)
+    resumed = AgedAdamW([twin], **SETTINGS)
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert resumed.state[twin]["age"].dtype == torch.uint8 and resumed.state[twin]["age"].any()
+    for g in sums[6:]:
+        w.grad, twin.grad = g, g.clone()
+        optimizer.step()
+        resumed.step()
+        assert torch.equal(w, twin)
+    saved = deepcopy(optimizer.state_dict())
+    del saved["state"][0]["age"]
+    saved["state"][0]["step"] = torch.tensor(12.0)
+    resumed.load_state_dict(saved)
+    resumed.step()
+    assert resumed.state[twin]["step"] == 13 and not resumed.state[twin]["age"][sums[-1] != 0].any()
+
+
+def test_it_never_asks_the_device() -> None:
+    """On tensors without data every look at a value would raise: nothing of the step depends on how many arrived."""
+    w = torch.zeros(10, device="meta", requires_grad=True)
+    optimizer = AgedAdamW([w], **SETTINGS)
+    for _ in range(2):
+        w.grad = torch.zeros(10, device="meta")
+        optimizer.step()
+    assert optimizer.state[w]["step"] == 2
+
+
+def test_settings_out_of_range_are_refused_in_its_name() -> None:
+    """With the value."""
+    with pytest.raises(ValueError, match=r"AgedAdamW: betas are \(0.9, 1.0\)"):
+        AgedAdamW([torch.ones(1, requires_grad=True)], betas=(0.9, 1.0))

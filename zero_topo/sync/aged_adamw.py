@@ -1,0 +1,130 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""AdamW for sums of several steps' gradients: each element is told how many steps its sum is of.
+
+With error feedback an element that is not picked waits in a residual, and what comes at last is the sum of its
+gradients since it came before. AdamW takes that for one gradient: its second moment then grows with the square of the
+wait, while its momentum has faded meanwhile. Here an element at which the sum ``g`` arrives after ``a`` steps (1 if it
+came in the last one too) goes as far as ``a`` steps of the mean gradient ``g / a`` would have gone:
+
+1. ``m = b1 ** a * m + (1 - b1 ** a) * g / a``;
+2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, for of noise the square of a sum of ``a`` is ``a`` times as large;
+3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
+
+Where nothing arrives, moments stay. Weights decay everywhere, by ``1 - lr * weight_decay``, as in AdamW. Where every
+element arrives in every step it *is* ``torch.optim.AdamW``, to the bit on a CPU. Noisy gradients that come in sums move
+a weight as far as AdamW would by single ones; a constant one moves it the more slowly, by the root of ``a``.
+
+Note [What arrives]
+    An element has arrived if its sum is not exactly zero. A dense gradient that is zero (an embedding's row that no
+    token used) therefore waits as well; AdamW would move it on by its momentum.
+
+Note [Ages]
+    The steps that an element has waited are one byte of state, so a wait counts for at most 256 steps. A skipped step
+    does not call the optimizer, and nobody ages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.sync.adam_like import AdamLike
+
+OLDEST = 255  # steps that a byte can say
+CHUNK = 1 << 22  # elements updated at once: bounds what is made beside the state
+
+
+class AgedAdamW(AdamLike):
+    """The optimizer, in the style of ``torch.optim``; usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``.
+
+    Its state is that of AdamW, and one byte an element.
+
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer; contiguous.
+        lr: learning rate, not negative.
+        betas: decay rates of momentum and second moment, each at least 0 and below 1.
+        eps: added to the square root, not negative.
+        weight_decay: decoupled, not negative.
+
+    Raises:
+        ValueError: for a setting out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        *,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay)
+        self._tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any torch optimizer's, which casts all state to the parameters' type: ages stay bytes."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "age" in state:
+                state["age"] = state["age"].to(torch.uint8)
+
+    def _prepare(self, p: Tensor) -> None:
+        """What is missing begins at zero: all of it, or the ages, where AdamW's own state was loaded."""
+        state = self.state[p]
+        state.setdefault("step", 0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(p)
+        if "age" not in state:
+            state["age"] = torch.zeros_like(p, dtype=torch.uint8)
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            table = self._table(p, group["betas"])
+            parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
+            flats = (part.detach().view(-1).split(CHUNK) for part in parts if part is not None)
+            for chunk in zip(*flats, strict=True):
+                _step(chunk, table, group, int(state["step"]))
+
+    def _table(self, p: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
+        """By steps since an element came, 0 if it does not come now: what multiplies, see :func:`_step`; ``[257]``."""
+        key = (p.device, p.dtype, *betas)
+        if key not in self._tables:
+            (b1, b2), steps = betas, range(1, OLDEST + 2)
+            columns = (
+                (0.0, *(1 / a for a in steps)),
+                (0.0, *(1 - b1**a for a in steps)),
+                (1.0, *(b2**a for a in steps)),
+                (0.0, *((1 - b2**a) / a for a in steps)),
+            )
+            self._tables[key] = tuple(torch.tensor(column, dtype=p.dtype, device=p.device) for column in columns)
+        return self._tables[key]
+
+
+def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str, Any], count: int) -> None:
+    """One step of some elements, operation by operation as ``torch.optim.AdamW`` takes it.
+
+    Args:
+        chunk: weights, gradient, both moments and ages, ``[n]`` each.
+        table: the mean's share of a sum, its weight in the momentum, what is left of the second moment, and the weight
+            of the squared sum in it, each by steps.
+        group: the settings.
+        count: steps taken, this one included.
+    """
+    p, g, mean, square, age = chunk
+    g, (b1, b2), rate = g.to(p.dtype), group["betas"], float(group["lr"])
+    came = g != 0
+    steps = age.int().add_(1).mul_(came)
+    age.add_(age < OLDEST).masked_fill_(came, 0)
+    share, weight, left, gain = table
+    mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
+    square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
+    norm = square.sqrt().div_((1 - b2**count) ** 0.5).add_(group["eps"])
+    if group["weight_decay"]:
+        p.mul_(1 - rate * group["weight_decay"])
+    p.addcdiv_(mean * steps, norm, value=-rate / (1 - b1**count))
