@@ -18,6 +18,7 @@ from zero_topo.units import MB, format_bytes, format_seconds
 
 BASELINE = "zero3"
 WIDTH = 112
+PICTURES = ("step_time.png", "bytes.png")
 COLOURS = ("#8c8c8c", "#bdbdbd", "#2f6db5", "#7fb0e0", "#d9822b", "#f0c08a", "#3f9c55", "#a5d6a0", "#8e5aa8", "#c9a7da")
 NOTE = (
     "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the links need if all "
@@ -94,7 +95,8 @@ def ratio(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     """The record's pictures by the names of their files."""
-    return {"step_time.png": _step_times(content["results"]), "bytes.png": _level_bytes(content["results"])}
+    figures = _step_times(content["results"]), _level_bytes(content["results"])
+    return dict(zip(PICTURES, figures, strict=True))
 
 
 def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:

@@ -17,6 +17,7 @@ from zero_topo.units import MB
 STOCK = "stock"
 CHAOS = "chaos"
 WIDTH = 116
+PICTURES = ("convergence.png",)
 NOTE = (
     "Differences are from stock with the same seed, in percent of its loss; worst is the seed farthest away. chaos is "
     "stock after a change of its initial weights by 1e-6: what is not larger than that says nothing. MB crossing: "
@@ -67,7 +68,7 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(frameon=False, loc="outside right upper")
-    return {"convergence.png": figure}
+    return {PICTURES[0]: figure}
 
 
 def _mean_curve(seeds: Mapping[str, Sequence[float]]) -> list[float]:

@@ -18,6 +18,8 @@ COMMANDS = {
     "picture beside the trace": ((*SMALL, "--trace"), "x.json", "x.png"),
     "memory": ((*PLAN, "--plot"), "x.png", "x.png"),
     "record": ((*BENCH, "--plots", "pictures", "--record"), "x.json", "x.json"),
+    "pictures": ((*BENCH, "--record", "record.json", "--plots"), "folder", "folder/scale.png"),
+    "pictures beside the record": ((*BENCH, "--record"), "folder/x.json", "folder/scale.png"),
     "schema": (("schema", "--output"), "x.json", "x.json"),
 }
 
@@ -29,10 +31,13 @@ def test_only_new_files_and_own_results_are_written_over(
     """Somebody's file stays as it is, and nothing else is written, until --force; the result itself is renewed."""
     monkeypatch.chdir(tmp_path)
     mine = Path(written)
+    mine.parent.mkdir(exist_ok=True)
     mine.write_text("my file about zero_topo")
     status, _, said = run(*words, name)
     assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
-    assert mine.read_text() == "my file about zero_topo" and list(tmp_path.iterdir()) == [tmp_path / mine]
+    assert mine.read_text() == "my file about zero_topo" and [
+        path for path in tmp_path.rglob("*") if path.is_file()
+    ] == [tmp_path / mine]
     assert run(*words, name, "--force")[0] == 0
     first = mine.read_bytes()
     assert b"my file" not in first
@@ -45,6 +50,7 @@ def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_
     """A timeline is no scaling curve; a folder is never a file, forced or not."""
     assert run(*SMALL, "--trace", str(tmp_path / "x.json"))[0] == 0
     assert "no result of this kind" in run(*SMALL, "--plot", str(tmp_path / "x.png"))[2]
+    assert "which is a file; name a folder" in run(*BENCH, "--plots", str(tmp_path / "x.json"))[2]
     (tmp_path / "folder.png").mkdir()
     for force in ((), ("--force",)):
         assert run(*SMALL, "--plot", str(tmp_path / "folder.png"), *force)[0] == 2

@@ -105,12 +105,17 @@ def test_who_wins_only_after_days_never_wins(run: Run) -> None:
 def test_the_figure_has_a_colour_a_scheme_ticks_at_the_ranks_and_names_what_is_assumed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at before it is drawn: lines, ticks, legend, the notes under it."""
+    """Looked at before it is drawn: lines, ticks, legend, the notes under it; also those of a step's timeline."""
     from matplotlib.figure import Figure
 
     seen: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_args, **_kwargs: seen.append(self))
-    assert run(*SMALL, "--machine", "lumi-g", "--plot", str(tmp_path / "x.png"))[0] == 0
+    assert (
+        run(*SMALL, "--machine", "lumi-g", "--plot", str(tmp_path / "x.png"), "--trace", str(tmp_path / "y.json"))[0]
+        == 0
+    )
+    job = "gpt2 (124M parameters); ranks: {}; micro-batches (K) per optimizer step: {}, each of 1 x 1,024 tokens"
+    assert job.format("16, 64", "1, 2") in seen[0].get_supxlabel() and job.format("64", "1") in seen[1].get_supxlabel()
     (axes,) = seen[0].axes
     lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
     assert len({line.get_color() for line in lines}) == 2 and len({line.get_linestyle() for line in lines}) == 2

@@ -14,6 +14,7 @@ from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes
 
 WIDTH = 96
+PICTURES = ("quantizers.png",)
 OPS = ("quantize", "dequantize", "dequantize_reduce")
 
 
@@ -59,4 +60,4 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
         panel.set_ylabel(f"{op}\nshare of a copy", fontsize=8)
     panels[-1].set_xticks(range(len(groups)), [f"{d} int{b}\nblock {s}" for d, b, s in groups], fontsize=7)
     panels[0].legend(backends, fontsize=7, ncols=len(backends))
-    return {"quantizers.png": figure}
+    return {PICTURES[0]: figure}

@@ -13,6 +13,7 @@ from rich.table import Table
 from zero_topo.observe.console import figures_table, wide_console
 
 WIDTH = 100
+PICTURES = ("scale.png",)
 LAUNCHING = ("operations", "kernels", "collectives")
 NOTE = (
     "Launches: ATen operations that are neither views nor allocations, calls of kernels, and collectives. Milliseconds "
@@ -88,7 +89,7 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=8)
-    return {"scale.png": figure}
+    return {PICTURES[0]: figure}
 
 
 def _launches(row: Mapping[str, Any]) -> str:

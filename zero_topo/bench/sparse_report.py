@@ -14,6 +14,7 @@ from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
 WIDTH = 104
+PICTURES = ("sparse.png",)
 NOTE = (
     "Words per k: 4-byte words that a rank sends for each of its picks. Error: of what arrives against the sum of all "
     "that ranks have to say. Seconds are those of this machine's loopback interface."
@@ -70,4 +71,4 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         left.legend(frameon=False, fontsize=8)
-    return {"sparse.png": figure}
+    return {PICTURES[0]: figure}

@@ -35,6 +35,8 @@ def check_files(files: Iterable[tuple[Path | None, str, str]], force: bool) -> N
         if path.resolve() in taken:
             raise ValueError(f"{path} would be written twice, the second time over the first; give another name")
         taken.add(path.resolve())
+        if (inside := next((above for above in path.parents if above.is_file()), None)) is not None:
+            raise ValueError(f"{path} would lie in {inside}, which is a file; name a folder")
         if path.exists() and not force and not (path.is_file() and mark.encode() in _head(path)):
             raise ValueError(f"{path} exists and is no result of this kind; give another name, or --force")
 

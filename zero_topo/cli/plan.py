@@ -28,7 +28,7 @@ from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
-from zero_topo.observe.marks import MEMORY
+from zero_topo.observe.marks import MEMORY, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 
@@ -105,6 +105,7 @@ def _title(found: Topology, work: Workload) -> str:
 def _draw(options: PlanOptions, path: Path) -> None:
     """Bars of what each scheme holds, activations and buffers included."""
     from zero_topo.observe.memory_figure import memory_bars
+    from zero_topo.observe.plots import job_line
 
     check_files([(path, ".png", MEMORY)], options.force)
     request = found_request(options)
@@ -112,4 +113,5 @@ def _draw(options: PlanOptions, path: Path) -> None:
     configs = found_schemes(options, machine)
     held = {name: predict_memory(config, request.work, job, request.flight) for name, config in configs.items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
-    memory_bars(held, machine.memory_per_rank, title, path)
+    notes = job_line(job, [machine.world_size], [job.micro_batches])
+    write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)

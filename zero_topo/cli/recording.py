@@ -17,6 +17,7 @@ from rich.progress import Progress
 from zero_topo.bench import records
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.output import print_json
+from zero_topo.observe.marks import BENCH, write_png
 from zero_topo.observe.runlog import new_run_folder
 
 if TYPE_CHECKING:
@@ -44,14 +45,17 @@ def measure(
 
     Args:
         outputs: where to.
-        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of their files.
+        report: a module with ``show(content)``, and ``draw(content)``: pictures by the names of their files, those of
+            its ``PICTURES``.
         total: ticks of the whole run.
         run: measures.
 
     Returns:
         The whole record.
     """
-    check_files([(outputs.record, "", '"benchmark": ')], outputs.force)
+    folder = outputs.plots or (outputs.record and outputs.record.parent)
+    pictures = [(folder / name, ".png", BENCH) for name in report.PICTURES] if folder else []
+    check_files([(outputs.record, "", '"benchmark": '), *pictures], outputs.force)
     content: dict[str, Any] = {}
     file = outputs.record
     try:
@@ -68,12 +72,12 @@ def measure(
         typer.echo(f"zero-topo: {error}", err=True)
         raise typer.Exit(FAILED) from error
     assert file is not None, "nothing was measured"
-    pictures = save(report.draw(content), outputs.plots or file.parent)
+    drawn = save(report.draw(content), outputs.plots or file.parent)
     if outputs.as_json:
         print_json(content)
     else:
         report.show(content)
-        print(f"Written: {', '.join(str(path) for path in (file, *pictures))}")
+        print(f"Written: {', '.join(str(path) for path in (file, *drawn))}")
     return content
 
 
@@ -81,7 +85,7 @@ def save(pictures: Mapping[str, Figure], folder: Path) -> list[Path]:
     """Write pictures into a folder, which is made; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in pictures.items():
-        figure.savefig(folder / name, bbox_inches="tight" if figure.get_layout_engine() is None else None)
+        write_png(figure, folder / name, BENCH, dpi="figure")
     return [folder / name for name in pictures]
 
 

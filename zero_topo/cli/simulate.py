@@ -25,7 +25,7 @@ from zero_topo.cost.sweep import Entry, Point, Sweep, scaling_efficiency
 from zero_topo.cost.time import known_rates, rates_of
 from zero_topo.cost.uncertainty import OVERLAPS, Overlap
 from zero_topo.observe.console import figures_table
-from zero_topo.observe.marks import SCALING, TIMELINE, TRACE
+from zero_topo.observe.marks import SCALING, TIMELINE, TRACE, write_png
 from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
@@ -113,7 +113,7 @@ def simulate(options: Options) -> None:
         "scaling_efficiency": scaling_efficiency(points),
         "break_even": sweep.break_even(),
     }
-    written = [*_draw(options, points, content), *_trace(options, points)]
+    written = [*_draw(options, sweep.job, points, content), *_trace(options, sweep.job, points)]
     if options.as_json:
         print_json(content)
         return
@@ -185,30 +185,34 @@ def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
     return counts
 
 
-def _draw(options: Options, points: Sequence[Point], content: Mapping[str, Any]) -> list[Path]:
+def _draw(options: Options, job: Job, points: Sequence[Point], content: Mapping[str, Any]) -> list[Path]:
     if options.plot is None:
         return []
+    from zero_topo.observe.plots import job_line
     from zero_topo.observe.timeline import scaling
 
     worst = "at their worst" if options.overlap else "at their worst with nothing overlapping"
-    notes = [f"overlap: {options.overlap or 'full'}; bars: rates at their best, and {worst}"]
+    notes = [job_line(job, (p.ranks for p in points), (p.micro_batches for p in points))]
+    notes += [f"overlap: {options.overlap or 'full'}; bars: rates at their best, and {worst}"]
     if content["assumed"]:
         notes.append(f"assumed for {options.machine}: {', '.join(content['assumed'])}")
-    scaling(points, f"{options.model} on {options.machine}", "\n".join(notes), options.plot)
+    figure = scaling(points, f"{options.model} on {options.machine}", "\n".join(notes))
+    write_png(figure, options.plot, SCALING, dpi=200)
     return [options.plot]
 
 
-def _trace(options: Options, points: Sequence[Point]) -> list[Path]:
+def _trace(options: Options, job: Job, points: Sequence[Point]) -> list[Path]:
     """One step of each scheme on the most ranks, with the fewest micro-batches."""
     if options.trace is None:
         return []
+    from zero_topo.observe.plots import job_line
     from zero_topo.observe.timeline import timeline, write_trace
 
     ranks, count = max(point.ranks for point in points), min(point.micro_batches for point in points)
     steps = {p.scheme: p.simulation for p in points if (p.ranks, p.micro_batches) == (ranks, count)}
     picture = options.trace.with_suffix(".png")
     write_trace(steps, options.trace)
-    timeline(steps, picture)
+    write_png(timeline(steps, job_line(job, [ranks], [count])), picture, TIMELINE)
     return [options.trace, picture]
 
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zero_topo.observe.marks import MEMORY, png_metadata
-from zero_topo.units import GB, MB
+from zero_topo.observe.plots import decimal_unit, say_under
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "weights": "#2f6db5",
@@ -26,18 +28,18 @@ COLOURS = {
 OTHER = "#777777"
 
 
-def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, title: str, path: Path) -> None:
-    """What a rank holds under each scheme, stacked by role, beside what it has, as PNG.
+def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, title: str, notes: str) -> Figure:
+    """What a rank holds under each scheme, stacked by role, beside what it has.
 
     Args:
         rows: scheme -> role -> bytes.
         capacity: bytes that a rank has, drawn as a line; None if not known.
         title: over the picture.
-        path: where to.
+        notes: under it: of which job.
     """
     from matplotlib.figure import Figure
 
-    unit, name = (GB, "GB") if max(sum(held.values()) for held in rows.values()) >= GB else (MB, "MB")
+    unit, name = decimal_unit(max(sum(held.values()) for held in rows.values()))
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
     bottoms = dict.fromkeys(rows, 0.0)
@@ -64,4 +66,5 @@ def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, tit
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120, metadata=png_metadata(MEMORY))
+    say_under(figure, notes)
+    return figure

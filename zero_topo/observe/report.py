@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
+from zero_topo.observe.marks import RUN, write_png
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.plan import PHASES
@@ -107,9 +108,9 @@ def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Se
         "deepspeed": dict(result.deepspeed),
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    plots.loss_curve(metrics, folder / "loss.png")
+    write_png(plots.loss_curve(metrics), folder / "loss.png", RUN)
     if measured is not None:
-        plots.bytes_by_domain(measured, folder / "bytes.png")
+        write_png(plots.bytes_by_domain(measured), folder / "bytes.png", RUN)
     return report
 
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zero_topo.cost.events import COMPUTE
 from zero_topo.cost.simulator import Simulation
 from zero_topo.cost.sweep import Point
-from zero_topo.observe.marks import SCALING, TIMELINE, TRACE, png_metadata
-from zero_topo.observe.plots import COLOURS, OTHER
+from zero_topo.observe.marks import TRACE
+from zero_topo.observe.plots import COLOURS, OTHER, say_under
 from zero_topo.topology.model import LINKED_DOMAINS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STREAMS = (COMPUTE, "pack", *LINKED_DOMAINS)
 MICROSECONDS = 10**6
@@ -55,12 +58,12 @@ def write_trace(steps: Mapping[str, Simulation], path: Path) -> None:
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def timeline(steps: Mapping[str, Simulation], path: Path) -> None:
-    """Steps one above the other, on one scale of time: what each stream does, as PNG.
+def timeline(steps: Mapping[str, Simulation], notes: str) -> Figure:
+    """Steps one above the other, on one scale of time: what each stream does.
 
     Args:
         steps: name -> step.
-        path: where to.
+        notes: under the picture: of which job.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -79,8 +82,9 @@ def timeline(steps: Mapping[str, Simulation], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("seconds")
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120, metadata=png_metadata(TIMELINE))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
+    say_under(figure, notes)
+    return figure
 
 
 def _bars(step: Simulation) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -96,16 +100,15 @@ def _colour(phase: str) -> str:
     return _OWN.get(phase) or COLOURS.get(phase, OTHER)
 
 
-def scaling(points: Sequence[Point], title: str, notes: str, path: Path) -> None:
-    """TFLOP/s per rank over ranks as PNG: a colour for each scheme, a style for each number of micro-batches.
+def scaling(points: Sequence[Point], title: str, notes: str) -> Figure:
+    """TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of micro-batches.
 
     A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
 
     Args:
         points: simulated steps.
         title: above the picture.
-        notes: under it: what is assumed.
-        path: where to.
+        notes: under it: of which job, and what is assumed.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -132,8 +135,8 @@ def scaling(points: Sequence[Point], title: str, notes: str, path: Path) -> None
     handles = [Line2D([], [], color=colour, label=scheme) for scheme, colour in colours.items()]
     handles += [Line2D([], [], color="black", linestyle=style, label=f"K = {count}") for count, style in styles.items()]
     axes.legend(handles=handles, frameon=False, fontsize=8)
-    figure.supxlabel(notes, fontsize=6, x=0.01, ha="left")
-    figure.savefig(path, dpi=200, metadata=png_metadata(SCALING))
+    say_under(figure, notes)
+    return figure
 
 
 def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
