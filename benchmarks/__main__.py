@@ -45,9 +45,9 @@ class ClusterOptions(Outputs):
     """Of ``benchmarks cluster``."""
 
     spec: Annotated[str, typer.Option(metavar="t8|t16|t32|FILE", help="The cluster to emulate.")] = "t8"
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4"
-    micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,4,8"
-    steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 5
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo,topo-q4,codes-q4,zero2-q4"
+    micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
+    steps: Annotated[int, typer.Option(min=2, help="Steps to time with each.")] = 3
     params: Params = "20e6"
     layers: Layers = 4
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample: few, to compute little.")] = 16

@@ -71,6 +71,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             *(BenchScheme(name, {"scheme": name}) for name in SCHEMES),
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
+            BenchScheme("topo-16bit", {"scheme": "topo", "quantize": {"resident": None}}),
             # INT4 sync beside weights held as codes; such names fit a table.
             BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
             BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
