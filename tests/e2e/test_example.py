@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT, Launch, LaunchSettings, launch
+from zero_topo.observe.runlog import read_metrics
 
 SCRIPT = "zero_topo/examples/train_gpt.py"
 SMALL = ["--layers", "1", "--width", "32", "--context", "16", "--eval-batches", "1", "--sample", "20", "--warmup", "2"]
@@ -55,7 +56,9 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
     report = json.loads((folder / "topo" / "report.json").read_text())
     assert report["steps"] == 6 and report["last_loss"] < report["first_loss"] - 0.1
     names = {path.name for path in (folder / "topo").iterdir()}
-    assert names == {"metrics.jsonl", "report.json", "loss.png", "bytes.png"}
+    assert names == {"metrics.jsonl", "report.json", "report.html", "loss.png", "bytes.png"}
+    (spans,) = (line["timeline"] for line in read_metrics(folder / "topo") if "timeline" in line)
+    assert {span[0] for span in spans} >= {"gather_forward", "scatter"} and all(a <= b for _, a, b in spans)
     log = topo.log(0)
     assert "--- the model writes\ndef " in log and "Sent by each rank" in log and "step 3: evaluation loss" in log
 

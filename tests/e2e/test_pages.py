@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The docs as a browser shows them: no page is wider than a telephone's or a desktop's window."""
+"""Pages as a browser shows them: none, of docs or report, is wider than a telephone's or a desktop's window."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.documents import PAGES
 from tests.launching import ROOT
+from tests.unit.test_report import EXACT, RESULT, RUN, folder
+from zero_topo.observe.page import HTML
+from zero_topo.observe.report import build_report
+
+__all__ = ["folder"]
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (390, 1280)
@@ -25,42 +32,62 @@ for (const page of PAGES) for (const width of WIDTHS) {
   const frame = document.createElement("iframe");
   frame.width = width; frame.height = 900; frame.style.border = 0; frame.src = page;
   frame.onload = () => {
-    const root = frame.contentDocument.documentElement;
-    found[`${page} at ${width}`] = [root.clientWidth, root.scrollWidth, root.innerText.length];
+    const inner = frame.contentDocument, root = inner.documentElement, style = getComputedStyle(inner.body);
+    for (const part of inner.querySelectorAll("details")) part.open = true;
+    found[`${page} at ${width}`] = {
+      window: root.clientWidth, wide: root.scrollWidth, letters: root.innerText.length, title: inner.title,
+      missing: [...inner.images].filter(image => !image.naturalWidth).length, images: inner.images.length,
+      colours: [style.color, style.backgroundColor],
+    };
     if (--waiting === 0) document.body.textContent = JSON.stringify(found);
   };
   document.body.append(frame);
 }
 </script></body>
 """
+HOSTILE = "A model <script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium"),
-    pytest.mark.skipif(not (Path(sys.prefix) / "bin/mkdocs").exists(), reason="mkdocs is not installed: make docs"),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not (Path(sys.prefix) / "bin/mkdocs").exists(), reason="mkdocs is not installed: make docs")
 def test_no_page_is_wider_than_its_window(tmp_path: Path) -> None:
     """Wide tables and lines of code scroll by themselves. All pages in frames of both widths, in one browser."""
     site = tmp_path / "site"
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
     subprocess.run(build, cwd=ROOT, check=True, timeout=120)
     names = [f"{path.stem}.html" for path in PAGES]
+    found = shown(site, names)
+    assert not {page: look for page, look in found.items() if look["letters"] < 200}, "pages that show nothing"
+    assert not {page: look for page, look in found.items() if look["wide"] > look["window"]}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
+    """At both widths, light and dark, all parts open; a title full of tags and a long word change nothing."""
+    result = replace(RESULT, title=f"{HOSTILE} {'x' * 300}", settings={"data": HOSTILE, "long": "y" * 500})
+    build_report(folder, result, RUN, [EXACT] * 8)
+    # Blink's numbers of prefers-color-scheme
+    found = shown(folder, [HTML], f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}")
+    for look in found.values():
+        assert look["wide"] <= look["window"] and look["letters"] > 2000, look
+        assert (look["images"], look["missing"]) == (5, 0) and look["title"] == result.title, look
+        black, white = "rgb(0, 0, 0)", "rgb(255, 255, 255)"
+        assert (look["colours"] == [black, white]) == (scheme == "light"), look
+        assert (look["colours"][0] == white) == (scheme == "dark"), look
+
+
+def shown(site: Path, names: list[str], *options: str) -> dict[str, dict[str, Any]]:
+    """Page and width -> what a browser makes of a folder's page in a frame of that width."""
     probe = site / "probe.html"
     probe.write_text(PROBE.replace("PAGES", json.dumps(names)).replace("WIDTHS", json.dumps(WIDTHS)))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
-    command = [
-        str(BROWSER),
-        *options,
-        f"--user-data-dir={tmp_path}/profile",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-    ]
-    done = subprocess.run([*command, probe.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    usual = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
+    how = [f"--user-data-dir={site}/profile", "--virtual-time-budget=20000", "--dump-dom"]
+    command = [str(BROWSER), *usual, *options, *how, probe.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     body = re.search(r"<body>(\{.*\})</body>", done.stdout, re.DOTALL)
     assert body is not None, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(html.unescape(body[1]))
-    assert {window for window, _, _ in found.values()} == set(WIDTHS) and len(found) == len(names) * len(WIDTHS)
-    assert not {page: sizes for page, sizes in found.items() if sizes[2] < 200}, "pages that show nothing"
-    assert not {page: sizes for page, sizes in found.items() if sizes[1] > sizes[0]}
+    found: dict[str, dict[str, Any]] = json.loads(html.unescape(body[1]))
+    assert {look["window"] for look in found.values()} == set(WIDTHS) and len(found) == len(names) * len(WIDTHS)
+    return found

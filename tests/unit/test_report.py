@@ -23,10 +23,12 @@ from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import RankBytes, Result, build_report, read_report, render
 from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder, read_metrics
+from zero_topo.observe.tree import COLOURS
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
 
-RESULT = Result("A model", 8, eval_loss=2.5, seconds=61.0, settings={"data": Path("x")}, deepspeed={"bf16": {}})
+VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "triton": None}
+RESULT = Result("A model", 8, 2.5, 61.0, {"data": Path("x")}, {"bf16": {}, "comet": {"api_key": "mine"}}, VERSIONS)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def folder(tmp_path: Path) -> Path:
     with RunLog(tmp_path) as log:
         for step, loss in enumerate((5.5, 4.0, 3.0), 1):
             log.step(StepRecord(step, loss, 1e-3, 0.5, {("scatter", "node"): 10}))
+        log.timeline(3, 0.5, [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)])
         assert log.evaluation(3, 2.5) == 2.5
     return tmp_path
 
@@ -131,7 +134,8 @@ def test_report_draws_its_plots(folder: Path) -> None:
 def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     """Lines can be read back while the run goes on, and a quiet log (other ranks) writes nothing."""
     lines = read_metrics(folder)
-    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, 2.5]
+    assert [line.get("loss", line.get("eval_loss")) for line in lines] == [5.5, 4.0, 3.0, None, 2.5]
+    assert lines[3]["timeline"][1] == ["scatter", 0.25, 0.375]
     assert lines[0]["sent"] == {"scatter/node": 10}
     with RunLog(folder / "b", quiet=True) as log:
         log.step(StepRecord(1, 1.0, 1.0, 1.0))
@@ -187,13 +191,11 @@ def test_run_folders_are_named_after_config_and_time() -> None:
 def test_the_readmes_picture_is_what_the_script_draws() -> None:
     """Whoever changes the plan's arithmetic, the scheme or the drawing draws the committed picture again."""
     committed = (ROOT / "docs" / "tree.svg").read_text()
-    assert committed == tree_figure.tree_svg(tree_figure.readme_config()), (
-        "run: python -m benchmarks.tree_figure docs/tree.svg"
-    )
+    assert committed == tree_figure.readme_svg(), "run: python -m benchmarks.tree_figure docs/tree.svg"
 
 
 def test_the_picture_fills_as_much_as_the_degrees_say() -> None:
     """Each rank's bar is filled by 1 / degree: 4, 2 and 1 of 8 pieces under the scheme topo."""
-    svg = tree_figure.tree_svg(tree_figure.readme_config())
-    pieces = {role: svg.count(f'rx="0" fill="{colour}"') for role, colour in tree_figure.COLOURS.items()}
+    svg = tree_figure.readme_svg()
+    pieces = {role: svg.count(f'rx="0" fill="{colour}"') for role, colour in COLOURS.items()}
     assert pieces == {"weights": 8 * 4, "secondary": 0, "gradients": 8 * 2, "optimizer": 8 * 1}

@@ -297,6 +297,7 @@ class _Report(_Document):
     zero_topo: _Measured | None
     settings: dict[str, Any]
     deepspeed: dict[str, Any]
+    versions: NotRequired[dict[str, str | None]]  # older runs have none
 
 
 class _Record(TypedDict):

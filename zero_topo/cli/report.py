@@ -8,18 +8,35 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.output import print_json
 
 
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run, such as one under runs/.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json instead of tables.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Where the page goes; default: report.html in the folder.")
+    ] = None,
+    force: Force = False,
 ) -> None:
-    """Print what a run sent and held, beside the formulas and beside ZeRO-3."""
-    from zero_topo.observe.runlog import read_report
+    """Print what a run sent and held, beside the formulas and beside ZeRO-3; write it as a page with pictures."""
+    from zero_topo.observe.marks import PAGE
+    from zero_topo.observe.page import HTML, write_page
+    from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render
 
+    found = read_report(folder)
+    file = html or (None if as_json else folder / HTML)
+    check_files([(file, ".html", PAGE)], force)
     if as_json:
-        print_json(read_report(folder))
+        print_json(found)
     else:
         render(folder)
+    if file is not None:
+        try:
+            write_page(found, read_metrics(folder), file)
+        except PermissionError as error:
+            raise ValueError(f"{error}: name a file that you may write with --html FILE.html") from None
+        if not as_json:
+            print(f"Written: {file}")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -15,6 +15,9 @@ from torch._C._profiler import _RecordFunctionFast
 from zero_topo.collectives.handle import Handle
 
 Key = tuple[str, str]
+Span = tuple[str, float, float]
+"""A phase, and when the host began and ended to work or wait for it."""
+MOST_SPANS = 1 << 14  # 2 MB; evaluations without a step between them have no end
 T = TypeVar("T")
 
 
@@ -73,6 +76,9 @@ class Meter:
         self.calls: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last_seconds: Mapping[str, float] = {}
+        self._began = time.perf_counter()
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._last_spans: Collection[Span] = ()
         self._open: list[str] = []
         self._mark = 0.0
         self.steps = 0
@@ -126,18 +132,24 @@ class Meter:
         now = time.perf_counter()
         if self._open:
             self._seconds[self._open[-1]] += now - self._mark
+            self._spans.append((self._open[-1], self._mark - self._began, now - self._began))
         self._mark = now
 
     def end_step(self) -> None:
         """Close an optimizer step: its counts become :meth:`last_step`."""
         self._total.update(self._step)
         self._last, self._step = self._step, Counter()
-        self._last_seconds, self._seconds = self._seconds, defaultdict(float)
+        self._last_seconds, self._last_spans = self._seconds, self._spans
+        self._restart_clock()
         self.steps += 1
 
     def reset_step(self) -> None:
         """Forget what was counted since the last :meth:`end_step` (evaluation, set-up)."""
-        self._step, self._seconds = Counter(), defaultdict(float)
+        self._step = Counter()
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._began, self._seconds, self._spans = time.perf_counter(), defaultdict(float), deque(maxlen=MOST_SPANS)
 
     def last_step(self) -> Mapping[Key, int]:
         """Bytes of the last closed optimizer step."""
@@ -146,6 +158,10 @@ class Meter:
     def last_seconds(self) -> Mapping[str, float]:
         """Seconds by phase of the last closed optimizer step, see :meth:`timing`."""
         return dict(self._last_seconds)
+
+    def last_spans(self) -> Collection[Span]:
+        """What :meth:`last_seconds` sums, in order, in seconds since the step before was closed; the last 16,384."""
+        return self._last_spans
 
     def total(self) -> Mapping[Key, int]:
         """Bytes of all closed optimizer steps."""

@@ -69,6 +69,7 @@ def stats(engine: Any) -> Stats:
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds()),
         sync_report=topo.gradients.mode.report(),
+        phase_spans=topo.meter.last_spans(),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_topo.collectives.lane import Lane
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Meter, Span
 from zero_topo.collectives.wire import wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.volume import Workload
@@ -83,6 +83,7 @@ class Stats:
         calls: phase -> collectives since the start.
         phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
         sync_report: what the mode of sync says of the last step: densities, norms, counts.
+        phase_spans: (phase, begin, end) of what ``phase_seconds`` sums, in seconds since the step before was over.
     """
 
     config: ResolvedConfig
@@ -97,6 +98,7 @@ class Stats:
     calls: dict[str, int]
     phase_seconds: dict[str, float]
     sync_report: dict[str, float]
+    phase_spans: Collection[Span]
 
 
 class Stage3:

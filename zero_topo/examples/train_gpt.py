@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
+from zero_topo.bench.records import versions
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
@@ -129,6 +130,8 @@ def train(run: Run, log: RunLog, first: int) -> Any:
             progress.advance(step + 1, mean)
             if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
                 progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
+    if stats is not None:
+        log.timeline(args.steps, seconds, stats.phase_spans)
     return stats
 
 
@@ -162,7 +165,7 @@ def report(run: Run, folder: Path, stats: Any, eval_loss: float, seconds: float)
     if run.rank == 0:
         numel = sum(parameter.ds_numel for parameter in run.engine.module.parameters())
         title = f"Byte-level GPT, {numel:,} parameters, {len(run.corpus.train):,} bytes of text"
-        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config)
+        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config, versions())
         build_report(folder, result, stats, [rank for rank in ranks if rank is not None])
         render(folder)
 

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The report of a run: what was sent and held, beside the formulas and beside ZeRO-3 on the same machine.
 
-``build_report`` writes ``report.json``, ``loss.png`` and ``bytes.png`` beside the run's ``metrics.jsonl``; ``render``
-prints its tables, then or any time later.
+``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` beside the run's
+``metrics.jsonl``; ``render`` prints its tables, then or any time later.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
 from zero_topo.observe.marks import RUN, write_png
+from zero_topo.observe.page import HTML, write_page
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render
 from zero_topo.plan import PHASES
@@ -68,6 +69,7 @@ class Result:
         seconds: of the whole run, start-up included.
         settings: the program's arguments.
         deepspeed: the DeepSpeed config.
+        versions: of what the run used; None for what was not installed.
     """
 
     title: str
@@ -76,6 +78,7 @@ class Result:
     seconds: float
     settings: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
+    versions: Mapping[str, str | None]
 
 
 def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Sequence[RankBytes]) -> dict[str, Any]:
@@ -105,12 +108,14 @@ def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Se
         "seconds_per_step": _median([line["seconds"] for line in steps]),
         "zero_topo": measured,
         "settings": {key: _plain(value) for key, value in result.settings.items()},
-        "deepspeed": dict(result.deepspeed),
+        "deepspeed": _shareable(result.deepspeed),
+        "versions": dict(result.versions),
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     write_png(plots.loss_curve(metrics), folder / "loss.png", RUN)
     if measured is not None:
         write_png(plots.bytes_by_domain(measured), folder / "bytes.png", RUN)
+    write_page(report, metrics, folder / HTML)
     return report
 
 
@@ -159,6 +164,12 @@ def _memory_rows(stats: RunStats, zero3: ResolvedConfig, measured: Sequence[Mapp
 
 def _median(values: Sequence[float]) -> float | None:
     return sorted(values)[len(values) // 2] if values else None
+
+
+def _shareable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys to somebody's account, which Comet's monitor takes: reports are passed on."""
+    hidden = {key: "hidden" if key == "api_key" else value for key, value in config.items()}
+    return {key: _shareable(value) if isinstance(value, Mapping) else value for key, value in hidden.items()}
 
 
 def _plain(value: object) -> Any:

@@ -3,14 +3,15 @@
 
 A line of a step holds ``step`` (from 1), ``loss`` (nats per byte, mean over ranks), ``lr``, ``seconds`` and, with
 zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``. Gathers of an evaluation
-count in the step after it. A line of an evaluation holds ``step`` and ``eval_loss``.
+count in the step after it. A line of an evaluation holds ``step`` and ``eval_loss``; one line of the last step, with
+zero_topo, ``step``, ``seconds`` and ``timeline``: when rank 0's host worked or waited for which phase of it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +89,11 @@ class RunLog:
         """Log an evaluation after ``step`` steps; returns ``loss``."""
         self._write({"step": step, "eval_loss": loss})
         return loss
+
+    def timeline(self, step: int, seconds: float, spans: Collection[tuple[str, float, float]]) -> None:
+        """Log (phase, begin, end) of a step that took so long; in seconds."""
+        rounded = [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in spans]
+        self._write({"step": step, "seconds": round(seconds, 6), "timeline": rounded})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:

@@ -36,13 +36,13 @@ def render(folder: Path, console: Console | None = None) -> None:
         console.print()
         console.print(sent_table(measured))
         console.print(memory_table(measured))
-        for line in _last_step(measured):
+        for line in last_step_lines(measured):
             console.print(line, markup=False)
-    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".html", ".json", ".jsonl", ".png"))
     console.print(f"More in {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
 
 
-def _last_step(measured: Mapping[str, Any]) -> Iterator[str]:
+def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
     """Where this rank's last step went, and what a sparse mode of sync says of it."""
     if measured["phase_seconds"]:
         parts = [f"{phase.replace('_', ' ')} {format_seconds(s)}" for phase, s in measured["phase_seconds"].items()]
@@ -53,14 +53,19 @@ def _last_step(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _print_run(console: Console, report: Mapping[str, Any]) -> None:
-    console.print(f"\n[bold]{report['title']}[/bold]")
+    console.print(f"\n{report['title']}", style="bold", markup=False)
+    for line in run_lines(report):
+        console.print(line)
+
+
+def run_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Steps and losses; of a run that took no step, none."""
     pace = report["seconds_per_step"]
     if pace is not None:
-        console.print(
-            f"{report['steps']} steps on {report['world_size']} ranks in {format_seconds(report['seconds'])}, "
-            f"{format_seconds(pace)} per step\nloss {report['first_loss']:.3f} -> {report['last_loss']:.3f} nats/byte, "
-            f"evaluation {report['eval_loss']:.3f}"
-        )
+        took = f"in {format_seconds(report['seconds'])}, {format_seconds(pace)} per step"
+        yield f"{report['steps']} steps on {report['world_size']} ranks {took}"
+        losses = f"{report['first_loss']:.3f} -> {report['last_loss']:.3f} nats/byte"
+        yield f"loss {losses}, evaluation {report['eval_loss']:.3f}"
 
 
 def sent_table(measured: Mapping[str, Any]) -> Table:

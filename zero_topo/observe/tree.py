@@ -1,0 +1,160 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Draws the machine as a tree with what each rank holds, as SVG.
+
+Each bar is the whole model cut into one world shard per rank; filled pieces are what the rank above it holds. What is
+filled comes from the plan's own index arithmetic, so the picture cannot disagree with the engine. Of more than 16 ranks
+the first 8 are drawn, or whole nodes of them, and what a rank holds as one part of its bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+
+from zero_topo.config import ROLES
+from zero_topo.plan import Plan
+from zero_topo.topology.model import Topology
+
+COLOURS = {"weights": "#2f6db5", "secondary": "#7fb0e0", "gradients": "#d9822b", "optimizer": "#3f9c55"}
+INK, GREY, EMPTY = "#222222", "#666666", "#d9dfe6"
+DOMAIN_FILL = {"world": "#f7f8fa", "node": "#ffffff", "gpu": "#f1f5fb"}
+LEFT, CELL, BAR, GAP, ROW = 112, 10, 15, 14, 24
+TITLE = 20  # height of a box's name
+TOP = 90  # where the first bars begin
+MOST, FIRST = 16, 8  # ranks that are all drawn, and how many of more
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def draw(self, fill: str, stroke: str = "none", radius: float = 0) -> str:
+        """As an SVG element."""
+        place = f'x="{self.x:g}" y="{self.y:g}" width="{self.width:g}" height="{self.height:g}"'
+        return f'<rect {place} rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What is drawn; ranks in tree order.
+
+    Attributes:
+        plan: who holds what.
+        topology: the machine.
+        wire: how "weights" and "gradients" travel, such as "int8/256", and the mode of "sync"; None is 16 bits.
+    """
+
+    plan: Plan
+    topology: Topology
+    wire: Mapping[str, str | None]
+
+    @property
+    def shown(self) -> int:
+        """Ranks that are drawn: all, or whole nodes, or the first."""
+        world, node = self.plan.world_size, self.topology.degree("node")
+        return world if world <= MOST else FIRST // node * node or FIRST
+
+
+def tree_svg(tree: Tree) -> str:
+    """The picture of a plan on its machine."""
+    width = max(_span(tree, 0, tree.shown)[1] + 3 * GAP, LEFT + 460)
+    height = TOP + ROW * len(ROLES) + 142
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
+    parts = [Box(0, 0, width, height).draw("#ffffff")]
+    parts += [*_domains(tree), *_bars(tree), *_collectives(tree)]
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+def _bar_width(tree: Tree) -> float:
+    return CELL * (tree.plan.world_size if tree.plan.world_size <= MOST else FIRST)
+
+
+def _x(tree: Tree, position: int) -> float:
+    """Left edge of the bars of a tree position: a gap between ranks, a wider one between GPUs and between nodes."""
+    edges = sum(position // tree.topology.degree(unit) for unit in ("gpu", "node"))
+    return LEFT + 2 * GAP + position * (_bar_width(tree) + GAP) + edges * 1.5 * GAP
+
+
+def _span(tree: Tree, first: int, degree: int) -> tuple[float, float]:
+    """Left and right edge of the bars of ``degree`` tree positions from ``first`` on, as far as they are drawn."""
+    return _x(tree, first), _x(tree, min(first + degree, tree.shown) - 1) + _bar_width(tree)
+
+
+def _text(x: float, y: float, text: str, size: int = 12, style: str = f'fill="{INK}"') -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {style}>{escape(text)}</text>'
+
+
+def _domains(tree: Tree) -> Iterator[str]:
+    """Nested boxes of the world, the nodes and the GPUs, and the ranks' names."""
+    bottom = TOP + ROW * len(ROLES)
+    for level, inset, domain in ((3, 2 * GAP, "world"), (2, GAP, "node"), (1, GAP / 2, "gpu")):
+        degree = tree.topology.degree(domain)
+        for first in range(0, tree.shown, degree):
+            left, right = _span(tree, first, degree)
+            top = TOP - 20 - level * TITLE
+            box = Box(left - inset, top, right - left + 2 * inset, bottom - top + inset / 2)
+            yield box.draw(DOMAIN_FILL[domain], "#b8c0cc", 6)
+            name = f"{domain} {first // degree}" if domain != "world" else _world(tree)
+            yield _text(left - inset + 6, top + 14, name, 11, f'fill="{GREY}"')
+    for position in range(tree.shown):
+        rank = tree.plan.rank_at[position]
+        yield _text(_x(tree, position), TOP - 6, f"rank {rank}", 11, f'fill="{INK}" font-weight="bold"')
+
+
+def _bars(tree: Tree) -> Iterator[str]:
+    """For each role and rank the model as a bar, with what the rank holds filled."""
+    plan = tree.plan
+    for row, (role, degree) in enumerate(plan.degrees().items()):
+        y = TOP + row * ROW + 4
+        yield _text(6, y + BAR - 3, role, 12, f'fill="{COLOURS[role]}" font-weight="bold"')
+        yield _text(6 + LEFT - 34, y + BAR - 3, "-" if degree is None else f"1/{degree}", 11, f'fill="{GREY}"')
+        for rank in plan.rank_at[: tree.shown] if degree else ():
+            x = _x(tree, plan.position(rank))
+            if degree and plan.world_size > MOST:
+                width = _bar_width(tree)
+                yield Box(x, y, width, BAR).draw(EMPTY)
+                part = Box(x + plan.position(rank) % degree * width / degree, y, max(1, width / degree), BAR)
+                yield part.draw(COLOURS[role])
+                continue
+            held = {plan.position(shard) for shard in plan.rows(rank, degree or 1)}
+            for piece in range(plan.world_size):
+                yield Box(x + piece * CELL, y, CELL - 1, BAR).draw(COLOURS[role] if piece in held else EMPTY)
+
+
+def _collectives(tree: Tree) -> Iterator[str]:
+    """Under the tree: a bracket over the ranks each collective spans, and what travels there."""
+    plan = tree.plan
+    y = TOP + ROW * len(ROLES) + 34
+    rows = [
+        (plan.weights, "gather", f"{_bits(tree, 'weights')}, before each forward and backward", "weights"),
+        (plan.gradients, "scatter", f"{_bits(tree, 'gradients')}, during each backward", "gradients"),
+        (
+            plan.world_size,
+            "sync",
+            f"{tree.wire['sync'] or '16 bits'}, once per optimizer step; publish brings the weights back",
+            "optimizer",
+        ),
+    ]
+    for degree, name, what, role in rows:
+        for first in range(0, tree.shown, degree):
+            left, right = _span(tree, first, degree)
+            corner = f"M {left:g} {y - 6:g} V {y:g} H {right:g} V {y - 6:g}"
+            yield f'<path d="{corner}" fill="none" stroke="{COLOURS[role]}" stroke-width="2"/>'
+        yield _text(6, y + 4, name, 12, f'fill="{COLOURS[role]}" font-weight="bold"')
+        yield _text(_span(tree, 0, 1)[0], y + 17, what, 12)
+        y += 38
+
+
+def _world(tree: Tree) -> str:
+    world = tree.plan.world_size
+    return "world" if tree.shown == world else f"world: the first {tree.shown} of {world:,} ranks"
+
+
+def _bits(tree: Tree, role: str) -> str:
+    return "16 bits" if tree.wire[role] is None else str(tree.wire[role]).partition("/")[0].upper()
