@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain tagc": {"theta": 0.7},
     "radius": {"interval": 3, "density": 0.2},
     "scape": {"density": 0.1},
+    "ternary": {},
 }
 
 
@@ -93,6 +94,8 @@ HELD: list[tuple[str, dict[str, Any]]] = [
     ("radius", {"density": 0.05, "value_dtype": "bf16"}),
     ("scape", {}),
     ("scape", {"value_dtype": "bf16"}),
+    ("ternary", {}),
+    ("ternary", {"density": 0.01}),
 ]
 
 

@@ -27,6 +27,7 @@ from zero_topo.config.sparse_config import (
 from zero_topo.config.sync_config import AGED_REFUSED, SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.config.tagc_config import TagcSync
+from zero_topo.config.ternary_config import TernarySync
 
 __all__ = [
     "AGED_REFUSED",
@@ -49,6 +50,7 @@ __all__ = [
     "SparseSync",
     "SyncSettings",
     "TagcSync",
+    "TernarySync",
     "TopkASync",
     "TopkDsaSync",
     "ZeroTopoConfig",

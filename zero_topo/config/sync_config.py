@@ -18,6 +18,7 @@ from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.config.sync_settings import BlockSize, Dtype, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
+from zero_topo.config.ternary_config import TernarySync
 from zero_topo.quant.spec import BlockSpec
 
 
@@ -70,6 +71,7 @@ SPARSE_MODES: tuple[type[SparseSync], ...] = (
     RadiusSync,
     ScapeSync,
     TagcSync,
+    TernarySync,
 )
 AGED_REFUSED = (
     'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from zero_topo.config import GTopkSync, OkTopkSync, SparseSync, TopkDsaSync
+from zero_topo.config import GTopkSync, OkTopkSync, SparseSync, TernarySync, TopkDsaSync
 from zero_topo.config.sparse_config import index_bytes
+from zero_topo.config.ternary_config import BLOCK
 from zero_topo.cost.memory import residual_elements, work_bytes
 from zero_topo.cost.volume import ITEMSIZES, Books, Move, book_sync, sync_hops
 from zero_topo.plan import Plan
@@ -61,6 +62,13 @@ def peer_bytes(mode: SparseSync, widths: Sequence[int], plan: Plan, peers: int) 
     """
     numel = peers * sum(widths)
     return sent_picks(mode, numel, plan, peers) * record_bytes(mode, numel, peers)
+
+
+@peer_bytes.register
+def _(mode: TernarySync, widths: Sequence[int], plan: Plan, peers: int) -> int:
+    """To each owner the bits of its row's blocks, and a scale for each; as much back, if all need all rows; exact."""
+    blocks, ways = -(-sum(widths) // BLOCK), 2 if plan.optimizer < plan.world_size else 1
+    return ways * (peers - 1) * (-(-blocks * mode.block_bits // 8) + blocks * ITEMSIZES[mode.value_dtype])
 
 
 def record_bytes(mode: SparseSync, numel: int, peers: int) -> int:
@@ -153,6 +161,13 @@ def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
     n, k, row = peers * columns, mode.density * peers * columns, 4 * columns
     chosen: float = row + columns if mode.sharded else 5 * n + (PICK_BYTES + 4) * min(peers * k, n)
     return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, row + chosen)
+
+
+@mode_bytes.register
+def _(mode: TernarySync, columns: int, plan: Plan, peers: int) -> float:
+    """Blocks filled up, and either magnitudes to select from, or what all peers sent, apart and in place."""
+    blocks = peers * -(-columns // BLOCK)
+    return blocks * (8 * BLOCK + mode.block_bits + (PICK_BYTES + 33) * mode.picks)
 
 
 @residual_elements.register

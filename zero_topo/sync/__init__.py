@@ -7,7 +7,7 @@ Importing the package registers every mode with :func:`zero_topo.sync.base.build
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, topk
+from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary, topk
 from zero_topo.sync.adam_like import AdamLike
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.aged_adamw import AgedAdamW
@@ -32,5 +32,6 @@ __all__ = [
     "radius",
     "scape",
     "tagc",
+    "ternary",
     "topk",
 ]

@@ -18,18 +18,22 @@ from zero_topo.sync.picks import added_rows, positions
 from zero_topo.sync.sparse import Sparse, State
 
 
-class Masked(Sparse[State]):
+class Unseen(Sparse[State]):
+    """A sparse mode whose messages have lengths that do not depend on the data: the host looks at nothing."""
+
+    def judge(self, reduced: Tensor) -> None:
+        """The host learns nothing of it: what is known to be so much can be sent whatever it is."""
+        assert self.finite is not None
+        reduced.masked_fill_(self.finite.all().logical_not(), torch.nan)
+        self.finite = None
+
+
+class Masked(Unseen[State]):
     """A sparse mode with a common mask, in which all rows hold equally many elements: no lengths travel either."""
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
         super().__init__(config, context)
         self.dtype = DTYPES[config.value_dtype]
-
-    def judge(self, reduced: Tensor) -> None:
-        """The host learns nothing of it: what a mask says how many there are of can be sent whatever they are."""
-        assert self.finite is not None
-        reduced.masked_fill_(self.finite.all().logical_not(), torch.nan)
-        self.finite = None
 
     def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.

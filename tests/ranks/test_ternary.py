@@ -1,0 +1,75 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Ternary sync: what its definition says, in the bytes that the formula says; what it shares with the other sparse
+modes is tested with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, run, sparse_world
+from zero_topo.config import TernarySync
+from zero_topo.config.ternary_config import BLOCK
+from zero_topo.cost import Workload, step_bytes
+
+SHARDED = {**DATA_PARALLEL, "optimizer": "world"}
+PLANS = {"sharded": SHARDED, "everywhere": DATA_PARALLEL}
+
+
+def ternary(row: Tensor, picks: int) -> Tensor:
+    """Of ``[C]``: in each block the largest that are not zero, as signs of their mean in BF16; in plain steps."""
+    sent = torch.zeros_like(row)
+    for begin in range(0, len(row), BLOCK):
+        block = row[begin : begin + BLOCK]
+        chosen = [i for i in block.abs().argsort(descending=True).tolist()[:picks] if block[i] != 0]
+        if chosen:
+            scale = block[chosen].abs().mean().bfloat16().float()
+            sent[begin : begin + BLOCK][chosen] = block[chosen].sign() * scale
+    return sent
+
+
+@pytest.mark.parametrize(("density", "share"), [(0.05, 1.0), (0.001, 1.0), (0.7, 1.0), (0.05, 0.02), (0.0001, 1.0)])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, density: float, share: float) -> None:
+    """Of three ranks; where few elements are not zero none of the others moves, nor where a row fills no block."""
+    peers, numel = 3, 3 * 9000
+    w = sparse_world(PLANS[plan], peers, "ternary", (numel,), density=density)
+    picks = TernarySync(density=density).picks
+    grads = []
+    for rank in range(peers):
+        generator = torch.Generator().manual_seed(rank)
+        kept = torch.rand(numel, generator=generator) < share
+        grads.append(torch.randn(numel, generator=generator) * kept)
+    rows = torch.stack(grads).view(peers, peers, -1) / peers  # by rank and owner
+    sums = [sum(ternary(rows[rank, owner], picks) for rank in range(peers)) for owner in range(peers)]
+    results = run(w, 1, lambda rank, _: [grads[rank].clone()])
+    for rank, (found,) in enumerate(results):
+        if plan == "sharded":
+            torch.testing.assert_close(found.own, sums[rank], atol=1e-7, rtol=1e-6)
+            continue
+        assert torch.equal(found.rows, results[0][0].rows)
+        for told, row in zip(found.rows, sums, strict=True):  # many sums are equal: which of those goes is open
+            torch.testing.assert_close(told.abs().sort().values, ternary(row, picks).abs().sort().values)
+            assert not (told * row < 0).any() and not told[row == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("plan", "peers", "numel"), [("sharded", 2, 20_000), ("sharded", 5, 300_000), ("everywhere", 3, 50_001)]
+)
+@pytest.mark.parametrize("sync", [{}, {"density": 0.3, "value_dtype": "fp32"}])
+def test_the_meter_counts_what_the_formula_says(plan: str, peers: int, numel: int, sync: dict[str, Any]) -> None:
+    """To the byte, at every step, but for the one that says to each peer whether all is finite."""
+    w = sparse_world(PLANS[plan], peers, "ternary", (numel,), **sync)
+    work = replace(Workload.uniform([numel], itemsize=4), sync_itemsize=4)
+    (formula,) = (sent for (phase, _), sent in step_bytes(w.config, work).items() if phase == "sync")
+    assert {found[step].sent for found in run(w, 2) for step in range(2)} == {formula + peers - 1}
+
+
+@pytest.mark.parametrize(("density", "bits"), [(0.05, 0.367), (0.047, 0.35), (0.01, 0.098), (1.0, 3.0)])
+def test_a_third_of_a_bit_is_enough_for_a_twentieth_of_the_elements(density: float, bits: float) -> None:
+    """What the page promises of an element's bits, the scale aside."""
+    assert TernarySync(density=density).block_bits / BLOCK == pytest.approx(bits, abs=0.005)

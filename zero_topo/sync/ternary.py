@@ -1,0 +1,114 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Ternary sync: the largest elements of each block, as signs with one scale, a third of a bit per element.
+
+1. A rank cuts each owner's row of its gradient plus residual into blocks, and picks the largest elements of each.
+2. Their mean magnitude is the block's scale; the owner gets it, the positions, and a sign for each.
+3. What was sent, ``+scale`` or ``-scale``, is taken from the residual: an element that is larger comes again soon, one
+   that is smaller owes the other way.
+4. Where all ranks need all rows, an owner tells them its sums in the same way; what that leaves is in its residual.
+
+A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/ternary_config.py``), and
+then the scales. No length depends on the data, so the host asks the device for nothing.
+
+Note [Voids]
+    A block may have fewer elements that are not zero than it has picks. The others repeat a position and its sign: to
+    write a value twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zero_topo.config import TernarySync
+from zero_topo.config.ternary_config import BLOCK
+from zero_topo.quant.pieces import DTYPES
+from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.masked import Unseen
+from zero_topo.sync.picks import added_rows
+from zero_topo.sync.sparse import Outcome
+
+
+class Ternary(Unseen[None]):
+    """Signs of the largest elements of every block, one scale for them, and error feedback."""
+
+    def __init__(self, config: TernarySync, context: SyncContext) -> None:
+        self.config = config
+        super().__init__(config, context)
+        self.dtype = DTYPES[config.value_dtype]
+        self._blocks = -(-self._columns // BLOCK)  # of a row
+
+    def fresh(self) -> None:
+        """Nothing."""
+
+    def exchange(self, total: Tensor, state: None) -> Outcome[None]:
+        """Signs go to the owners of their rows, who add them up; and once more to all, if all ranks need the sums."""
+        size, own, columns = self.peers.size, self.peers.index, self._columns
+        blocks = pad(total.view(size, columns), (0, self._blocks * BLOCK - columns)).view(-1, BLOCK)
+        messages, count = self._taken_from(blocks)
+        sums = added_rows(self._decoded(self.peers.scatter(messages)))
+        if self.everywhere:
+            told = self.peers.gather(self._taken_from(sums.view(-1, BLOCK))[0][0])
+            blocks.view(size, -1)[own] += sums
+            sums = self._decoded(told)
+        reduced = sums.view(-1, self._blocks * BLOCK)[:, :columns].reshape(-1)
+        total.view(size, columns).copy_(blocks.view(size, -1)[:, :columns])
+        report: dict[str, float | Tensor] = {
+            "density_asked": self.config.density,
+            "density": count.double() / self.numel,
+            "union": reduced.count_nonzero().double() / len(reduced),
+        }
+        return Outcome(reduced, total, None, report)
+
+    def _taken_from(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``[rows * blocks of a row, 4096]`` send, uint8 ``[rows, bytes]``, which is subtracted from them.
+
+        And how many elements that are, int64 ``[]``.
+        """
+        index = blocks.abs().topk(self.config.picks, dim=1, sorted=False).indices.sort(dim=1).values
+        sizes = blocks.gather(1, index).abs_()
+        count = sizes.count_nonzero(dim=1)[:, None]
+        scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
+        void = sizes == 0
+        first = index.masked_fill(void, BLOCK - 1).amin(dim=1, keepdim=True)
+        index = torch.where(void, first, index).cummax(dim=1).values  # a void repeats the position before it
+        picked = blocks.gather(1, index)
+        signs = picked < 0
+        blocks.scatter_(1, index, picked - _signed(signs, scale))
+        return self._encoded(index, signs, scale), count.sum()
+
+    def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor) -> Tensor:
+        """Messages, uint8 ``[rows, bytes]``: positions ascend in each block, scales have the type they travel in."""
+        rows, low, device = len(index) // self._blocks, self.config.low_bits, index.device
+        ones = (index >> low) + torch.arange(self.config.picks, device=device)
+        high = torch.zeros(len(index), self.config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
+        lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
+        flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
+        bits = self.context.sparse.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
+        return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
+
+    def _decoded(self, messages: Tensor) -> Tensor:
+        """What came from each peer, FP32 ``[P, blocks of a row * 4096]``."""
+        size, config, device = self.peers.size, self.config, messages.device
+        blocks, picks = size * self._blocks, config.picks
+        bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
+        flags = self.context.sparse.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
+        parts = (config.high_bits, picks * config.low_bits, picks)
+        padding = flags.shape[1] - self._blocks * config.block_bits
+        high, lows, signs, _ = flags.split([*(self._blocks * part for part in parts), padding], dim=1)
+        ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
+        places = torch.arange(config.low_bits, device=device)
+        index = (lows.reshape(blocks, picks, -1).long() << places).sum(dim=2)
+        index += (ones - torch.arange(picks, device=device)) << config.low_bits
+        scale = scales.contiguous().view(self.dtype).float().view(blocks, 1)
+        values = _signed(signs.reshape(blocks, picks), scale)
+        return torch.zeros(blocks, BLOCK, device=device).scatter_(1, index, values).view(size, -1)
+
+
+def _signed(signs: Tensor, scale: Tensor) -> Tensor:
+    """``-scale`` where a sign is set, else ``+scale``, FP32."""
+    return torch.where(signs, -scale.float(), scale.float())
+
+
+build_mode.register(TernarySync, Ternary)
