@@ -45,7 +45,7 @@ help:
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
-	@echo 'make test-versions           the seam, units and ranks with each release of DeepSpeed that is supported'
+	@echo 'make test-versions           seam, units, ranks, a launch with the oldest, newest, pinned torch and DeepSpeed'
 	@echo 'make release-check           build sdist and wheel, install them elsewhere, use them, uninstall them'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'

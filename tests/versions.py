@@ -1,32 +1,59 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``make test-versions``: the releases of DeepSpeed that are supported, each put before the installed one.
+"""``make test-versions``: the supported releases of torch and DeepSpeed, each where it is installed.
 
-Of each: the import checks what the seam relies on, the ranks of one process do what they should, and two real ranks
-train the example. DeepSpeed is Python alone here, so its sdist is unpacked and named on PYTHONPATH; it is downloaded,
-without what it depends on. ``K=0.18.0`` asks for one release.
+The oldest of both and the newest of both get an environment of their own, of pip's making, that goes away again (some
+10 GB where torch comes with CUDA; PIP_EXTRA_INDEX_URL may name an index of CPU builds). The pinned ones are this
+environment's; there DeepSpeed's releases on both sides of each difference between them follow, which are Python alone
+here: an sdist is unpacked and named on PYTHONPATH.
+
+Of each: the import, which checks the seam; the names of torch; units, ranks of one process, and four real ranks that
+train as under stock ZeRO-3. ``K="oldest 0.18.3"`` asks for some.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed  # noqa: F401  (the hook comes with it, and imports the seam)
 
 from tests.launching import ROOT
-from tests.release import EIGHT, TWO
-from zero_topo.engine.seam import OLDEST, VERSION
+from zero_topo.engine.seam import SINCE
+from zero_topo.versions import SUPPORTED
 
-RELEASES = (OLDEST, "0.18.9", "0.19.0", "0.19.4", "0.19.5", VERSION)
-"""The oldest, the newest, and both sides of what changed between them."""
+TORCH, DEEPSPEED = SUPPORTED["torch"], SUPPORTED["deepspeed"]
+PAIRS = {end: (getattr(TORCH, end), getattr(DEEPSPEED, end)) for end in ("oldest", "newest")}
+BETWEEN = ("0.18.2", "0.18.8", "0.19.0", "0.19.4", *dict.fromkeys(SINCE.values()))
+"""Of DeepSpeed: both sides of each difference, and the first of 0.19."""
 
-SEAM = "import zero_topo, deepspeed; print(deepspeed.__version__)"
-RANKS = ("tests/ranks/test_hook_check.py", "tests/ranks/test_start_up.py", "tests/ranks/test_hook_streams.py")
-LAUNCH = ("-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--num_accelerators", "2", "--master_port")
+SEAM = """
+import zero_topo, deepspeed, torch
+from zero_topo.doctor.torch_names import missing
+assert not missing(), missing()
+print(torch.__version__, deepspeed.__version__)
+"""
+UNITS = ("versions", "torch_names", "quant_registry", "quant_reference", "adams", "op_builder", "sparse_picks")
+RANKS = ("hook_check", "start_up", "hook_streams", "weights", "gradients")
+PARITY = "test_fp16_overflow or test_evaluation_within_training or test_access_to_gradients"
+"""Of tests/launcher: losses, gradients, masters and states as stock ZeRO-3's, on four ranks."""
+
+TOOLS = ("setuptools>=77", "wheel", "ninja", "pytest>=9", "pytest-xdist", "hypothesis", "expecttest", "pyyaml")
+
+
+def environment(folder: Path, torch: str, release: str) -> Path:
+    """A Python with a release of each, and this checkout."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin/python"
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    subprocess.run([*pip, f"torch=={torch}.*", *TOOLS], check=True)  # first: DeepSpeed's setup imports them
+    words = ["--no-build-isolation", f"torch=={torch}.*", f"deepspeed=={release}", "--editable", str(ROOT)]
+    subprocess.run([*pip, *words], env={**os.environ, "DS_BUILD_OPS": "0"}, check=True)
+    return python
 
 
 def sources(version: str, folder: Path) -> Path:
@@ -38,30 +65,42 @@ def sources(version: str, folder: Path) -> Path:
     return folder / f"deepspeed-{version}"
 
 
-def tell(version: str, path: Path) -> None:
-    """Print what a release does; the first thing that fails ends it.
+def tell(what: str, python: Path, release: str, env: dict[str, str]) -> None:
+    """Print what an environment does; the first thing that fails ends it.
 
     Raises:
         subprocess.CalledProcessError: for a failure, whose output is there.
     """
-    env = {**os.environ, "PYTHONPATH": str(path)}
-    done = subprocess.run([sys.executable, "-c", SEAM], env=env, check=True, capture_output=True, text=True)
-    assert done.stdout.split()[-1] == version, done.stdout
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *RANKS], cwd=ROOT, env=env, check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    (path / "demo.json").write_text((ROOT / "configs/demo.json").read_text().replace(EIGHT, TWO))
-    words = [*LAUNCH, port, "--module", "zero_topo.examples.train_gpt", "--deepspeed_config", str(path / "demo.json")]
-    subprocess.run([sys.executable, *words, "--steps", "2"], env=env, check=True, stdout=subprocess.DEVNULL)
-    print(f"ok: DeepSpeed {version}: the seam, ranks of one process, two real ranks", flush=True)
+    env = {**os.environ, **env, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    done = subprocess.run([str(python), "-c", SEAM], cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    versions = done.stdout.splitlines()[-1]
+    assert versions.split()[1] == release, versions
+    pytest = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    files = [*(f"tests/unit/test_{name}.py" for name in UNITS), *(f"tests/ranks/test_{name}.py" for name in RANKS)]
+    subprocess.run([*pytest, *files], cwd=ROOT, env=env, check=True)
+    words = ["tests/e2e/test_launcher_suite.py", "--launcher-ranks=4", f"--launcher-k={PARITY}"]
+    subprocess.run([*pytest, *words], cwd=ROOT, env=env, check=True)
+    print(f"ok: {what}, torch and DeepSpeed {versions}: the seam, units, ranks of one process, four ranks", flush=True)
+
+
+def tried(wanted: list[str], folder: Path) -> Iterator[tuple[str, Path, str, dict[str, str]]]:
+    """What to try, made when its turn comes: its name, its Python, DeepSpeed's release, variables."""
+    for what in wanted:
+        if what in PAIRS:
+            with tempfile.TemporaryDirectory(dir=folder) as made:
+                python = environment(Path(made), *PAIRS[what])
+                yield what, python, PAIRS[what][1], {"TORCH_EXTENSIONS_DIR": f"{made}/torch_extensions"}
+        elif what == "pinned":
+            yield what, Path(sys.executable), DEEPSPEED.pinned, {}
+        else:
+            yield what, Path(sys.executable), what, {"PYTHONPATH": str(sources(what, folder))}
 
 
 def main(wanted: list[str]) -> int:
-    """Each release that was asked for, or all; the exit status."""
+    """What was asked for, or all; the exit status."""
     with tempfile.TemporaryDirectory() as made:
-        for version in wanted or RELEASES:
-            tell(version, sources(version, Path(made)))
+        for each in tried(wanted or [*PAIRS, "pinned", *BETWEEN], Path(made)):
+            tell(*each)
     return 0
 
 

@@ -10,6 +10,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 
+from zero_topo.versions import check_loaded
+
 # Module that is waited for -> ours that installs its hook by being imported.
 HOOKS: Mapping[str, str] = MappingProxyType(
     {"deepspeed": "zero_topo.engine.hook", "accelerate.utils.dataclasses": "zero_topo.engine.hugging_face"}
@@ -29,7 +31,7 @@ class _HookingLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         # If the module is imported by the hook's own import, that goes on to install it.
-        importlib.import_module(self._hook)
+        install(self._hook)
 
 
 class _HookingFinder(MetaPathFinder):
@@ -53,11 +55,21 @@ class _HookingFinder(MetaPathFinder):
         return spec
 
 
+def install(hook: str) -> None:
+    """Import what installs a hook, which names privates of releases that are supported.
+
+    Raises:
+        ImportError: for a release of torch or DeepSpeed that is not, before anything is patched.
+    """
+    check_loaded(sys.modules)
+    importlib.import_module(hook)
+
+
 def arm() -> None:
     """Install each hook now if its module is there already, else as soon as it is imported."""
     waiting = {finder.awaited for finder in sys.meta_path if isinstance(finder, _HookingFinder)}
     for awaited, hook in HOOKS.items():
         if awaited in sys.modules:
-            importlib.import_module(hook)
+            install(hook)
         elif awaited not in waiting:
             sys.meta_path.insert(0, _HookingFinder(awaited))

@@ -66,7 +66,17 @@ def test_the_example_learns_and_writes_its_report(runs: tuple[Path, Launch, Laun
 def test_only_rank_0_speaks(runs: tuple[Path, Launch, Launch]) -> None:
     """A run on a thousand ranks prints one report."""
     _, topo, _ = runs
-    assert not [rank for rank in (1, 2, 3) if "loss" in topo.log(rank) or "Sent by" in topo.log(rank)]
+    words = ("loss", "Sent by", "zero_topo: ")
+    assert not [rank for rank in (1, 2, 3) if any(word in topo.log(rank) for word in words)]
+
+
+def test_a_run_says_what_was_chosen_for_it(runs: tuple[Path, Launch, Launch]) -> None:
+    """With nobody's logging set up, under a DeepSpeed whose own log shows only warnings; each line once."""
+    _, topo, stock = runs
+    said = [line for line in topo.log(0).splitlines() if "[INFO] zero_topo: " in line]
+    for choice in ("quantization on cpu by ", " communicators beside the world's"):
+        assert len([line for line in said if choice in line]) == 1, topo.tails()
+    assert "zero_topo: " not in stock.log(0)
 
 
 def test_every_rank_sent_and_holds_what_the_formulas_say(runs: tuple[Path, Launch, Launch]) -> None:

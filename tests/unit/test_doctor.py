@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
 from zero_topo.doctor import FAIL, OK, WARN, Finding, Surroundings, examine, files, network, software
 from zero_topo.doctor.variables import Rule, load_rules, variables
 from zero_topo.strict import read
 from zero_topo.topology import preset_names
 from zero_topo.units import GB, MB
+from zero_topo.versions import SUPPORTED
 
 TOLD: Mapping[str, Any] = {
     "torch": "2.13.0",
@@ -31,7 +31,6 @@ TOLD: Mapping[str, Any] = {
     "mpi4py": False,
     "triton": None,
     "seam": None,
-    "supported": "0.19.8",
     "kernels": {"zt_cpu": "built", "zt_gpu": "there is no GPU compiler"},
 }
 GPU = {**TOLD, "platform": "rocm", "devices": 8, "nccl": True, "triton": "3.7.1"}
@@ -48,7 +47,7 @@ def surroundings(tmp_path: Path, **changes: Any) -> Surroundings:
         "env": env,
         "root": tmp_path,
         "which": lambda name: f"/usr/bin/{name}",
-        "version": lambda name: "0.19.8",
+        "version": lambda name: SUPPORTED[name].pinned,
         "interfaces": lambda: UP,
         "free": lambda folder: 8 * GB,
         "torch": lambda: TOLD,
@@ -78,8 +77,9 @@ def test_all_is_well_on_a_good_machine(tmp_path: Path) -> None:
         ({"torch": lambda: {"error": "Segmentation fault"}}, "torch", FAIL, "do not start: Segmentation fault"),
         ({"torch": lambda: {**TOLD, "seam": "built for 0.19.8, but 0.20"}}, "deepspeed", FAIL, "built for 0.19.8"),
         ({"torch": lambda: {**TOLD, "missing": ["torch.cat(out=)"]}}, "torch", FAIL, "has no torch.cat(out=); install"),
-        ({"torch": lambda: {**TOLD, "torch": "2.5.1+cpu"}}, "torch", FAIL, "works with torch 2.6 up to"),
-        ({"torch": lambda: {**TOLD, "torch": "2.14.0a0"}}, "torch", FAIL, "but without, 2.14; install torch 2.13"),
+        ({"version": {"torch": "2.5.1+cpu", "deepspeed": "0.19.8"}.get}, "torch", FAIL, "works with 2.6 to 2.15: "),
+        ({"version": {"torch": "2.16.0a0", "deepspeed": "0.19.8"}.get}, "torch", FAIL, "install torch 2.13, or"),
+        ({"version": {"torch": "2.13.0", "deepspeed": "0.17.6"}.get}, "deepspeed", FAIL, "works with 0.18.0 to 0.19.8"),
         ({"torch": lambda: {**TOLD, "gloo": False}}, "gloo", FAIL, "without gloo"),
         ({"torch": lambda: {**GPU, "nccl": False}}, "rccl", FAIL, "GPUs cannot talk"),
         ({"torch": lambda: {**GPU, "triton": None}}, "triton", WARN, "pip install triton"),
@@ -230,9 +230,3 @@ def test_the_command_says_it_in_lines_and_in_json(run: Run, monkeypatch: pytest.
     monkeypatch.setenv(GLOO, "lo")
     status, out, _ = run("doctor")
     assert status == 0 and "ok    python: " in out and "\x1b" not in out and "0 failures" in out
-
-
-def test_doctor_and_pip_know_the_same_releases_of_torch() -> None:
-    """What pip would install, the doctor does not refuse, and nothing else passes."""
-    least, beyond = (".".join(map(str, release)) for release in software.SUPPORTED)
-    assert f'"torch>={least},<{beyond}"' in (ROOT / "pyproject.toml").read_text()

@@ -15,10 +15,11 @@ from tests.launching import ROOT
 
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib", "megatron")
 
-_PLANNING = ("units", "strict", "topology", "quant.spec", "quant.trits", "plan", "config", "cost")
+_PLANNING = ("units", "versions", "strict", "topology", "quant.spec", "quant.trits", "plan", "config", "cost")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "units": (),
+    "versions": (),
     "quant.spec": ("units",),
     "quant.trits": ("quant.spec",),
     "strict": (),

@@ -38,7 +38,7 @@ def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.L
     with caplog.at_level(logging.INFO, "zero_topo"):
         assert registry.select_quantizer(CPU, {}).name == "reference"
     (line,) = caplog.messages
-    assert line == "quantization on cpu by reference; not native: there is no C++ compiler (install g++)"
+    assert line == "zero_topo: quantization on cpu by reference; not native: there is no C++ compiler (install g++)"
 
 
 @pytest.mark.usefixtures("two")

@@ -23,6 +23,7 @@ from zero_topo.config.stock_keys import translate
 from zero_topo.topology import preset_names
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
+from zero_topo.versions import installed_refusals
 
 
 def check(
@@ -32,7 +33,7 @@ def check(
 ) -> None:
     """Validate a DeepSpeed config and show the plan its zero_topo block makes."""
     loaded = load_deepspeed_config(ds_config)
-    _refuse([*deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
+    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
     translated = translate(loaded).lines
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:

@@ -9,7 +9,8 @@ import json
 import logging
 from typing import Any
 
-from zero_topo.doctor.torch_names import TESTED, missing
+from zero_topo.doctor.torch_names import missing
+from zero_topo.versions import SUPPORTED
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def _torch() -> dict[str, Any]:
     available = dist.is_available()
     return {
         "torch": torch.__version__,
-        "missing": [] if torch.__version__.startswith(f"{TESTED}.") else missing(),
+        "missing": [] if torch.__version__.startswith(f"{SUPPORTED['torch'].pinned}.") else missing(),
         "platform": "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu",
         "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
         "gloo": available and dist.is_gloo_available(),
@@ -52,8 +53,8 @@ def _seam() -> dict[str, Any]:
 
         seam.check_deepspeed()
     except ImportError as error:
-        return {"seam": str(error).replace("\n", " "), "supported": None}
-    return {"seam": None, "supported": seam.VERSION}
+        return {"seam": str(error).replace("\n", " ")}
+    return {"seam": None}
 
 
 def _kernels() -> dict[str, str]:

@@ -8,11 +8,9 @@ from typing import Any
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.doctor.torch_names import TESTED
+from zero_topo.versions import SUPPORTED, refusal
 
 PYTHON = (3, 11)
-SUPPORTED = ((2, 6), (2, 14))
-"""Releases of torch from the first up to the second, as pyproject.toml asks pip for."""
 COMPILE = "compile it now: zero-topo build"
 GPU_COMPILERS = (("cuda", "nvcc", "load the CUDA toolkit's module"), ("rocm", "hipcc", "load the ROCm module"))
 
@@ -36,29 +34,27 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
         )
     if missing:
         return
+    refused = {name: line for name in SUPPORTED if (line := refusal(name, seen.version(name) or ""))}
+    for name, line in refused.items():
+        yield Finding(FAIL, name, line, "install the release that it names")
+    if refused:
+        return
     if "error" in told:
         fix = "see stale locks below, then try: python -c 'import torch, deepspeed'"
         yield Finding(FAIL, "torch", f"torch and DeepSpeed do not start: {told['error']}", fix)
         return
     about = f"{told['torch']} for {told['platform']}, {told['devices']} devices"
     if told["missing"]:
-        fix = f"install torch {TESTED}, with which zero_topo is tested"
+        fix = f"install torch {SUPPORTED['torch'].pinned}, with which zero_topo is tested"
         yield Finding(FAIL, "torch", f"{about}, has no {', '.join(told['missing'])}", fix)
-    elif not SUPPORTED[0] <= _release(told["torch"]) < SUPPORTED[1]:
-        least, beyond = (".".join(map(str, release)) for release in SUPPORTED)
-        text = f"{about}; zero_topo works with torch {least} up to, but without, {beyond}"
-        yield Finding(FAIL, "torch", text, f"install torch {TESTED}")
     else:
         yield Finding(OK, "torch", about)
     if told["seam"] is not None:
         yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
     else:
-        yield Finding(OK, "deepspeed", f"{seen.version('deepspeed')}, as zero_topo expects ({told['supported']})")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """``"2.13.0a0+cu130"`` -> (2, 13)."""
-    return tuple(int(part) for part in version.split(".")[:2])
+        known = SUPPORTED["deepspeed"]
+        text = f"{seen.version('deepspeed')}, as zero_topo expects ({known.oldest} to {known.newest})"
+        yield Finding(OK, "deepspeed", text)
 
 
 def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:

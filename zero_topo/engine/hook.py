@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How the engine gets into DeepSpeed 0.19.8; one of the four files (see ``seam.py``) that name its privates.
+"""How the engine gets into DeepSpeed; one of the four files (see ``seam.py``) that name its privates.
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
@@ -30,11 +30,12 @@ from torch import Tensor
 from zero_topo.config import ResolvedConfig, deepspeed_hints
 from zero_topo.engine.hook_gradients import GradientHooks
 from zero_topo.engine.initialize import checked_first, seed_everything
+from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.saving import copying_beside, saving_beside
-from zero_topo.engine.seam import Stock, check_deepspeed
+from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Stage3
 from zero_topo.engine.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS, Moment
@@ -66,20 +67,20 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         if resolved is None:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
-        for note in [*resolved.log_lines(), *hints]:
-            log_dist(f"zero_topo: {note}", ranks=[0])
+        rank = dist.get_rank()
+        show_log(rank)
+        tell(rank, [*resolved.log_lines(), *hints])
         ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
         try:
             built = configure(engine, optimizer)
         finally:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
         if not isinstance(built, TopoStage3):
-            log_dist("zero_topo: this engine has no optimizer, so stock ZeRO-3 gathers serve it", ranks=[0])
+            tell(rank, ["this engine has no optimizer, so stock ZeRO-3 gathers serve it"])
         else:
-            for note in filter(None, [built.topo.mesh.words(), built.topo.gradients.mode.note()]):
-                log_dist(f"zero_topo: {note}", ranks=[0])
+            tell(rank, filter(None, [built.topo.mesh.words(), built.topo.gradients.mode.note()]))
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
-        seed_everything(resolved.seed, dist.get_rank())
+        seed_everything(resolved.seed, rank)
         return built
 
     return wrapper
@@ -101,7 +102,7 @@ class TopoStage3(GradientHooks):
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
-        if getattr(self, "use_muon", False):  # Muon came to stage 3 after DeepSpeed 0.18.3
+        if has("use_muon") and self.use_muon:
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]

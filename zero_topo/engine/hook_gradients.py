@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.engine.seam import Stock, at_boundary, forget_backward
 from zero_topo.engine.stage3 import Stage3
+
+logger = logging.getLogger(__name__)
 
 
 class GradientHooks(Stock):
@@ -71,7 +74,8 @@ class GradientHooks(Stock):
     def forward_begins(self, *_: Any) -> None:
         """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
-            log_dist("zero_topo: a backward pass did not end; all gradients since the last step are dropped", [0])
+            if dist.get_rank() == 0:
+                logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
 
     def refuse_half_a_backward(self) -> None:

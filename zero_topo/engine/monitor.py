@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from zero_topo.engine.comms_log import CommsLog
+from zero_topo.engine.log import LOGGER
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.plan import PHASES
 
@@ -48,12 +49,12 @@ def breakdown(seconds: Mapping[str, float]) -> str:
 
 
 def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: Any) -> None:
-    """Tell DeepSpeed's comms logger of each exchange, and its monitors and log of each step if the config asks for it.
+    """Tell DeepSpeed's comms logger of each exchange, and its monitors and the log of each step if the config asks so.
 
     Args:
         engine: DeepSpeed's.
         topo: what works for it.
-        log: DeepSpeed's, of a line and the ranks that write it.
+        log: DeepSpeed's, of a line and the ranks that write it, for the comms logger's lines.
         comms_logger: DeepSpeed's; it decides by its own switches what it wants.
     """
     topo.meter.listener = CommsLog(comms_logger, log)
@@ -66,17 +67,17 @@ def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: An
         before = engine.global_steps
         result = step(*args, **kwargs)
         if engine.global_steps > before and engine.global_rank == 0:
-            _report_step(engine, engine.optimizer.topo, log)
+            _report_step(engine, engine.optimizer.topo)
         return result
 
     engine.step = wrapper
 
 
-def _report_step(engine: Any, topo: Stage3, log: Callable[..., None]) -> None:
+def _report_step(engine: Any, topo: Stage3) -> None:
     seconds = topo.meter.last_seconds()
     if engine.monitor.enabled:
         of_mode = topo.gradients.mode.report()
         engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, of_mode, engine.global_samples))
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
-        log(breakdown(seconds), ranks=[0])
+        LOGGER.info(breakdown(seconds))

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed 0.18.0 to 0.19.8 is relied on, and whether the installed one has it.
+"""What of DeepSpeed's supported releases is relied on, and whether the installed one has it.
 
 With ``hook.py`` and ``hook_gradients.py``, which override what is listed here, and ``start.py``, this is the seam: the
 one place that names DeepSpeed's privates.
@@ -8,7 +8,8 @@ one place that names DeepSpeed's privates.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -18,10 +19,21 @@ from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (s
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
 
+from zero_topo.versions import SUPPORTED, release
+
 Stock = ds_stage3.DeepSpeedZeroOptimizer_Stage3
 
-OLDEST, VERSION = "0.18.0", "0.19.8"
-"""The oldest release that is supported, and the newest, which is installed where nothing else is asked for."""
+SINCE: Mapping[str, str] = MappingProxyType(
+    {
+        "_backward_active_depth": "0.18.3",
+        "use_muon": "0.18.9",
+        "is_gradient_accumulation_boundary()": "0.19.5",
+    }
+)
+"""All that differs between the supported releases: what came late to :data:`Stock` -> the first release that has it.
+
+``name()`` is an attribute before, and a method from then on.
+"""
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
@@ -73,30 +85,36 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 
 
+def has(name: str) -> bool:
+    """Whether the installed release has what :data:`SINCE` names."""
+    return release(deepspeed.__version__) >= release(SINCE[name])
+
+
 def at_boundary(optimizer: Any) -> bool:
-    """Whether the micro-batch under way is the last of its step: a flag up to DeepSpeed 0.19.4, then a method."""
+    """Whether the micro-batch under way is the last of its step."""
     told = optimizer.is_gradient_accumulation_boundary
-    return bool(told() if callable(told) else told)
+    return bool(told() if has("is_gradient_accumulation_boundary()") else told)
 
 
 def forget_backward(optimizer: Any) -> None:
-    """Forget a backward pass that failed half-way, of which later releases of DeepSpeed believe that it goes on."""
-    state = getattr(optimizer, "_backward_hook_state", None)
-    if state is not None:
-        state.backward_active_depth = 0
+    """Forget a backward pass that failed half-way; a DeepSpeed that counts passes believes that it goes on."""
+    if has("_backward_active_depth"):
+        optimizer._backward_active_depth = 0
 
 
 def check_deepspeed() -> None:
-    """Compare the installed DeepSpeed with :data:`REQUIRED` and :data:`ATTRIBUTES`.
+    """Compare the installed DeepSpeed with :data:`REQUIRED`, :data:`ATTRIBUTES` and :data:`SINCE`.
 
     Raises:
         ImportError: naming everything that is missing or changed, and the way out.
     """
-    problems = [*_changed_methods(), *_missing_attributes()]
+    problems = [*_changed_methods(), *_missing_attributes(), *_unlike_its_release()]
     if problems:
+        known = SUPPORTED["deepspeed"]
         raise ImportError(
-            f"zero_topo is built for DeepSpeed {OLDEST} to {VERSION}, but DeepSpeed {deepspeed.__version__} differs "
-            f"where it matters: {'; '.join(problems)}. Install deepspeed=={VERSION}, or a zero_topo for your version"
+            f"zero_topo is built for DeepSpeed {known.oldest} to {known.newest}, but this DeepSpeed "
+            f"{deepspeed.__version__} differs where it matters: {'; '.join(problems)}. "
+            f"Install deepspeed=={known.pinned}, or a zero_topo for your version"
         )
 
 
@@ -116,6 +134,16 @@ def _missing_attributes() -> Iterator[str]:
     for owner, names in ATTRIBUTES:
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
+
+
+def _unlike_its_release() -> Iterator[str]:
+    """One phrase for each difference that the installed release has without its time, or lacks."""
+    there = attributes(Stock)
+    for name, since in SINCE.items():
+        plain = name.removesuffix("()")
+        found = callable(getattr(Stock, plain, None)) if name != plain else plain in there
+        if found != has(name):
+            yield f"{Stock.__name__}.{name} is {'there' if found else 'gone'}, which came with {since}"
 
 
 def attributes(owner: type) -> set[str]:

@@ -66,7 +66,7 @@ def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.env
         except BackendUnavailable as reason:
             skipped.append(f"not {name}: {reason}")
             continue
-        logger.info("quantization on %s by %s%s", device.type, name, "".join(f"; {why}" for why in skipped))
+        logger.info("zero_topo: quantization on %s by %s%s", device.type, name, "".join(f"; {why}" for why in skipped))
         return quantizer
     raise AssertionError("the reference serves every device")
 
@@ -89,5 +89,5 @@ def _forced(name: str, device: torch.device) -> Quantizer:
         quantizer = Quantizer(name, BACKENDS[name](device))
     except BackendUnavailable as reason:
         raise ValueError(f"{VARIABLE}={name} cannot serve {device.type}: {reason}; unset it") from reason
-    logger.info("quantization on %s by %s (%s)", device.type, name, VARIABLE)
+    logger.info("zero_topo: quantization on %s by %s (%s)", device.type, name, VARIABLE)
     return quantizer

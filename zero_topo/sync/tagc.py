@@ -113,7 +113,8 @@ class Tagc(Sparse[int]):
         fell_back = ratio != self.config.safe_ratio(0, self.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
-                "sync tagc: the picks of all ranks cover %.4f of a row, too much for a sketch of %dx; this step %s",
+                "zero_topo: sync tagc: the picks of all ranks cover %.4f of a row, too much for a sketch of %dx; "
+                "this step %s",
                 densest,
                 self.config.ratio,
                 f"takes {ratio}x" if ratio else "sends values without a sketch",

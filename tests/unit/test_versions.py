@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""One table says which releases are supported, and whoever meets another one says so and how to go on."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from tests.commands import Run
+from tests.launching import ROOT
+from zero_topo import lazy_hook
+from zero_topo.versions import SUPPORTED, refusal
+
+OUTSIDE = [("torch", "2.5.1+cpu"), ("torch", "2.16.0a0"), ("deepspeed", "0.17.6"), ("deepspeed", "0.19.9")]
+INSIDE = [
+    ("torch", "2.6.0+rocm6.2"),
+    ("torch", "2.15.3"),
+    ("torch", "2.10"),
+    ("deepspeed", "0.18.0+abc"),
+    ("deepspeed", "0.19.8"),
+]
+
+
+@pytest.mark.parametrize(("package", "version"), OUTSIDE)
+def test_a_release_outside_the_range_is_refused(package: str, version: str) -> None:
+    """In one line: what was found, what is supported, the way out."""
+    known, line = SUPPORTED[package], str(refusal(package, version))
+    assert f"{package} {version} is" in line and f"{known.oldest} to {known.newest}: install" in line
+    assert f"install {package} {known.pinned}, or" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("package", "version"), INSIDE)
+def test_a_release_inside_the_range_passes(package: str, version: str) -> None:
+    """Patch releases of torch and builds of a vendor too; 2.10 comes after 2.6."""
+    assert refusal(package, version) is None
+
+
+@pytest.mark.parametrize(("package", "version"), OUTSIDE)
+def test_the_import_refuses_it_before_the_hook(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook names privates that another release may not have: its own ImportError would not say which to install."""
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__=version))
+    with pytest.raises(ImportError, match=f"^{package} {version.replace('+', '.')} is installed, but"):
+        lazy_hook.install("no_module_of_this_name")
+
+
+@pytest.mark.parametrize(("package", "version"), OUTSIDE)
+def test_check_refuses_it(package: str, version: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """A config that is good would not start here; where nothing is installed, as on a login node, it is checked."""
+    installed = {package: version}
+
+    def told(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", told)
+    config = (str(ROOT / "configs/demo.json"), "--world-size", "8")
+    status, _, error = run("check", *config)
+    assert status == 2 and f"{package} {version} is installed, but" in error
+    installed.clear()
+    assert run("check", *config)[0] == 0
+
+
+def test_pip_and_make_go_by_the_same_table() -> None:
+    """What is refused is not installed, and what `make setup` installs is what is tested."""
+    text = (ROOT / "pyproject.toml").read_text()
+    for package, known in SUPPORTED.items():
+        *places, last = known.newest.split(".")
+        beyond = ".".join([*places, str(int(last) + 1)])
+        assert f'"{package}>={known.oldest.removesuffix(".0")},<{beyond}"' in text
+    assert f'"deepspeed=={SUPPORTED["deepspeed"].pinned}"' in text
+    make = (ROOT / "Makefile").read_text()
+    assert f"TORCH_VERSION := {SUPPORTED['torch'].pinned}." in make
+    assert f"GPU_BUILT := deepspeed=={SUPPORTED['deepspeed'].pinned} " in make
+
+
+def test_the_docs_name_the_same_releases() -> None:
+    """The README and the page of what works with what."""
+    for name in ("README.md", "docs/works-with.md"):
+        text = (ROOT / name).read_text()
+        for package, known in {"DeepSpeed": SUPPORTED["deepspeed"], "PyTorch": SUPPORTED["torch"]}.items():
+            assert f"{known.oldest.removesuffix('.0')} to {known.newest}" in text, (name, package)

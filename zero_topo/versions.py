@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Which releases of torch and DeepSpeed zero_topo works with: what pip, the import, `doctor` and `check` go by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Releases:
+    """The supported releases of a package, each to as many places as decide: ``"2.15"`` has all of 2.15.
+
+    Attributes:
+        oldest: the first that works.
+        newest: the last that was tried.
+        pinned: the one that everything is tested with.
+    """
+
+    oldest: str
+    newest: str
+    pinned: str
+
+    def __contains__(self, version: str) -> bool:
+        places = self.oldest.count(".") + 1
+        return release(self.oldest) <= release(version)[:places] <= release(self.newest)
+
+
+SUPPORTED: Mapping[str, Releases] = MappingProxyType(
+    {
+        "torch": Releases(oldest="2.6", newest="2.15", pinned="2.13"),
+        "deepspeed": Releases(oldest="0.18.0", newest="0.19.8", pinned="0.19.8"),
+    }
+)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``"2.13.0a0+cu130"`` -> (2, 13, 0)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def refusal(package: str, version: str) -> str | None:
+    """Why a release of a package is not supported, in one line with the way out; None if it is.
+
+    Args:
+        package: a key of :data:`SUPPORTED`.
+        version: as the package itself tells it.
+    """
+    known = SUPPORTED[package]
+    if version in known:
+        return None
+    return (
+        f"{package} {version} is installed, but zero_topo works with {known.oldest} to {known.newest}: "
+        f"install {package} {known.pinned}, or a zero_topo for your version"
+    )
+
+
+def installed_refusals() -> Iterator[str]:
+    """A line for each package that is installed here and not supported; what is not installed is not missed."""
+    for package in SUPPORTED:
+        try:
+            problem = refusal(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+        if problem is not None:
+            yield problem
+
+
+def check_loaded(modules: Mapping[str, object]) -> None:
+    """Refuse imported packages that are not supported.
+
+    Args:
+        modules: of ``sys.modules``.
+
+    Raises:
+        ImportError: a line for each, with what was found, what is supported and the way out.
+    """
+    found = {package: getattr(modules.get(package), "__version__", None) for package in SUPPORTED}
+    problems = [line for package, version in found.items() if version and (line := refusal(package, str(version)))]
+    if problems:
+        raise ImportError("; ".join(problems))
