@@ -7,10 +7,12 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -56,6 +58,33 @@ def test_a_renamed_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "ATTRIBUTES", ((seam.Stock, ("lp_param_buffer", "lp_param_bufer")),))
     with pytest.raises(ImportError, match=r"matters: DeepSpeedZeroOptimizer_Stage3\.lp_param_bufer is gone\. Install"):
         seam.check_deepspeed()
+
+
+@pytest.mark.parametrize("name", seam.SINCE)
+def test_a_release_unlike_the_table_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of differences is held against the installed release: a wrong entry would call it wrongly, silently."""
+    later = {**seam.SINCE, name: "0.19.9"}
+    monkeypatch.setattr(seam, "SINCE", later)
+    with pytest.raises(ImportError, match=rf"{re.escape(name)} is there, which came with 0\.19\.9\. Install"):
+        seam.check_deepspeed()
+
+
+@pytest.mark.parametrize(("version", "counts"), [("0.18.2", False), ("0.18.3", True), ("0.19.8", True)])
+def test_a_failed_backward_pass_is_forgotten_where_it_is_counted(
+    version: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed before 0.18.3 does not count passes; after, a count that stays would never end another pass."""
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    optimizer = SimpleNamespace(is_gradient_accumulation_boundary=True)
+    seam.forget_backward(optimizer)
+    assert getattr(optimizer, "_backward_active_depth", None) == (0 if counts else None)
+
+
+@pytest.mark.parametrize(("version", "told"), [("0.19.4", False), ("0.19.5", lambda: False)])
+def test_the_boundary_is_read_as_each_release_has_it(version: str, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that is not called is always true: gradients would be synced after each micro-batch."""
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    assert seam.at_boundary(SimpleNamespace(is_gradient_accumulation_boundary=told)) is False
 
 
 def test_attributes_are_found_wherever_they_are_set() -> None:
