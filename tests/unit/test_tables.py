@@ -17,6 +17,7 @@ from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, tables
 from tests.launching import ROOT
 from tests.unit.test_simulator import PAPER, ratios
+from zero_topo.bench.scale_report import launches
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
     ROLES,
@@ -261,6 +262,17 @@ def cluster_sentences() -> list[str]:
     ]
 
 
+def scale_sentences() -> list[str]:
+    """What the text below the table of launches says of real ranks, from the record."""
+    content = record("scale")
+    stock, topo = (next(row for row in content["real"] if row["scheme"] == name) for name in ("stock", "topo"))
+    per = content["settings"]["params"]
+    added, own, ours = (launches(row) / per for row in (stock["phases"], stock["plain"], topo["phases"]))
+    return [
+        f"adds {added:.1f} launches for each parameter to the model's and AdamW's {own:.1f}, and `topo` {ours:.1f},"
+    ]
+
+
 def _median(result: Any) -> float:
     return float(result["step_s"]["median"])
 
@@ -297,6 +309,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     ("page", "sentences"),
     [
         (ROOT / "docs/measured.md", cluster_sentences),
+        (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (README, loss_sentences),
     ],
