@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from tests.launching import ROOT
 
@@ -22,6 +24,19 @@ def commands() -> list[str]:
 def starting(*starts: str) -> list[str]:
     """The commands that start so."""
     return [line for line in commands() if line.startswith(starts)]
+
+
+def blocks() -> dict[str, dict[str, Any]]:
+    """The DeepSpeed configs with a ``zero_topo`` block that the documents show, by page and number of the line."""
+    found = {}
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for match in re.finditer(r"^```json\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            body = match[1].strip()
+            shown = json.loads(body if body.startswith("{") else f"{{{body}}}")
+            if "zero_topo" in shown:
+                found[f"{path.name}:{text.count(chr(10), 0, match.start()) + 1}"] = shown
+    return found
 
 
 def tables() -> dict[str, list[str]]:

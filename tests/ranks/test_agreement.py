@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from tests.harness import run_threads
 from tests.ranks.worlds import world
 from zero_topo.bench.bare import fake_world
-from zero_topo.engine import agreement
+from zero_topo.engine import agreement, start
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.topology.model import Topology
 from zero_topo.topology.seats import Seat
@@ -170,3 +171,14 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_a_rank_alone_without_a_block_never_waits() -> None:
     """Whoever imports zero_topo for a plan, on one rank, must not change how stock DeepSpeed starts."""
     assert meet([False, None, None, None]) == ["goes on"]
+
+
+def test_all_ranks_plan_for_the_smallest_device() -> None:
+    """Devices of one job may differ by a little, and ranks that planned each for its own would not agree."""
+    device = deepspeed.accelerator.get_accelerator()
+    with (
+        patch.object(device, "is_synchronized_device", lambda: False),
+        patch.object(device, "total_memory", lambda: 10**11 + dist.get_rank()),
+    ):
+        assert run_threads(3, lambda rank: start.least_memory(CPU)) == [10**11] * 3
+    assert start.least_memory(CPU) is None

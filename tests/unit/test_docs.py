@@ -14,7 +14,8 @@ from tests.documents import PAGES
 from tests.hazards import listed
 from tests.launching import ROOT
 from zero_topo import __version__
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems
+from zero_topo.cost.candidates import before_a_model
 from zero_topo.topology.presets import load_preset
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -72,7 +73,7 @@ def test_json_blocks_are_valid_configs(document: Path) -> None:
         assert not deepspeed_problems({"zero_optimization": {"stage": 3}, **config})
         block = ZeroTopoConfig.from_ds_config(config)
         for ranks in (16, 384):
-            assert block is None or resolve_config(block, load_preset("frontier", ranks))
+            assert block is None or before_a_model(block, load_preset("frontier", ranks))
 
 
 def test_ci_runs_the_readmes_command() -> None:

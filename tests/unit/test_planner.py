@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.launching import ROOT
 from tests.plans import TREE, resolve
-from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, json_schema, resolve_config
-from zero_topo.cost.candidates import aligned_degrees, candidates
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, json_schema, resolve_config
+from zero_topo.cost.candidates import aligned_degrees, before_a_model, candidates
 from zero_topo.cost.explain import RISKS, explain, recommend
+from zero_topo.cost.fit import planned
 from zero_topo.cost.footprint import DEFAULTS, InFlight, activation_bytes, gathered_bytes, moments, predict_memory
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.messages import publish_bytes
@@ -25,13 +26,14 @@ from zero_topo.cost.planner import Request, max_params, rank_plans
 from zero_topo.cost.simulator import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
-from zero_topo.engine.automatic import choose_plan
+from zero_topo.engine.automatic import request_of
 from zero_topo.quant.trits import TritSpec
 from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
 
 FRONTIER = load_preset("frontier", 384)
-ASKED = ZeroTopoConfig.parse({"scheme": "auto"})
+EXACT = ZeroTopoConfig.parse({"scheme": "auto"})
+ASKED = ZeroTopoConfig.parse({"scheme": "auto", "lossy": True})
 NEOX = load_model("gpt-neox-20b")
 WHOLE = {"weights": 1, "secondary": None, "gradients": 8, "optimizer": 384}
 
@@ -316,15 +318,19 @@ def test_auto_is_a_scheme_of_the_block_that_only_the_planner_resolves() -> None:
 
 
 def test_choosing_fills_in_the_scheme_and_tells_why() -> None:
-    chosen = recommend(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), request())
-    assert chosen.config.scheme != AUTO and chosen.config.debug_checks
-    assert resolve_config(chosen.config, FRONTIER).plan.world_size == 384
-    assert all(note.startswith("scheme auto: ") for note in chosen.notes)
+    chosen, why = recommend(ZeroTopoConfig.parse({"scheme": AUTO, "debug_checks": True}), request())
+    assert not is_automatic(chosen, FRONTIER) and chosen.debug_checks
+    assert resolve_config(chosen, FRONTIER).plan.world_size == 384
+    assert why.startswith("scheme auto: ") and "\n" not in why
 
 
 def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
-    """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own."""
-    parameters = [SimpleNamespace(ds_numel=n, numel=lambda: 0, element_size=lambda: 2) for n in numels]
+    """What the planner asks of an engine whose parameters zero.Init has partitioned: none has elements of its own.
+
+    Of a frozen one there are -n.
+    """
+    empty = {"numel": lambda: 0, "element_size": lambda: 2}
+    parameters = [SimpleNamespace(ds_numel=abs(n), requires_grad=n > 0, **empty) for n in numels]
     return SimpleNamespace(
         module=SimpleNamespace(parameters=lambda: iter(parameters)),
         train_micro_batch_size_per_gpu=lambda: 2,
@@ -339,19 +345,19 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
 
 def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     numels = (50_000 * 4096, *[4096 * 4096] * 100)
-    first, second = (choose_plan(ASKED, FRONTIER, engine(*numels)) for _ in range(2))
+    first, second = (planned(ASKED, request_of(engine(*numels), FRONTIER)) for _ in range(2))
     assert first == second
-    assert first.notes[0].startswith("scheme auto: 1,882,521,600 parameters")
-    assert choose_plan(ASKED, TREE, engine(10)).plan.world_size == 8
-    roomy = choose_plan(ASKED, FRONTIER, engine(*numels, flight=InFlight(live=0, bucket=10**6)))
-    needs = [[note for note in config.notes if note.startswith("scheme auto: it needs ")] for config in (roomy, first)]
+    assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
+    assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
+    roomy = planned(ASKED, request_of(engine(*numels, flight=InFlight(live=0, bucket=10**6)), FRONTIER))
+    needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]
     assert all(needs) and needs[0] != needs[1]
-    assert choose_plan(ASKED, TREE, None).plan.world_size == 8
+    assert before_a_model(ASKED, TREE).plan.world_size == 8
 
 
 def test_a_model_that_no_plan_holds_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"none of .* plans fits"):
-        choose_plan(ASKED, load_preset("frontier", 8), engine(*[10**9] * 100))
+        planned(ASKED, request_of(engine(*[10**9] * 100), load_preset("frontier", 8)))
 
 
 def test_a_model_that_does_not_fit_is_told_what_would_do() -> None:

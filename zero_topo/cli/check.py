@@ -4,52 +4,126 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
+from zero_topo.cli.forecast import (
+    forecasts,
+    forecasts_json,
+    forecasts_table,
+    largest_note,
+    model_named,
+    request_for,
+)
 from zero_topo.cli.inputs import machine
 from zero_topo.cli.output import print_json
-from zero_topo.cli.tables import places_table, show
+from zero_topo.cli.tables import DEGREES, places_table, show
 from zero_topo.config import (
+    AUTO,
     ZeroTopoConfig,
     deepspeed_problems,
     deepspeed_refusals,
+    is_automatic,
     load_deepspeed_config,
     resolve_config,
 )
 from zero_topo.config.deepspeed_json import limits
 from zero_topo.config.stock_keys import translate
-from zero_topo.topology import preset_names
+from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.fit import planned
+from zero_topo.topology import Topology, preset_names
+from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
 from zero_topo.versions import installed_refusals
+
+FOUND = (AUTO, MEASURED)
+"""Topologies that are found where the job runs."""
 
 
 def check(
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with a zero_topo block.")],
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
+    where: Annotated[
+        str | None, typer.Option("--machine", metavar="FILE|PRESET", help="Where it will run, if the block finds out.")
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B, for memory.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
 ) -> None:
-    """Validate a DeepSpeed config and show the plan its zero_topo block makes."""
+    """Validate a DeepSpeed config and show the plan its zero_topo block makes, or would choose."""
     loaded = load_deepspeed_config(ds_config)
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
-    translated = translate(loaded).lines
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:
-        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{"scheme": "topo"}}')
-    found = machine(block.topology, world_size)
-    anywhere = isinstance(block.topology, str) and block.topology in ("auto", *preset_names())
-    if not anywhere or launcher_view(os.environ) is not None:
-        _refuse(deepspeed_refusals(loaded, found.world_size))
-    resolved = resolve_config(block, found)
+        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
+    found = _machine(block, loaded, where, world_size)
+    shape = model_named(params, model)
+    translated = translate(loaded).lines
+    if is_automatic(block, found) and shape is None:
+        _forecast(block, found, loaded, as_json)
+        return
+    if shape is None:
+        resolved = resolve_config(block, found)
+        resolved = replace(resolved, notes=(*resolved.notes, *largest_note(resolved, loaded)))
+    else:
+        resolved = planned(block, request_for(loaded, found, shape))
     if as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "translated": list(translated)})
         return
     print(render_tree(found))
     print()
     show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
-    for note in (*translated, *resolved.notes, *limits(loaded)):
+    _say((*translated, *resolved.notes, *limits(loaded)))
+
+
+def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None, world_size: int | None) -> Topology:
+    """Where the config will run, once DeepSpeed's batch sizes fit its ranks."""
+    setting = block.topology
+    if where is not None and setting not in FOUND:
+        raise ValueError(f"--machine {where}: the block says itself where it runs (topology {setting!r}); leave it out")
+    setting = where or setting
+    found = machine(setting, world_size)
+    anywhere = isinstance(setting, str) and setting in (AUTO, *preset_names())
+    if not anywhere or launcher_view(os.environ) is not None:
+        _refuse(deepspeed_refusals(loaded, found.world_size))
+    return found
+
+
+def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], as_json: bool) -> None:
+    """What an automatic block would choose, as no model is named."""
+    before_a_model(block, found)
+    chosen = forecasts(block, found, loaded)
+    default = "" if block.scheme else ", the default here"
+    fewer = "lossy" if block.lossy else "with no fewer bits than the block asks for"
+    notes = [
+        f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
+        f"{fewer}; for your model: --params 13B, or --model NAME"
+    ]
+    if not chosen:
+        notes.append(
+            f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
+            "devices; --machine dgx-h100, or another, tells it now"
+        )
+    translated = translate(loaded).lines
+    if as_json:
+        told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json()}
+        told |= {"forecasts": forecasts_json(chosen), "translated": list(translated), "notes": notes}
+        print_json(told)
+        return
+    print(render_tree(found))
+    print()
+    if chosen:
+        show(forecasts_table(chosen))
+        print(f"{DEGREES}\n")
+    _say((*translated, *notes, *limits(loaded)))
+
+
+def _say(notes: tuple[str, ...]) -> None:
+    for note in notes:
         print(f"- {note}")
     print("ok")
 

@@ -65,6 +65,47 @@ class _Checked(_Resolved):
     translated: list[str]
 
 
+class _Block(_Document):
+    """The keys of a ``zero_topo`` block that make a plan."""
+
+    topology: NotRequired[str | dict[str, Any]]
+    scheme: NotRequired[str]
+    weights: NotRequired[str | int]
+    secondary: NotRequired[str | int]
+    gradients: NotRequired[str | int]
+    optimizer: NotRequired[str | int]
+    quantize: NotRequired[QuantizeConfig]
+    sync: NotRequired[SyncConfig]
+    publish: NotRequired[PublishConfig]
+
+
+class _Ranked(_Document):
+    name: str
+    degrees: _Degrees
+    quantize: _Bits
+    seconds: float | None
+    losses: list[str]
+    wire_seconds: float
+    memory: Roles
+    block: _Block
+
+
+class _Forecast(_Document):
+    params: int
+    chosen: _Ranked | None
+
+
+class _Automatic(_Document):
+    """``check`` of a block whose plan is chosen for the model, where none is named."""
+
+    scheme: Literal["auto"]
+    lossy: bool
+    topology: Topology
+    forecasts: list[_Forecast]
+    translated: list[str]
+    notes: list[str]
+
+
 class _Sent(_Document):
     phase: str
     domain: str
@@ -92,31 +133,6 @@ class _Range(_Document):
     hangs_on: dict[str, float]
 
 
-class _Block(_Document):
-    """The keys of a ``zero_topo`` block that make a plan."""
-
-    topology: NotRequired[str | dict[str, Any]]
-    scheme: NotRequired[str]
-    weights: NotRequired[str | int]
-    secondary: NotRequired[str | int]
-    gradients: NotRequired[str | int]
-    optimizer: NotRequired[str | int]
-    quantize: NotRequired[QuantizeConfig]
-    sync: NotRequired[SyncConfig]
-    publish: NotRequired[PublishConfig]
-
-
-class _Ranked(_Document):
-    name: str
-    degrees: _Degrees
-    quantize: _Bits
-    seconds: float | None
-    losses: list[str]
-    wire_seconds: float
-    memory: Roles
-    block: _Block
-
-
 class _Recommended(_Ranked):
     range: _Range
 
@@ -141,6 +157,7 @@ class _Recommendation(_Document):
     why: list[str]
     assumed: list[str]
     plans: list[_Ranked]
+    lossier: list[_Ranked]
     fitting: int
     refused: list[_Refused]
 
@@ -317,7 +334,7 @@ DOCUMENTS: Mapping[str, Any] = MappingProxyType(
         "topology": Topology,
         "plan": _Schemes | _Recommendation | _MaxParams | _PaperMemory | _PaperVolume,
         "simulate": _Simulated | _Fitted | _Collectives,
-        "check": _Checked,
+        "check": _Checked | _Automatic,
         "migrate": _Migrated,
         "report": _Report,
         "doctor": _Findings,

@@ -69,12 +69,14 @@ class PlanOptions:
     )
     max_params: Annotated[bool, typer.Option("--max-params", help="The largest model each scheme can train.")] = False
     table: Annotated[str | None, typer.Option(metavar="memory|volume", help="The ZeRO-topo paper's table.")] = None
+    lossy: Annotated[bool, typer.Option("--lossy", help="Let the best plan send fewer bits.")] = False
     reserve: Annotated[
         float | None,
         typer.Option(min=0, max=0.9, help=f"Share of the memory to leave free; default: {RESERVE}, of states 0."),
     ] = None
     sparse: Annotated[
-        list[str] | None, typer.Option(metavar="MODE", help="Sparse sync to try too, may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="MODE", help="Sparse sync to try too, repeatable; means --lossy."),
     ] = None
     rates: Annotated[
         str | None,

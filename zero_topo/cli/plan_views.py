@@ -12,7 +12,7 @@ from typing import Any
 
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_request, found_schemes
-from zero_topo.cli.tables import largest_table, paper_memory, paper_volume, ranking_table, show
+from zero_topo.cli.tables import DEGREES, largest_table, paper_memory, paper_volume, ranking_table, show
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.cost import paper_memory_table, paper_volume_table
@@ -27,7 +27,8 @@ SHOWN_PLANS = 8
 
 def recommendation(options: PlanOptions) -> None:
     """All plans ranked, the best explained, and the block to paste."""
-    ranking = rank_plans(ZeroTopoConfig.parse({}), found_request(options))
+    lossy = options.lossy or bool(options.sparse)
+    ranking = rank_plans(ZeroTopoConfig.parse({"lossy": lossy}), found_request(options))
     reasons = explain(ranking)
     if options.as_json:
         print_json(_ranking_json(ranking, reasons, options))
@@ -36,10 +37,10 @@ def recommendation(options: PlanOptions) -> None:
     shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
     shown = [(plan, _bounds(plan, ranking)) for plan in ranking.timed[:SHOWN_PLANS]]
     show(ranking_table(shown, f"{shape} on {found.world_size} ranks of {found.name}"))
-    print("degrees: ranks that share weights/secondary/gradients/optimizer\n")
+    print(f"{DEGREES}\n")
     for line in reasons:
         print(f"- {line}")
-    print(f"\n{json.dumps(_block(ranking.best, options), indent=2)}")
+    print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
 
 
 def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) -> dict[str, Any]:
@@ -53,10 +54,11 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
         "micro_batches": request.job.micro_batches,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": {**_plan_json(ranking.best, options), "range": within.to_json()},
+        "recommended": {**plan_json(ranking.best, _machine(options)), "range": within.to_json()},
         "why": reasons,
         "assumed": assumptions(request.topology.name),
-        "plans": [_plan_json(plan, options) for plan in ranking.timed],
+        "plans": [plan_json(plan, _machine(options)) for plan in ranking.timed],
+        "lossier": [plan_json(plan, _machine(options)) for plan in ranking.lossier],
         "fitting": ranking.fitting,
         "refused": [
             {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
@@ -68,7 +70,8 @@ def _bounds(plan: Priced, ranking: Ranking) -> tuple[float, float]:
     return bounds(plan.candidate.config, ranking.request.job, ranking.request.rates)
 
 
-def _plan_json(plan: Priced, options: PlanOptions) -> dict[str, Any]:
+def plan_json(plan: Priced, machine: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """A plan in JSON types, with the keys of the machine's in its block; bytes and seconds."""
     return {
         "name": plan.candidate.name,
         "degrees": plan.candidate.config.plan.degrees(),
@@ -77,15 +80,14 @@ def _plan_json(plan: Priced, options: PlanOptions) -> dict[str, Any]:
         "losses": [word for part in plan.candidate.losses for word in part],
         "wire_seconds": plan.wire,
         "memory": dict(plan.memory),
-        "block": _block(plan, options)[ROOT],
+        "block": {**machine, **plan.candidate.settings},
     }
 
 
-def _block(plan: Priced, options: PlanOptions) -> dict[str, Any]:
-    """What to paste into a DeepSpeed config."""
+def _machine(options: PlanOptions) -> dict[str, Any]:
+    """The key of a block that names the machine."""
     setting = options.topology
-    machine = {} if setting == "auto" else {"topology": json.loads(setting) if setting.startswith("{") else setting}
-    return {ROOT: {**machine, **plan.candidate.settings}}
+    return {} if setting == "auto" else {"topology": json.loads(setting) if setting.startswith("{") else setting}
 
 
 def largest_models(options: PlanOptions) -> None:

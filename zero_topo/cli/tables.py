@@ -16,6 +16,7 @@ from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 
 NARROWEST = 80
+DEGREES = "degrees: ranks that share weights/secondary/gradients/optimizer"
 
 
 def show(table: Table) -> None:
@@ -76,7 +77,6 @@ def ranking_table(plans: Sequence[tuple[Priced, tuple[float, float]]], title: st
     table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
     for plan, (low, high) in plans:
         config = plan.candidate.config
-        degrees = "/".join("-" if degree is None else str(degree) for degree in config.plan.degrees().values())
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
@@ -84,8 +84,13 @@ def ranking_table(plans: Sequence[tuple[Priced, tuple[float, float]]], title: st
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         loses = "yes" if plan.candidate.losses else "no"
         within = f"{low:.3g}-{high:.3g} s"
-        table.add_row(scheme, degrees, loses, sync if moves else "-", seconds, within, format_bytes(plan.held))
+        table.add_row(scheme, degrees(config), loses, sync if moves else "-", seconds, within, format_bytes(plan.held))
     return table
+
+
+def degrees(config: ResolvedConfig) -> str:
+    """Ranks that share each role, such as ``8/-/8/32``; :data:`DEGREES` says of what."""
+    return "/".join("-" if degree is None else str(degree) for degree in config.plan.degrees().values())
 
 
 def largest_table(rows: Mapping[str, int | None], title: str) -> Table:

@@ -9,11 +9,11 @@ from zero_topo.config.deepspeed_json import (
     deepspeed_problems,
     load_deepspeed_config,
 )
-from zero_topo.config.models import ZeroTopoConfig, json_schema
+from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.radius_config import RadiusSync
 from zero_topo.config.refusals import deepspeed_refusals, setting_refusals
-from zero_topo.config.resolve import AUTO, ROLES, ResolvedConfig, resolve_config
+from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, resolve_config
 from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
@@ -58,6 +58,7 @@ __all__ = [
     "deepspeed_hints",
     "deepspeed_problems",
     "deepspeed_refusals",
+    "is_automatic",
     "json_schema",
     "load_deepspeed_config",
     "resolve_config",

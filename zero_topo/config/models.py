@@ -17,6 +17,7 @@ from zero_topo.strict import StrictModel, as_json
 
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2", "auto"]
 NEEDED_WITHOUT_SCHEME = ("weights", "gradients", "optimizer")
+AUTO = "auto"
 
 
 def _check_topology(value: Any) -> Any:
@@ -37,9 +38,14 @@ class ZeroTopoConfig(StrictModel):
     )
     scheme: SchemeSetting | None = Field(
         None,
-        description='Named set of defaults that the keys below override; "topo" when no degree is given either. "auto" '
-        "chooses, when training starts, what is predicted to be fastest of all that fits into memory; the keys below "
-        "are kept.",
+        description='Named set of defaults that the keys below override. "auto" chooses, when training starts, what is '
+        "predicted to be fastest of all that fits into memory; the keys below are kept. Without a scheme and degrees "
+        'it is "topo" where a GPU has several ranks, else "auto".',
+    )
+    lossy: bool = Field(
+        False,
+        strict=True,
+        description='Whether "auto" may choose fewer bits than the keys below ask for, and says what that gains.',
     )
     weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
     secondary: SecondarySetting = Field(
@@ -98,6 +104,12 @@ class ZeroTopoConfig(StrictModel):
             raise ValueError(
                 f'publish sends either differences ("delta": "{self.publish.delta}") or weights in a dtype '
                 f'("{self.publish.dtype}"); give one of the two'
+            )
+        if "lossy" in self.model_fields_set and (given if self.scheme is None else self.scheme != AUTO):
+            what = "degrees that are given" if self.scheme is None else f"scheme {self.scheme}"
+            raise ValueError(
+                f'lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing to choose; remove one of the '
+                'two: "quantize", "sync" and "publish" say what is sent in fewer bits'
             )
         if self.scheme is None and given and missing:
             raise ValueError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zero_topo.config.errors import ROOT
-from zero_topo.config.models import ZeroTopoConfig
+from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resident import Obstacle, resident_obstacle
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
@@ -26,7 +26,6 @@ from zero_topo.topology.model import Topology
 
 _Settings = TypeVar("_Settings", bound=StrictModel)
 ROLES = ("weights", "secondary", "gradients", "optimizer")
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,23 @@ class _Choice:
     sync: SyncSettings
 
 
+def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
+    """Whether the plan is chosen for the model: asked for by name or "lossy", and the default where a GPU is one rank.
+
+    There "topo" would leave all weights on every rank.
+    """
+    if config.scheme is not None or config.weights is not None:
+        return config.scheme == AUTO
+    return "lossy" in config.model_fields_set or topology.ranks_per_gpu == 1
+
+
 def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     """Plan, wire formats and notes of a config on a machine; see the module's four steps.
 
     Raises:
-        ValueError: for an unaligned degree or a broken dependency rule, with the way out, or for the scheme "auto".
+        ValueError: for an unaligned degree or a broken dependency rule, with the way out, or for an automatic one.
     """
-    if config.scheme == AUTO:
+    if is_automatic(config, topology):
         raise ValueError(
             f'{ROOT}.scheme: "{AUTO}" is chosen for a model, whose size is not known here; a training run knows it, '
             'and "zero-topo plan --params N --machine NAME --nodes N" tells what it would choose'

@@ -13,13 +13,13 @@ Note [What is tried]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.plan import divisors
 from zero_topo.topology.model import DOMAINS, Topology
 
@@ -65,6 +65,11 @@ class Candidate:
         parts = (tuple(f"int{spec.bits} {what}" for what, spec in inside.items() if spec is not None), tuple(words))
         return tuple(part for part in parts if part)
 
+    def loses_only(self, asked: ZeroTopoConfig) -> bool:
+        """Whether nothing is sent or held in fewer bits but what a block asks for by keys of its own."""
+        wanted = asked.quantize.model_fields_set | (asked.model_fields_set & {"sync", "publish"})
+        return all(word.split()[-1] in wanted for part in self.losses for word in part)
+
     @property
     def named(self) -> bool:
         """Whether it is a scheme of its own or with a few keys."""
@@ -75,14 +80,14 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     """All plans that differ in effect and keep what the user asked for, named ones first; see Note [What is tried].
 
     Args:
-        asked: the user's block; its scheme is ignored.
+        asked: the user's block; its scheme, and whether it may be lossy, are ignored.
         topology: the machine.
         sparse: modes of sync to try beside dense and quantized.
 
     Raises:
         ValueError: if the keys that the user wrote fit no plan, with the reason.
     """
-    fixed = {key: value for key, value in asked.model_dump(exclude_unset=True).items() if key != "scheme"}
+    fixed = {k: value for k, value in asked.model_dump(exclude_unset=True).items() if k not in ("scheme", "lossy")}
     found: dict[object, Candidate] = {}
     refusal: ValueError | None = None
     for settings in (*_schemes(sparse), *_free_forms(topology, sparse)):
@@ -97,6 +102,17 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
     if not found:
         raise ValueError(f'"scheme": "{AUTO}": no plan keeps the other keys of the block: {refusal}')
     return tuple(found.values())
+
+
+def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
+    """The resolved block while no model is known: of an automatic one, a plan that may be chosen stands for all.
+
+    Raises:
+        ValueError: as :func:`candidates` and ``resolve_config``.
+    """
+    if not is_automatic(block, topology):
+        return resolve_config(block, topology)
+    return candidates(block, replace(topology, order=None, hosts=None))[0].config
 
 
 def _name(own: Block, config: ResolvedConfig) -> str:

@@ -1,16 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The planner's reasons in sentences, and the choice for the scheme "auto"."""
+"""The planner's reasons in sentences, and the choice for the scheme "auto" in one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
 from zero_topo.cost.planner import (
     ASSUMED_MACHINE,
     EQUAL,
+    HOLDS_ALIKE,
     Priced,
     Ranking,
     Request,
@@ -32,23 +34,49 @@ RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
 ``benchmarks/records/convergence.json`` -> what it sends, mean and worst of three seeds."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A block whose scheme "auto" was replaced, and why."""
-
-    config: ZeroTopoConfig
-    notes: tuple[str, ...]
-
-
-def recommend(asked: ZeroTopoConfig, request: Request) -> Chosen:
-    """The block of the best plan that fits; arguments as :func:`~zero_topo.cost.planner.rank_plans`.
+def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, str]:
+    """The block of the best plan that fits, and why, in one line; arguments as :func:`rank_plans`.
 
     Raises:
         ValueError: if nothing fits, or the user's keys fit no plan.
     """
     ranking = rank_plans(asked, request)
-    notes = [f"scheme {AUTO}: {line}" for line in explain(ranking)]
-    return Chosen(ranking.best.candidate.chosen, tuple(notes))
+    best, limit = ranking.best, request.limit
+    default = "" if asked.scheme else ", the default here"
+    assert best.seconds is not None
+    held = format_bytes(best.held) + (
+        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
+    )
+    kept = "" if asked.lossy else " and send no fewer bits than asked for"
+    line = (
+        f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, is the fastest "
+        f"of the {ranking.fitting} plans that fit{kept}, and needs {held}"
+    )
+    model = request.job.model
+    shape = f"{sum(request.work.numels):,} parameters, counted as {model.layers} layers of width {model.hidden}"
+    near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
+    return best.candidate.chosen, "; ".join([line, *near, *_gain(ranking), shape, *_assumed(request)])
+
+
+def _keys(plan: Priced) -> str:
+    return json.dumps(dict(plan.candidate.settings)).removeprefix("{").removesuffix("}")
+
+
+def _beside(plan: Priced, best: Priced) -> str:
+    assert plan.seconds is not None and best.seconds is not None
+    return f"{_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
+
+
+def _gain(ranking: Ranking) -> list[str]:
+    """What the plans that send fewer bits than was asked for would gain, if anything."""
+    best, faster = ranking.best.seconds, ranking.faster
+    if not best or faster is None or not faster.seconds:
+        return []
+    words = ", ".join(word for part in faster.candidate.losses for word in part)
+    return [
+        f'"lossy": true would take {format_seconds(faster.seconds)} a step, {best / faster.seconds:.2f} times as fast, '
+        f"with {words} ({faster.candidate.name})"
+    ]
 
 
 def explain(ranking: Ranking) -> list[str]:
@@ -60,7 +88,7 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), _range_line(best, request)]
+    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), _range_line(best, request)]
     lines += [_memory_line(best, request), *_advice(best, request), _wire_line(best, request)]
     lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
     if request.limit is not None:
@@ -68,16 +96,18 @@ def explain(ranking: Ranking) -> list[str]:
         lines += [plan.why_not(request.limit) for plan in told]
         if rest := len(ranking.refused) - len(told):
             lines.append(f"{rest} {'other ' if told else ''}plans do not fit")
-    return [*lines, *_assumptions(request)]
+    return [*lines, *request.job.model.notes, *_assumed(request)]
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
     assert best.seconds is not None
-    equal = [plan.held for plan in ranking.timed[1:] if (plan.seconds or 0.0) <= best.seconds * (1 + EQUAL)]
-    held = " to ".join(dict.fromkeys(format_bytes(of(equal)) for of in (min, max))) if equal else ""
+    equal = ranking.equals
+    held = [plan.held for plan in equal]
+    span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
+    leaner = "; what holds less loses more" if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal) else ""
     others = (
-        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {held}, "
-        f"this one {format_bytes(best.held)}; it loses least, then holds least"
+        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {span}, "
+        f"this one {format_bytes(best.held)}; it loses least, then holds least{leaner}"
         if equal
         else ""
     )
@@ -160,8 +190,8 @@ def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
 
 
-def _assumptions(request: Request) -> Sequence[str]:
-    lines = list(request.job.model.notes)
+def _assumed(request: Request) -> list[str]:
+    lines = []
     if assumed := assumptions(request.topology.name):
         lines.append(f"assumed, not measured, for {request.topology.name}: {', '.join(assumed)}")
     if missing := request.assumed_links:

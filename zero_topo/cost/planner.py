@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Which plan to train a model with on a machine: what fits into memory, ranked by the predicted step time.
 
-1. All plans of ``candidates.py`` that keep the user's own keys.
+1. All plans of ``candidates.py`` that keep the user's own keys. Fewer bits than these ask for are chosen only if the
+   block is ``lossy``; else the fastest plan with fewer is told as what that would gain.
 2. A plan that needs more than the machine's memory per rank less a reserve is dropped, with the role that is largest.
 3. Of the others, the named schemes and those whose bytes take least time on the wires, of those that lose nothing by
    themselves, are simulated, and the shortest
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.memory import memory_bytes
@@ -37,7 +38,8 @@ from zero_topo.units import format_bytes, format_count
 
 Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
-FINALISTS = 24
+FINALISTS, TOLD = 24, 8
+"""Free plans that are simulated, of those that lose something and of the others; and of those that are only told of."""
 EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
 """By which share a plan must be faster for what it loses inside a node, and again for what it loses between nodes."""
@@ -63,6 +65,7 @@ class Request:
         states_only: count the shards of weights, gradients and optimizer alone, as papers do, and leave out what is
             beside them at the peak of a step.
         own_rates: how fast a rank is, known better than from the machine's name.
+        taken: bytes of a rank's memory that no plan can have, such as shards of frozen weights.
     """
 
     topology: Topology
@@ -73,6 +76,7 @@ class Request:
     flight: InFlight = DEFAULTS
     states_only: bool = False
     own_rates: Rates | None = None
+    taken: int = 0
 
     def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
@@ -120,7 +124,7 @@ class Request:
     def limit(self) -> int | None:
         """Bytes that a plan may hold on a rank; None if the machine's memory is not known."""
         memory = self.topology.memory_per_rank
-        return None if memory is None else int(memory * (1 - self.reserve))
+        return None if memory is None else max(0, int(memory * (1 - self.reserve)) - self.taken)
 
 
 @dataclass(frozen=True)
@@ -167,12 +171,14 @@ class Ranking:
         timed: the plans that were simulated, best first.
         refused: those that do not fit, leanest first.
         fitting: how many fit.
+        lossier: simulated plans that fit, but send fewer bits than was asked for, best first.
     """
 
     request: Request
     timed: tuple[Priced, ...]
     refused: tuple[Priced, ...]
     fitting: int
+    lossier: tuple[Priced, ...] = ()
 
     @property
     def best(self) -> Priced:
@@ -185,23 +191,41 @@ class Ranking:
             return self.timed[0]
         limit, leanest = self.request.limit, self.refused[0]
         assert limit is not None
+        lossier = (
+            f'{self.lossier[0].candidate.name} would fit, with fewer bits ("lossy": true); ' if self.lossier else ""
+        )
         raise ValueError(
             f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} parameters into the "
             f"{format_bytes(limit)} of a rank of {self.request.topology.name}; even {leanest.why_not(limit)}; "
-            f"{_way_out(leanest, self.request)}"
+            f"{lossier}{_way_out(leanest, self.request)}"
         )
+
+    @property
+    def faster(self) -> Priced | None:
+        """The fastest plan that sends fewer bits than was asked for, if it is faster than the winner."""
+        fastest = min(self.lossier, key=lambda plan: plan.seconds or 0.0, default=None)
+        gains = fastest is not None and (fastest.seconds or 0.0) < (self.best.seconds or 0.0)
+        return fastest if gains else None
+
+    @property
+    def equals(self) -> list[Priced]:
+        """The plans as fast as the winner by :data:`EQUAL`, but that lose more, or else were not behind the fastest."""
+        best, losses = self.best, len(self.best.candidate.losses)
+        within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
+        near = (plan for plan in self.timed[1:] if (plan.seconds or 0.0) <= (best.seconds or 0.0) * (1 + EQUAL))
+        return [plan for plan in near if len(plan.candidate.losses) > losses or plan.weighed <= within]
 
 
 def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
     """The plans that keep the user's keys, priced and ranked; see the module.
 
     Args:
-        asked: the user's block; its scheme is ignored.
+        asked: the user's block, taken for automatic.
         request: machine and job.
         seconds: predicts the time of a step; by default the simulator.
 
     Raises:
-        ValueError: if the keys that the user wrote fit no plan.
+        ValueError: if the keys that the user wrote fit no plan, or none that sends no fewer bits than they say.
     """
     predict = seconds or (lambda config, job: simulate(config, job, request.rates).step_s)
 
@@ -209,17 +233,31 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
         return (predict(config, request.job) + predict(*overlapping(config, request.job, "none"))) / 2
 
     whole = replace(request.work, numels=(sum(request.work.numels),), dims=(2,), persistent=(False,))
+
+    def simulated(plans: Sequence[Priced], most: int) -> tuple[Priced, ...]:
+        return _in_order([replace(p, seconds=expected(p.candidate.config)) for p in _finalists(plans, most)])
+
     fitting: list[Priced] = []
     refused: list[Priced] = []
+    lossier: list[Priced] = []
     for candidate in candidates(asked, request.machine, request.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
         priced = Priced(candidate, request.holds(candidate.config, request.work, request.job), wire)
-        (refused if request.limit is not None and priced.held > request.limit else fitting).append(priced)
-    timed = [replace(plan, seconds=expected(plan.candidate.config)) for plan in _finalists(fitting)]
-    return Ranking(request, _in_order(timed), tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting))
+        fits = request.limit is None or priced.held <= request.limit
+        if asked.lossy or candidate.loses_only(asked):
+            (fitting if fits else refused).append(priced)
+        elif fits:
+            lossier.append(priced)
+    if not fitting and not refused:
+        raise ValueError(
+            f'"scheme": "{AUTO}": all plans that keep the other keys of the block send fewer bits than these ask for; '
+            'allow it ("lossy": true), or write what may be sent so ("quantize", "sync", "publish")'
+        )
+    timed, told = simulated(fitting, FINALISTS), simulated(lossier, TOLD)
+    return Ranking(request, timed, tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting), told)
 
 
-def _finalists(fitting: Sequence[Priced]) -> list[Priced]:
+def _finalists(fitting: Sequence[Priced], most: int) -> list[Priced]:
     """The named schemes, and of the others those with the shortest wires, among all and among those that lose nothing.
 
     Bytes alone would leave nothing to compare with that sends all in full.
@@ -227,7 +265,7 @@ def _finalists(fitting: Sequence[Priced]) -> list[Priced]:
     free = sorted((plan for plan in fitting if not plan.candidate.named), key=lambda plan: plan.wire)
     exact = [plan for plan in free if not plan.candidate.losses]
     lossy = [plan for plan in free if plan.candidate.losses]
-    return [*(plan for plan in fitting if plan.candidate.named), *exact[:FINALISTS], *lossy[:FINALISTS]]
+    return [*(plan for plan in fitting if plan.candidate.named), *exact[:most], *lossy[:most]]
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:

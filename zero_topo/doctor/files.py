@@ -13,8 +13,8 @@ from zero_topo.config import (
     deepspeed_problems,
     deepspeed_refusals,
     load_deepspeed_config,
-    resolve_config,
 )
+from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.topology import resolve_topology
@@ -91,7 +91,7 @@ def config(seen: Surroundings) -> Iterator[Finding]:
         problems = [*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None if view is None else view.world_size)]
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
-            resolve_config(block, resolve_topology(block.topology, seen.env))
+            before_a_model(block, resolve_topology(block.topology, seen.env))
     except ValueError as error:
         problems, block = [str(error)], None
     for problem in problems:

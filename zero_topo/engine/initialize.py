@@ -8,21 +8,17 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from zero_topo.config import (
-    AUTO,
-    ResolvedConfig,
-    ZeroTopoConfig,
-    check_deepspeed_config,
-    load_deepspeed_config,
-    resolve_config,
-)
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
 from zero_topo.config.deepspeed_json import offloaded_training
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
-from zero_topo.engine.automatic import choose_plan
+from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.fit import planned
+from zero_topo.engine.automatic import request_of
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -181,6 +177,7 @@ def resolve_block(
     data_parallel_size: int | None,
     env: Mapping[str, str] = os.environ,
     engine: Any | None = None,
+    memory: int | None = None,
 ) -> ResolvedConfig | None:
     """The resolved ``zero_topo`` block of a DeepSpeed config, or None if there is none.
 
@@ -189,7 +186,8 @@ def resolve_block(
         world_size: ranks of the launch, if known.
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
-        engine: DeepSpeed's, whose model the scheme "auto" is chosen for; None before there is one.
+        engine: DeepSpeed's, for whose model a plan is chosen or must fit; None before there is one.
+        memory: bytes of the smallest device of the job, if it has any and they were asked.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
@@ -204,7 +202,11 @@ def resolve_block(
             "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
         )
     topology = _machine(block.topology, env, world_size, engine)
-    return choose_plan(block, topology, engine) if block.scheme == AUTO else resolve_config(block, topology)
+    if engine is None:
+        return before_a_model(block, topology)
+    if memory is not None and not topology.emulated:
+        topology = replace(topology, memory_per_rank=min(memory, topology.memory_per_rank or memory))
+    return planned(block, request_of(engine, topology))
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:

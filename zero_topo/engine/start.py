@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 import zero_topo
 from zero_topo.config import ResolvedConfig
@@ -55,11 +56,26 @@ def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 def agreed(engine: Any) -> ResolvedConfig | None:
     """The block on which all ranks agree, or None; a rank that refuses its own tells the others first."""
+    config = engine._config._param_dict
+    memory = least_memory(engine.device) if ROOT in config else None
     try:
-        found = resolve_block(engine._config._param_dict, dist.get_world_size(), engine.dp_world_size, engine=engine)
+        found = resolve_block(config, dist.get_world_size(), engine.dp_world_size, engine=engine, memory=memory)
     except ValueError as error:
         agree({"refused": str(error)}, Seat(socket.gethostname()), engine.device)
         raise
     if found is not None:
         check_agreement(found, engine.device)
     return found
+
+
+def least_memory(device: torch.device) -> int | None:
+    """Bytes of the smallest device of the job, so that all ranks plan alike; None on CPUs. Collective.
+
+    Args:
+        device: this rank's.
+    """
+    if get_accelerator().is_synchronized_device():
+        return None
+    least = torch.tensor(get_accelerator().total_memory(), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)

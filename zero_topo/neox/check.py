@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config, setting_refusals
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config, setting_refusals
 from zero_topo.config.errors import ROOT
+from zero_topo.cost.candidates import before_a_model
 from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
 from zero_topo.neox.options import Options
 from zero_topo.strict import as_json, nearest
@@ -27,12 +28,24 @@ def check(options: Options) -> str:
     """
     block = require(options)
     assert block is not None  # its absence is a problem
-    name = f"scheme {block.scheme}" if block.scheme else "a free-form plan"
+    name = (
+        f"scheme {block.scheme}"
+        if block.scheme
+        else "the default plan"
+        if block.weights is None
+        else "a free-form plan"
+    )
     if options.ranks is None:
         return f"ok: {name}; --ranks N shows the plan"
     from zero_topo.cli.inputs import machine
 
-    plan = resolve_config(block, machine(block.topology, options.ranks)).plan
+    found = machine(block.topology, options.ranks)
+    if is_automatic(block, found):
+        before_a_model(block, found)
+        return (
+            f"ok: {name} is chosen for the model as training starts; zero-topo plan --recommend --model FILE tells it"
+        )
+    plan = resolve_config(block, found).plan
     secondary = f", secondary {plan.secondary}" if plan.secondary else ""
     degrees = f"weights {plan.weights}{secondary}, gradients {plan.gradients}, optimizer {plan.optimizer}"
     return f"ok: {name} on {options.ranks} ranks: {degrees}"

@@ -1,0 +1,210 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What a block without a scheme does, that fewer bits are chosen only if asked for, and that a named plan must fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import Run
+from tests.unit.test_planner import engine, request
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.cost.explain import explain
+from zero_topo.cost.fit import planned
+from zero_topo.cost.planner import Request, rank_plans
+from zero_topo.engine.automatic import request_of
+from zero_topo.engine.initialize import resolve_block
+from zero_topo.topology import Topology, load_preset
+from zero_topo.units import GB
+
+DGX = load_preset("dgx-h100", 32)
+SPECS = ("weights_spec", "secondary_spec", "gradients_spec", "resident_spec")
+
+
+def parse(**block: Any) -> ZeroTopoConfig:
+    return ZeroTopoConfig.parse(block)
+
+
+def on(topology: Topology, billions: float) -> Request:
+    return request(topology, int(billions * 10**9))
+
+
+def sends_in_full(config: ResolvedConfig) -> bool:
+    plain = all(getattr(config, name) is None for name in SPECS)
+    return plain and config.publish.delta is None and config.sync.MODE == "dense"
+
+
+# -- the default -------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_is_topo_where_a_gpu_has_several_ranks_and_chosen_where_it_is_one() -> None:
+    """Also of a block with other keys; degrees and named schemes are what they say everywhere."""
+    frontier = load_preset("frontier", 16)
+    assert not is_automatic(parse(), frontier) and resolve_config(parse(), frontier).scheme == "topo"
+    chosen: list[dict[str, Any]] = [{}, {"meter": False}, {"sync": {"mode": "quantized"}}, {"lossy": True}]
+    stated: list[dict[str, Any]] = [{"scheme": "topo"}, {"weights": 1, "gradients": 8, "optimizer": 32}]
+    assert all(is_automatic(parse(**block), DGX) for block in chosen)
+    assert not any(is_automatic(parse(**block), DGX) for block in stated)
+    assert is_automatic(parse(lossy=False), frontier)
+    with pytest.raises(ValueError, match="zero-topo plan --params N"):
+        resolve_config(parse(), DGX)
+
+
+def test_the_default_holds_70_billion_on_four_dgx_where_topo_holds_more_than_there_is() -> None:
+    """In one line: what, why, which other is near, and what fewer bits would gain in seconds and as a factor."""
+    wanted = on(DGX, 70)
+    chosen = planned(parse(), wanted)
+    assert wanted.limit is not None and sum(wanted.holds(chosen, wanted.work, wanted.job).values()) <= wanted.limit
+    assert chosen.plan.weights > 1 and sends_in_full(chosen)
+    (line,) = [note for note in chosen.notes if note.startswith("scheme auto")]
+    ranking = rank_plans(parse(), wanted)
+    faster = ranking.faster
+    assert faster is not None and faster.seconds and ranking.best.seconds
+    factor = ranking.best.seconds / faster.seconds
+    assert (
+        factor > 1.02 and f'"lossy": true would take {faster.seconds:.2f} s a step, {factor:.2f} times as fast' in line
+    )
+    assert line.startswith("scheme auto, the default here: ") and f"near: {keys(ranking.timed[1])}" in line
+    assert f"{keys(ranking.best)}, {ranking.best.seconds:.2f} s a step by prediction, is the fastest of the" in line
+    with pytest.raises(
+        ValueError, match=r"scheme topo leaves 92\.\d+ GB of weights and gradients .*set \"weights\": \"node\""
+    ):
+        planned(parse(scheme="topo"), wanted)
+
+
+def keys(plan: Any) -> str:
+    return json.dumps(dict(plan.candidate.settings)).strip("{}")
+
+
+def test_the_engine_plans_for_its_model_and_the_smallest_device() -> None:
+    """Of one that names no scheme; the memory of the devices counts where the machine's is not known, or less."""
+    config = {
+        "zero_optimization": {"stage": 3},
+        "zero_topo": {"topology": {"nodes": 2, "gpus_per_node": 4, "ranks_per_gpu": 1}},
+    }
+    sevenb = engine(*[10**8] * 70)
+
+    def weights(memory: int) -> int:
+        found = resolve_block(config, 8, 8, {}, sevenb, memory)
+        assert found is not None and found.topology.memory_per_rank == memory and sends_in_full(found)
+        return found.plan.weights
+
+    assert weights(80 * GB) == 1 < weights(32 * GB)
+    with pytest.raises(ValueError, match=r"none of .* plans fits"):
+        weights(8 * GB)
+    assert resolve_block(config, 8, 8, {}) is not None  # before there is an engine: any plan stands for all
+
+
+def test_frozen_weights_take_memory_and_no_gradients() -> None:
+    """Adapters of a model of 70 billion train where all of it would not fit."""
+    node = load_preset("dgx-h100", 8)
+    frozen = request_of(engine(*[-(10**9)] * 70, 10**8), node)
+    assert frozen.taken == 70 * 10**9 * 2 // 8 and frozen.work.numels == (10**8,)
+    assert planned(parse(), frozen).plan.world_size == 8
+    with pytest.raises(ValueError, match=r"none of .* plans fits"):
+        planned(parse(), request_of(engine(*[10**9] * 70), node))
+
+
+def fewer_are_faster(config: ResolvedConfig, job: Any) -> float:
+    """A made-up clock: twice as fast with fewer bits."""
+    return 1.0 if sends_in_full(config) else 0.5
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["dgx-h100", "frontier", "perlmutter"])
+@pytest.mark.parametrize("billions", [1, 70])
+def test_auto_chooses_fewer_bits_only_if_asked(machine: str, billions: float) -> None:
+    wanted = on(load_preset(machine, 384), billions)
+    ranking = rank_plans(parse(scheme="auto"), wanted, fewer_are_faster)
+    assert all(sends_in_full(plan.candidate.config) for plan in (*ranking.timed, *ranking.refused))
+    assert not any(sends_in_full(plan.candidate.config) for plan in ranking.lossier)
+    assert any(line.startswith('"lossy": true would take 500.0 ms a step, 2.00 times') for line in explain(ranking))
+    lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
+    assert not lossy.lossier and lossy.best.candidate.losses
+
+
+def test_bits_that_the_block_asks_for_are_kept_and_no_others_come_with_them() -> None:
+    block = parse(scheme="auto", quantize={"weights": "int8"}, sync={"mode": "quantized", "bits": 4})
+    for plan in rank_plans(block, on(DGX, 13), fewer_are_faster).timed:
+        assert {word for part in plan.candidate.losses for word in part} <= {"int8 weights", "int4 sync"}
+    resident = parse(scheme="auto", quantize={"resident": "int8"})
+    with pytest.raises(ValueError, match='fewer bits than these ask for; allow it \\("lossy": true\\)'):
+        rank_plans(resident, on(DGX, 13))
+
+
+def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
+    wanted = on(replace(load_preset("dgx-h100", 32), memory_per_rank=64 * GB), 70)
+    wanted = replace(wanted, reserve=0.0)
+    lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
+    limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
+    short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
+    with pytest.raises(ValueError, match=r'would fit, with fewer bits \("lossy": true\)'):
+        planned(parse(), short)
+    assert planned(parse(lossy=True), short).gradients_spec is not None
+
+
+@pytest.mark.parametrize("block", [{"scheme": "topo"}, {"weights": 1, "gradients": 8, "optimizer": 8}])
+@pytest.mark.parametrize("lossy", [True, False])
+def test_lossy_beside_a_plan_that_leaves_nothing_to_choose_is_refused(block: dict[str, Any], lossy: bool) -> None:
+    with pytest.raises(ValueError, match='lossy says what "scheme": "auto" may choose'):
+        parse(**block, lossy=lossy)
+
+
+# -- near ties ---------------------------------------------------------------------------------------------------------
+
+
+def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_line_is_true() -> None:
+    """Of 0.4 percent one way or the other; a leaner plan that is told of loses more, and that is said."""
+
+    def clock(config: ResolvedConfig, job: Any) -> float:
+        return 1.0 + 0.004 * (config.plan.weights > 1)
+
+    ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
+    leanest = min(plan.held for plan in ranking.timed)
+    assert ranking.best.held <= leanest * 1.05 and ranking.best.candidate.config.plan.weights > 1
+    assert "what holds less loses more" not in explain(ranking)[0]
+    lossy = rank_plans(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
+    assert not lossy.best.candidate.losses and "what holds less loses more" in explain(lossy)[0]
+
+
+# -- named plans -------------------------------------------------------------------------------------------------------
+
+
+def test_a_named_plan_that_is_not_likely_to_fit_is_warned_of_with_a_way_out_that_fits() -> None:
+    wanted = on(DGX, 45)
+    block = parse(scheme="topo")
+    (warning,) = [note for note in planned(block, wanted).notes if note.startswith("warning")]
+    assert 'set "weights": "node", which needs' in warning and "most of it for" in warning
+    wider = planned(parse(scheme="topo", weights="node"), wanted)
+    assert not [note for note in wider.notes if note.startswith("warning")]
+    assert not [note for note in planned(block, on(DGX, 7)).notes if note.startswith("warning")]
+
+
+def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:
+    """The default's, chosen; a named one's, refused where it cannot fit; a machine is stated once."""
+    path = tmp_path / "ds.json"
+
+    def check(block: dict[str, Any], *words: str) -> tuple[int, str, str]:
+        stated = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+        path.write_text(json.dumps({**stated, "zero_topo": block}))
+        return run("check", str(path), "--world-size", "32", *words)
+
+    for size in (("--params", "70B"), ("--model", "llama-3-70b")):
+        status, out, _ = check({}, "--machine", "dgx-h100", *size)
+        assert status == 0 and "scheme auto, the default here: " in out and "near: " in out
+        status, _, err = check({"scheme": "topo"}, "--machine", "dgx-h100", *size)
+        assert status == 2 and "scheme topo leaves" in err
+    status, _, err = check({"topology": "dgx-h100"}, "--machine", "frontier")
+    assert status == 2 and "the block says itself where it runs" in err
+    status, out, _ = check({})
+    assert status == 0 and "is not known here, so neither is the plan" in out
+    status, out, _ = check({"lossy": True}, "--machine", "dgx-h100", "--json")
+    told = json.loads(out)
+    assert status == 0 and told["lossy"] and [row["params"] for row in told["forecasts"]][-1] == 70 * 10**9
+    assert any(row["chosen"] and row["chosen"]["losses"] for row in told["forecasts"])

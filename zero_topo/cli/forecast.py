@@ -1,0 +1,89 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What ``check`` can say of a block beyond its degrees: the plan for a model, or for models of usual sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_model
+from zero_topo.cli.plan_views import plan_json
+from zero_topo.cli.tables import degrees
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig
+from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.planner import Ranking, Request, max_params, rank_plans
+from zero_topo.cost.simulator import Job
+from zero_topo.cost.transformer import Transformer, scaled
+from zero_topo.observe.console import figures_table
+from zero_topo.topology import Topology
+from zero_topo.units import format_bytes, format_count, format_seconds
+
+USUAL = (10**9, 7 * 10**9, 70 * 10**9)
+"""Parameters of models that are told of where none is named."""
+
+
+def request_for(loaded: Mapping[str, Any], found: Topology, model: Transformer) -> Request:
+    """Machine, model and the job of a DeepSpeed config; what it leaves open, or to "auto", is one, in 16 bits."""
+    micro, steps = (
+        value if isinstance(value := loaded.get(key), int) else None
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    batch = loaded.get("train_batch_size")
+    if steps is None and isinstance(batch, int):
+        steps = batch // ((micro or 1) * found.world_size)
+    halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
+    itemsize = ITEMSIZE if any(half.get("enabled") for half in halves) else 2 * ITEMSIZE
+    return Request(found, Job(model, micro or 1, steps or 1, itemsize=itemsize), flight=InFlight.read(loaded))
+
+
+def model_named(params: str | None, model: str | None) -> Transformer | None:
+    """The model that the options name, if they do.
+
+    Raises:
+        ValueError: if it is not known.
+    """
+    return found_model(PlanOptions(params=params, model=model)) if params or model else None
+
+
+def largest_note(resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
+    """How large a model a named plan holds, where the memory is known."""
+    request = request_for(loaded, resolved.topology, scaled(USUAL[0]))
+    most = max_params(resolved, request)
+    if most is None or request.limit is None:
+        return []
+    return [
+        f"this plan trains models of up to {format_count(most)} parameters in {format_bytes(request.limit)} of each "
+        f"rank, of conventional shape, {request.job.model.sequence} tokens a sequence, activations recomputed"
+    ]
+
+
+def forecasts(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any]) -> dict[int, Ranking]:
+    """What an automatic block would choose for models of usual sizes; empty where the memory is not known."""
+    if found.memory_per_rank is None:
+        return {}
+    return {params: rank_plans(block, request_for(loaded, found, scaled(params))) for params in USUAL}
+
+
+def forecasts_json(chosen: Mapping[int, Ranking]) -> list[dict[str, Any]]:
+    """In JSON types."""
+    return [
+        {"params": params, "chosen": plan_json(ranking.timed[0]) if ranking.timed else None}
+        for params, ranking in chosen.items()
+    ]
+
+
+def forecasts_table(chosen: Mapping[int, Ranking]) -> Table:
+    """Model by degrees, predicted step, bytes held, and how many times as fast ``"lossy": true`` would be."""
+    title = "Chosen for models of these sizes, and the gain of a lossy one"
+    table = figures_table(["parameters", "degrees", "step", "held", "lossy"], title)
+    for params, ranking in chosen.items():
+        if not ranking.timed:
+            table.add_row(format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-")
+            continue
+        best, faster = ranking.best, ranking.faster
+        gain = "-" if faster is None else f"{(best.seconds or 0.0) / (faster.seconds or 1.0):.2f} x"
+        step = format_seconds(best.seconds or 0.0)
+        table.add_row(format_count(params), degrees(best.candidate.config), step, format_bytes(best.held), gain)
+    return table

@@ -1,0 +1,75 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The plan of a block for a model: chosen if it is automatic; else whether a rank holds it, and the way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
+from zero_topo.config.errors import ROOT
+from zero_topo.cost.explain import recommend
+from zero_topo.cost.planner import Request
+from zero_topo.units import format_bytes
+
+SURE = ("weights", "secondary", "gradients", "residual")
+"""Roles whose bytes follow from the plan alone; an optimizer may hold less than Adam."""
+
+
+def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
+    """The block resolved for a model; why it was chosen, or that it is not likely to fit, is in its notes.
+
+    Raises:
+        ValueError: as :func:`recommend`, ``resolve_config`` and :func:`fit_notes`.
+    """
+    if is_automatic(block, request.topology):
+        chosen, why = recommend(block, request)
+        resolved = resolve_config(chosen, request.topology)
+        return replace(resolved, notes=(why, *resolved.notes))
+    resolved = resolve_config(block, request.topology)
+    return replace(resolved, notes=(*resolved.notes, *fit_notes(block, resolved, request)))
+
+
+def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> list[str]:
+    """A warning if a plan is predicted not to fit; nothing if it is, or the memory is not known.
+
+    Args:
+        block: the user's, of which ``resolved`` is the plan.
+        resolved: on the request's machine.
+        request: machine and job.
+
+    Raises:
+        ValueError: if its shards of weights and gradients alone are more than a rank's memory.
+    """
+    memory, limit = request.topology.memory_per_rank, request.limit
+    held = request.holds(resolved, request.work, request.job)
+    needs = sum(held.values())
+    if memory is None or limit is None or needs <= limit:
+        return []
+    name = "the plan" if resolved.scheme is None else f"scheme {resolved.scheme}"
+    sure = sum(held.get(role, 0) for role in SURE)
+    role = max(held, key=held.__getitem__)
+    most = f"most of it for {role} ({format_bytes(held[role])})"
+    way_out = _way_out(block, resolved, request)
+    if sure > memory - request.taken:
+        raise ValueError(
+            f"{ROOT}: {name} leaves {format_bytes(sure)} of weights and gradients on each rank of "
+            f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"
+        )
+    return [
+        f"warning: {name} needs {format_bytes(needs)} on each rank by prediction, {most}, of {format_bytes(limit)} "
+        f"({request.reserve:.0%} of the memory is kept in reserve); {way_out}"
+    ]
+
+
+def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:
+    """The block with weights sharded wider, if that is tried and fits; else the planner."""
+    assert request.limit is not None
+    for domain in ("gpu", "node"):
+        degree = resolved.topology.degree(domain)
+        if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
+            continue
+        wider = resolve_config(block.model_copy(update={"weights": domain}), resolved.topology)
+        needs = sum(request.holds(wider, request.work, request.job).values())
+        if needs <= request.limit:
+            return f'set "weights": "{domain}", which needs {format_bytes(needs)}'
+    return f'set "scheme": "{AUTO}", which takes the fastest plan that fits, or says what would'
