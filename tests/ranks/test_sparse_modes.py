@@ -266,7 +266,7 @@ def quadratic_error(mode: str, feedback: bool, density: float, peers: int = 2, s
     return max(run_threads(peers, rank_main))
 
 
-@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk", "ternary"])
+@pytest.mark.parametrize("mode", ["topk_a", "topk_dsa", "oktopk", "gtopk"])
 def test_error_feedback_is_what_makes_it_learn(mode: str) -> None:
     """Where ranks disagree loudly on a few coordinates, those alone are picked, unless what is owed adds up."""
     assert quadratic_error(mode, True, 0.05) < 0.25

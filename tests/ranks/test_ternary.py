@@ -45,7 +45,7 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, dens
         kept = torch.rand(numel, generator=generator) < share
         grads.append(torch.randn(numel, generator=generator) * kept)
     rows = torch.stack(grads).view(peers, peers, -1) / peers  # by rank and owner
-    sums = [sum(ternary(rows[rank, owner], picks) for rank in range(peers)) for owner in range(peers)]
+    sums = [torch.stack([ternary(row, picks) for row in rows[:, owner]]).sum(dim=0) for owner in range(peers)]
     results = run(w, 1, lambda rank, _: [grads[rank].clone()])
     for rank, (found,) in enumerate(results):
         if plan == "sharded":

@@ -82,6 +82,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
             *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),
             _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
+            _synced("oktopk-aged", {"mode": "oktopk", "density": 0.02}, "AgedAdamW"),
+            _synced("ternary-aged", {"mode": "ternary"}, "AgedAdamW"),
             _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
             _synced("tagc", {"mode": "tagc"}),
             _synced("adams", {"mode": "dense"}, "AdamS"),

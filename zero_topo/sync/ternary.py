@@ -52,7 +52,7 @@ class Ternary(Unseen[None]):
             told = self.peers.gather(self._taken_from(sums.view(-1, BLOCK))[0][0])
             blocks.view(size, -1)[own] += sums
             sums = self._decoded(told)
-        reduced = sums.view(-1, self._blocks * BLOCK)[:, :columns].reshape(-1)
+        reduced = sums.view(-1, self._blocks * BLOCK)[:, :columns].reshape(-1).contiguous()
         total.view(size, columns).copy_(blocks.view(size, -1)[:, :columns])
         report: dict[str, float | Tensor] = {
             "density_asked": self.config.density,
@@ -98,8 +98,8 @@ class Ternary(Unseen[None]):
         padding = flags.shape[1] - self._blocks * config.block_bits
         high, lows, signs, _ = flags.split([*(self._blocks * part for part in parts), padding], dim=1)
         ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
-        places = torch.arange(config.low_bits, device=device)
-        index = (lows.reshape(blocks, picks, -1).long() << places).sum(dim=2)
+        places = torch.arange(config.low_bits, dtype=torch.int16, device=device)
+        index = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2)
         index += (ones - torch.arange(picks, device=device)) << config.low_bits
         scale = scales.contiguous().view(self.dtype).float().view(blocks, 1)
         values = _signed(signs.reshape(blocks, picks), scale)
