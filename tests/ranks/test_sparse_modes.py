@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, resumed, synced, world
+from zero_topo import AgedAdamW
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
@@ -233,6 +234,22 @@ def test_patterns_choose_the_parameters() -> None:
             assert same == (index in (0, 1, 4)), (rank, index)
             begin += width
         assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
+
+
+def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
+    """AgedAdamW, however it comes to the engine: refused where a zero is a gradient, not a sum still to come."""
+    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS)
+    forgets = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, error_feedback=False)
+    dense = replace(w, config=replace(w.config, sync=DenseSync()))
+
+    def rank_main(rank: int) -> None:
+        optimizer = AgedAdamW([torch.ones(1, requires_grad=True)])
+        w.engine().gradients.mode.check_optimizer(optimizer)
+        for refusing in (forgets, dense):
+            with pytest.raises(ValueError, match=r'AgedAdamW: .*nothing waits; set it to "AdamW"'):
+                refusing.engine().gradients.mode.check_optimizer(optimizer)
+
+    run_threads(w.size, rank_main)
 
 
 def disagreement(peers: int, loud: Tensor) -> tuple[Tensor, Tensor]:
