@@ -95,6 +95,39 @@ class Tiny(nn.Module):
         return self.out(torch.tanh(self.mid(x)))
 
 
+class Adapter(nn.Module):
+    """A frozen layer and what PEFT adds to it: two thin matrices, of which the second begins with zeros."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.base(x)
+        return whole + self.up(self.down(x))
+
+
+def adapted(width: int = 64) -> Net:
+    """A model frozen all but its adapters."""
+    net = Net(width, depth=2)
+    net.requires_grad_(False)
+    for block in net.blocks:
+        assert isinstance(block, nn.Sequential) and isinstance(block[1], nn.Linear)
+        block[1] = Adapter(block[1])
+    return net
+
+
+def tied_and_adapted() -> Tied:
+    """The embedding, which is the head too, is frozen; beside what lies between are adapters."""
+    net = Tied(64)
+    net.requires_grad_(False)
+    net.mix = Adapter(net.mix)  # type: ignore[assignment]
+    return net
+
+
 def partly_frozen() -> Net:
     """A whole module frozen, a bias only, a weight only: modules of one kind and mixed ones."""
     net = Net(width=13)

@@ -16,7 +16,17 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from tests.launcher.models import SMALL, Branching, Checkpointed, Tied, Tiny, TwiceUsed, partly_frozen
+from tests.launcher.models import (
+    SMALL,
+    Branching,
+    Checkpointed,
+    Tied,
+    Tiny,
+    TwiceUsed,
+    adapted,
+    partly_frozen,
+    tied_and_adapted,
+)
 from tests.launcher.parity import Case, Result, assert_equal, assert_parity, in_plain_torch, run, stock
 from tests.launcher.training import Job, block, largest_difference, mse, train
 
@@ -135,6 +145,14 @@ def grouped(**ds: Any) -> Job:
     return Job(model=SMALL, steps=STEPS, groups=matrices_and_vectors, ds=ds)
 
 
+def evaluate(engine: Any, step: int) -> None:
+    """A forward pass between steps."""
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.full((4, 11), step / 10))
+    engine.train()
+
+
 FAR_AHEAD = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**9}
 WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": [1e-2, 2e-3], "warmup_num_steps": 4, "warmup_type": "linear"}
 LIKE_STOCK: dict[str, tuple[Case, tuple[str, ...]]] = {
@@ -142,6 +160,9 @@ LIKE_STOCK: dict[str, tuple[Case, tuple[str, ...]]] = {
     "tied": (lambda: Job(model=Tied, steps=STEPS), CAPTURED),
     # a whole module, a bias only, a weight only: they stay as they are and the others learn
     "frozen": (lambda: Job(model=partly_frozen, steps=STEPS), ALL),
+    # all but adapters; an embedding that is the head too
+    "adapters": (lambda: Job(model=adapted, steps=STEPS, micro_batches=2, each_step=evaluate), ALL),
+    "tied and frozen": (lambda: Job(model=tied_and_adapted, steps=STEPS, each_step=evaluate), CAPTURED),
     # 1, 3, 5, 7 and 9 elements: ranks that hold only padding take part in everything
     "tiny": (lambda: Job(model=Tiny, steps=STEPS), ALL),
     # the backward pass is many small ones; recomputation gathers from the copy that backward reads

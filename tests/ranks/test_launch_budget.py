@@ -7,16 +7,20 @@ A launch is an ATen operation that is neither a view nor an allocation, a call o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from math import log2
 from typing import Any
 
 import pytest
+import torch
 
 from tests.plans import resolve
-from zero_topo.bench.counting import Counts
+from zero_topo.bench.bare import bare_setup, fake_world
+from zero_topo.bench.counting import Counts, Launches
 from zero_topo.bench.scale import count, total
 from zero_topo.config import ResolvedConfig
+from zero_topo.engine.stage3 import Shapes, Stage3
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -126,6 +130,30 @@ def test_a_run_costs_three_launches(name: str) -> None:
     few, many = (launched(name, nodes, together) for nodes in (FEW, MANY))
     assert max(few, many) <= PER_PARAMETER + PER_RUN / together, (few, many)
     assert many <= GROWTH * few
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero++", "topo", "codes"])
+def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) -> None:
+    """As many as those of the trained ones, on 16 ranks and on 384, and the host waits for nothing."""
+
+    def launched(nodes: int) -> list[int]:
+        found = Launches()
+        shapes = Shapes(tuple(numels(8 * nodes, 64)), (2,) * PARAMS, (False,) * PARAMS)
+        with fake_world(8 * nodes), found.kernels():
+            setup = replace(bare_setup(shapes.numels, torch.bfloat16), frozen=shapes)
+            engine = Stage3(on(SCHEMES[name], nodes), setup)
+            engine.restart()
+            engine.restart_frozen()
+            assert engine.frozen is not None
+            for shards, phase in ((engine.weights, "trained"), (engine.frozen, "frozen")):
+                with found.phase(phase):
+                    for gather in ("gather_forward", "gather_backward"):
+                        shards.gather(range(PARAMS), gather).wait()
+        assert not any(counts.syncs for counts in found.phases.values())
+        return [found.phases[phase].launches for phase in ("trained", "frozen")]
+
+    (few, frozen), (many, frozen_many) = launched(FEW), launched(MANY)
+    assert (frozen, frozen_many) == (few, many) and many <= GROWTH * few
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape")])

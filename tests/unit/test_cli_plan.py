@@ -60,6 +60,24 @@ def test_models_come_from_names_files_and_shapes(run: Run) -> None:
     assert sizes == [pytest.approx(20_554_567_680, rel=1e-3)] * 3
 
 
+def test_frozen_parameters_have_a_column_and_are_only_gathered(run: Run) -> None:
+    """Of 7B with adapters: no optimizer state of them, and what is sent over the world is for the adapters alone."""
+    words = ("--params", "7B", "--trainable", "4.2M", *FRONTIER, "--scheme", "topo")
+    (row,), (whole,) = as_json(run, *words)["schemes"], as_json(run, *words[:2], *words[4:])["schemes"]
+    (adapters,) = as_json(run, "--params", "4.2M", *words[4:])["schemes"]
+    assert {**row["memory"], "frozen": None} == {**adapters["memory"], "frozen": None}
+    codes = 1 + 4 / 256  # of 7B on two dies, and the exact ones over the world
+    assert row["memory"]["frozen"] == pytest.approx((7e9 - 4.2e6) * (codes / 2 + 2 / 384), rel=1e-3)
+    assert row["sent_by_domain"]["world"] == adapters["sent_by_domain"]["world"]
+    assert row["sent_by_domain"]["gpu"] == pytest.approx(whole["sent_by_domain"]["gpu"], rel=1e-3)
+    status, out, _ = run("plan", *words)
+    assert status == 0 and "4,200,000 of them trained" in out and "…" not in out
+    status, _, err = run("plan", *words, "--recommend")
+    assert status != 0 and "--trainable would not count" in err
+    status, _, err = run("plan", "--params", "7B", "--trainable", "8B", *FRONTIER)
+    assert status != 0 and "--trainable 8,000,000,000 is more than the 7,000,000,000 parameters" in err
+
+
 def test_the_largest_models_are_ordered_as_their_shards(run: Run) -> None:
     report = as_json(run, "--max-params", *FRONTIER)
     found = {name: row["max_params"] for name, row in report["schemes"].items()}

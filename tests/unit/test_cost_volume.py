@@ -150,19 +150,28 @@ class Walk:
             self.to_each("sync", plan.gradients, world, row)
             self.to_all("sync", plan.gradients if mode.reduce == "all_reduce" else plan.optimizer, world, row)
 
-    def step(self) -> list[dict[tuple[str, str], int]]:
-        config, plan, work = self.config, self.plan, self.work
-        for _ in range(work.micro_batches):
+    def gathers(self) -> None:
+        config, plan = self.config, self.plan
+        back = plan.weights, config.weights_spec
+        if plan.secondary is not None:
+            back = plan.secondary, config.secondary_spec
+        for _ in range(self.work.micro_batches):
             self.gather("gather_forward", plan.weights, config.weights_spec, kept=False)
-            if plan.secondary is None:
-                self.gather("gather_backward", plan.weights, config.weights_spec, kept=False)
-            else:
-                self.gather("gather_backward", plan.secondary, config.secondary_spec, kept=False)
+            self.gather("gather_backward", *back, kept=False)
+        self.gather("gather_exact", plan.weights, None, kept=True)
+
+    def step(self) -> list[dict[tuple[str, str], int]]:
+        config, work = self.config, self.work
+        if work.frozen is not None:
+            frozen = Walk(config, work.frozen)
+            frozen.gathers()
+            self.sent = frozen.sent
+        self.gathers()
+        for _ in range(work.micro_batches):
             self.scatter()
         for widths in self.runs(work.numels):
             self.sync(widths)
         self.publish()
-        self.gather("gather_exact", plan.weights, None, kept=True)
         return [{key: nbytes for key, nbytes in sent.items() if nbytes} for sent in self.sent]
 
 
@@ -211,7 +220,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     cut = draw(st.integers(0, len(numels)))
     indices = tuple(range(len(numels)))
     sizes = [draw(st.sampled_from([2, 4])) for _ in range(4)]
-    return Workload(
+    work = Workload(
         numels=tuple(numels),
         dims=tuple(draw(st.integers(1, 2)) for _ in numels),
         persistent=tuple(draw(st.booleans()) for _ in numels),
@@ -224,6 +233,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         run_numel=draw(st.sampled_from([None, 0, 2000])),
         escaped=tuple(draw(st.integers(0, 1)) for _ in numels),
     )
+    frozen = replace(work, numels=tuple(reversed(numels)))
+    return replace(work, frozen=frozen) if draw(st.booleans()) else work
 
 
 @given(config=configs(), work=workloads())

@@ -123,6 +123,7 @@ class _Schemes(_Document):
 
     topology: Topology
     params: int
+    trainable: int
     micro_batches: int
     schemes: list[_Costed]
 

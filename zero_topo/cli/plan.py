@@ -19,9 +19,9 @@ from zero_topo.cli.plan_options import (
     PlanOptions,
     found_machine,
     found_model,
-    found_params,
     found_request,
     found_schemes,
+    found_work,
 )
 from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
@@ -52,6 +52,8 @@ def plan(options: PlanOptions) -> None:
     if len(asked) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
         raise ValueError(f"{names} are different views; ask for one at a time")
+    if asked or options.plot is not None:
+        refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --table, --plot")
     if options.plot is not None:
         _draw(options, options.plot)
     elif not (options.recommend or options.max_params):
@@ -75,14 +77,14 @@ class Costed:
 
 def schemes(options: PlanOptions) -> None:
     """The plain view: degrees, bytes held and bytes sent of each scheme."""
-    params, found = found_params(options), found_machine(options)
-    work = Workload.uniform([params], ITEMSIZE, options.micro_batches)
+    work, found = found_work(options), found_machine(options)
     rows = {
         name: Costed(config, memory_bytes(config, work, accumulation_itemsize=ITEMSIZE), step_bytes(config, work))
         for name, config in found_schemes(options, found).items()
     }
     if options.as_json:
-        head = {"topology": found.to_json(), "params": params, "micro_batches": options.micro_batches}
+        counts = {"params": _params(work), "trainable": work.numels[0], "micro_batches": options.micro_batches}
+        head = {"topology": found.to_json(), **counts}
         print_json({**head, "schemes": [row.to_json() for row in rows.values()]})
         return
     show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
@@ -99,7 +101,12 @@ def schemes(options: PlanOptions) -> None:
 
 def _title(found: Topology, work: Workload) -> str:
     shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
-    return f"{work.numels[0]:,} parameters on {found.name}: {shape}"
+    trained = "" if work.frozen is None else f", {work.numels[0]:,} of them trained,"
+    return f"{_params(work):,} parameters{trained} on {found.name}: {shape}"
+
+
+def _params(work: Workload) -> int:
+    return sum(work.numels) + (0 if work.frozen is None else sum(work.frozen.numels))
 
 
 def _draw(options: PlanOptions, path: Path) -> None:

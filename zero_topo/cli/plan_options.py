@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
+from zero_topo.cost import Workload
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
@@ -37,6 +39,9 @@ class PlanOptions:
     """Of ``plan``."""
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
+    trainable: Annotated[
+        str | None, typer.Option(help="How many of them are trained, the others being frozen; default: all.")
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="A model's name, a Hugging Face config.json or a GPT-NeoX YAML."),
@@ -141,6 +146,20 @@ def found_params(options: PlanOptions) -> int:
     if options.params is not None and options.model is None:
         return read_count(options.params, "--params", LIKE_PARAMS)
     return found_model(options).params
+
+
+def found_work(options: PlanOptions) -> Workload:
+    """The parameters as one matrix, or as two if some are frozen, and the micro-batches.
+
+    Raises:
+        ValueError: as :func:`found_params`, or if more are trained than there are.
+    """
+    params = found_params(options)
+    trained = params if options.trainable is None else read_count(options.trainable, "--trainable", LIKE_PARAMS)
+    if trained > params:
+        raise ValueError(f"--trainable {trained:,} is more than the {params:,} parameters of the model")
+    of = partial(Workload.uniform, itemsize=ITEMSIZE, micro_batches=options.micro_batches)
+    return replace(of([trained]), frozen=of([params - trained]) if trained < params else None)
 
 
 def found_model(options: PlanOptions) -> Transformer:

@@ -51,13 +51,16 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
-    """Scheme by role: bytes one rank holds, and their share of its memory where that is known."""
-    roles = [*ROLES, *(["residual"] if any("residual" in held for held in rows.values()) else [])]
-    table = figures_table(["", *roles, "total", "share"], "Held by each rank, and share of its memory (no activations)")
+    """Scheme by role: bytes one rank holds, and their share of its memory where that is known and finds room."""
+    more = [role for role in ("frozen", "residual") if any(role in held for held in rows.values())]
+    shares = "frozen" not in more
+    roles, title = [*ROLES, *more], f"Held by each rank{', and share of its memory' if shares else ''} (no activations)"
+    table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
     for name, held in rows.items():
         total = sum(held.values())
         share = "?" if capacity is None else f"{100 * total / capacity:.0f}%"
-        table.add_row(name, *(bytes_or_dash(held.get(role, 0)) for role in roles), format_bytes(total), share)
+        cells = [*(bytes_or_dash(held.get(role, 0)) for role in roles), format_bytes(total)]
+        table.add_row(name, *cells, *([share] if shares else []))
     return table
 
 

@@ -9,6 +9,7 @@ DeepSpeed's own buffer, and those of parameters that stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from functools import singledispatch
 
@@ -36,8 +37,8 @@ def memory_bytes(
         optimizer_bytes: bytes per parameter of the optimizer states, FP32 master included.
 
     Returns:
-        Role -> bytes; "residual" only if sync keeps one. An unquantized secondary inside the weight shard is a view
-        of it and costs nothing.
+        Role -> bytes; "frozen" only if some parameters are, "residual" only if sync keeps one. An unquantized secondary
+        inside the weight shard is a view of it and costs nothing.
     """
     plan = config.plan
     shards = [plan.shard_numel(m) for m in work.numels]
@@ -48,6 +49,10 @@ def memory_bytes(
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
+    if work.frozen is not None:  # nobody holds more of the exact ones than a world shard
+        still = replace(config, plan=replace(plan, optimizer=n))
+        copied = _secondary_bytes(still, [plan.shard_numel(m) for m in work.frozen.numels], work.itemsize)
+        held["frozen"] = _weights_bytes(still, work.frozen) + copied
     kept = residual_elements(config.sync, plan, work.loss_scaled) * columns * RESIDUAL_BYTES
     return {**held, "residual": kept} if kept else held
 

@@ -56,6 +56,7 @@ class Workload:
         escaped: blocks that escape in each run of publish of codes, of the rank with most; None expects a share, see
             ``codes.py``.
         loss_scaled: whether a loss scaler may skip steps (FP16).
+        frozen: the parameters that no optimizer updates: they are gathered, and that is all; None if there are none.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -73,6 +74,7 @@ class Workload:
     run_numel: int | None = None
     escaped: tuple[int, ...] | None = None
     loss_scaled: bool = False
+    frozen: Workload | None = None
 
     def __post_init__(self) -> None:
         if not len(self.numels) == len(self.persistent) == len(self.dims):
@@ -123,7 +125,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     """
     plan = config.plan
     coded, slots = work.coded(config), range(len(work.numels))
-    sent: Counter[Key] = Counter()
+    sent = _gathered_bytes(config, work) + (_gathered_bytes(config, work.frozen) if work.frozen else Counter())
 
     def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
         for move in moves:
@@ -133,10 +135,6 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
         columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
         book(phase, phase_moves(config, phase, columns, itemsize, escaped)[0], times)
 
-    gathered = [i for i in slots if not work.persistent[i]]
-    add("gather_forward", gathered, work.itemsize, work.micro_batches)
-    add("gather_backward", gathered, work.itemsize, work.micro_batches)
-    add("gather_exact", [i for i in slots if work.persistent[i]], work.itemsize)
     for bucket in work.parameter_buckets():
         add("scatter", bucket, work.scatter_itemsize, work.micro_batches)
     for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
@@ -148,6 +146,17 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     for index, run in enumerate(changed):
         add("publish", run, work.publish_itemsize, escaped=None if work.escaped is None else work.escaped[index])
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
+
+
+def _gathered_bytes(config: ResolvedConfig, work: Workload) -> Counter[Key]:
+    """Of the gathers of a step alone."""
+    parameters = list(zip(work.numels, work.coded(config), work.persistent, strict=True))
+    sent: Counter[Key] = Counter()
+    for phase, kept in (("gather_forward", False), ("gather_backward", False), ("gather_exact", True)):
+        columns = Columns.of(config.plan, [(m, coded) for m, coded, persistent in parameters if persistent == kept])
+        for move in phase_moves(config, phase, columns, work.itemsize)[0]:
+            sent[phase, config.topology.domain(move.hi)] += move.sent * (1 if kept else work.micro_batches)
+    return sent
 
 
 def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:

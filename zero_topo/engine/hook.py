@@ -28,6 +28,7 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig, deepspeed_hints
+from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.hook_gradients import GradientHooks
 from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.log import show_log, tell
@@ -36,7 +37,7 @@ from zero_topo.engine.monitor import report
 from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Setup, Shards, Stage3
 from zero_topo.engine.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS, Moment
 
@@ -53,6 +54,8 @@ def install() -> None:
     DeepSpeedEngine._zero_topo_hook = True
     DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
+    DeepSpeedEngine.load_module_state_dict = _sharing_frozen(DeepSpeedEngine.load_module_state_dict)
+    DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
@@ -78,10 +81,34 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(built, TopoStage3):
             tell(rank, ["this engine has no optimizer, so stock ZeRO-3 gathers serve it"])
         else:
-            tell(rank, filter(None, [built.topo.mesh.words(), built.topo.gradients.mode.note()]))
+            notes = [built.frozen.note(), built.topo.mesh.words(), built.topo.gradients.mode.note()]
+            tell(rank, filter(None, notes))
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
+
+    return wrapper
+
+
+def _sharing_frozen(load: Callable[..., None]) -> Callable[..., None]:
+    """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
+
+    @wraps(load)
+    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> None:
+        load(engine, *args, **kwargs)
+        if isinstance(engine.optimizer, TopoStage3):
+            engine.optimizer.topo.restart_frozen()
+
+    return wrapper
+
+
+def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """DeepSpeed's ``fragment``, a frozen shard to be saved, without the storage that it is a view of on a CPU."""
+
+    @wraps(fragment)
+    def wrapper(engine: Any, param: Any) -> Tensor:
+        found = fragment(engine, param)
+        return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
 
     return wrapper
 
@@ -107,6 +134,7 @@ class TopoStage3(GradientHooks):
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
         self.slots = {param.ds_id: index for index, param in enumerate(params)}
+        self.frozen = Frozen(self.module.parameters(), self.slots, self.param_names, self.lp_param_buffer.dtype)
         setup = Setup(
             numels=tuple(param.ds_numel for param in params),
             names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
@@ -118,6 +146,7 @@ class TopoStage3(GradientHooks):
             bucket_numel=self.reduce_bucket_size,
             loss_scale=lambda: float(self.loss_scale),
             moments=self._moments,
+            frozen=self.frozen.shapes,
         )
         self.topo = Stage3(self._topo_config, setup)
         row = self.topo.weights.own_row
@@ -129,7 +158,12 @@ class TopoStage3(GradientHooks):
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
         self.topo.restart()
-        self._gathers = ParameterGathers(self.topo, self.slots, self._write_back)
+        served: list[tuple[Shards, dict[int, int]]] = [(self.topo.weights, self.slots)]
+        if self.topo.frozen is not None:
+            self.frozen.move(self.topo.frozen)
+            self.topo.restart_frozen()
+            served.append((self.topo.frozen, self.frozen.slots))
+        self._gathers = ParameterGathers(self.topo, served, self._write_back)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
 
@@ -179,6 +213,9 @@ class TopoStage3(GradientHooks):
 
     def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
+        if self.topo.frozen is not None and param.ds_id in self.frozen.slots:
+            self.topo.frozen.write_back(self.frozen.slots[param.ds_id], param.data)
+            return
         weights, slot = self.topo.weights, self.slots[param.ds_id]
         if not self._edits_reach_masters:
             weights.write_back(slot, param.data)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.seam import Stock, at_boundary, forget_backward
 from zero_topo.engine.stage3 import Stage3
 
@@ -23,11 +24,13 @@ class GradientHooks(Stock):
 
     Attributes:
         topo: the shards; made before the first backward pass.
-        slots: ``ds_id`` -> slot of each trainable parameter.
+        slots: ``ds_id`` -> slot of each trained parameter.
+        frozen: the others.
         stepping: whether the step is being taken.
     """
 
     topo: Stage3
+    frozen: Frozen
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.slots: dict[int, int] = {}
@@ -73,6 +76,7 @@ class GradientHooks(Stock):
 
     def forward_begins(self, *_: Any) -> None:
         """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
+        self.frozen.refuse_unfrozen()
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")

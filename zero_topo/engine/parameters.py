@@ -3,12 +3,12 @@
 
 DeepSpeed hangs ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its coordinator, hooks,
 ``GatheredParameters`` and checkpoint code call those. :class:`ParameterGathers` takes their place on every parameter of
-the module and hands the trainable ones to the engine; frozen parameters keep DeepSpeed's own calls.
+the module and serves them from the engine's shards; what these do not hold keeps DeepSpeed's own calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.stage3 import Shards, Stage3
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -63,13 +63,15 @@ class ParameterGathers:
 
     Args:
         engine: the shards.
-        slots: ``ds_id`` -> slot of each trainable parameter.
+        served: shards, each with ``ds_id`` -> slot of the parameters that it holds.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
     """
 
-    def __init__(self, engine: Stage3, slots: dict[int, int], write_back: Callable[[Any], None]) -> None:
+    def __init__(
+        self, engine: Stage3, served: Sequence[tuple[Shards, Mapping[int, int]]], write_back: Callable[[Any], None]
+    ) -> None:
         self._engine = engine
-        self._slots = slots
+        self._places = {ds_id: (shards, slot) for shards, slots in served for ds_id, slot in slots.items()}
         self._write_back = write_back
         self._stock: list[tuple[Any, dict[str, Any]]] = []
         self._homes: dict[int, int] = {}  # ds_id -> where its shard lies
@@ -94,10 +96,14 @@ class ParameterGathers:
                 setattr(param, name, method)
         self._stock.clear()
 
-    def _split(self, params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Trainable and other parameters, each once, ordered by ``ds_id`` as on every rank."""
-        ordered = sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id)
-        return [p for p in ordered if p.ds_id in self._slots], [p for p in ordered if p.ds_id not in self._slots]
+    def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
+        """Those of each of the shards, and others; each once, ordered by ``ds_id`` as on every rank."""
+        found: dict[int, list[Any]] = {id(shards): [] for shards in (self._engine.weights, self._engine.frozen)}
+        others: list[Any] = []
+        for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
+            served = self._places.get(param.ds_id)
+            (others if served is None else found[id(served[0])]).append(param)
+        return [ours for ours in found.values() if ours], others
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
@@ -105,16 +111,19 @@ class ParameterGathers:
         ours, others = self._split(params)
         # Autograd runs a graph task inside a backward pass only; a prefetch that the forward starts for it has none.
         phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
-        moving, resident = [p for p in ours if not p.ds_persist], [p for p in ours if p.ds_persist]
-        handles: list[Any] = [self._start(moving, phase)] if moving else []
-        if resident:
-            handles.append(self._start(resident, "gather_exact"))
+        handles: list[Any] = []
+        for alike in ours:
+            handles += self._start([p for p in alike if not p.ds_persist], phase)
+            handles += self._start([p for p in alike if p.ds_persist], "gather_exact")
         if others:
             self._count_stock(others, phase)
             handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
         return Handles(handles)
 
-    def _start(self, params: list[Any], phase: str) -> ParameterHandle:
+    def _start(self, params: list[Any], phase: str) -> list[ParameterHandle]:
+        """Begin to gather parameters of the same shards, if there are any."""
+        if not params:
+            return []
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
@@ -126,10 +135,10 @@ class ParameterGathers:
             param.ds_status = ZeroParamStatus.INFLIGHT
         timing = partial(self._engine.meter.timing, phase)
         with timing():
-            handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
+            handle = self._places[params[0].ds_id][0].gather([self._places[p.ds_id][1] for p in params], phase)
         started = ParameterHandle(params, handle, timing)
         self._started.add(started)
-        return started
+        return [started]
 
     def _count_stock(self, params: list[Any], phase: str) -> None:
         world = dist.get_world_size()
@@ -140,8 +149,9 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         ours, others = self._split([param] if param_list is None else param_list)
-        missing = [p for p in ours if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        handles: list[Any] = [self._start(missing, "gather_exact")] if missing else []
+        handles: list[Any] = []
+        for alike in ours:
+            handles += self._start([p for p in alike if p.ds_status == ZeroParamStatus.NOT_AVAILABLE], "gather_exact")
         if others:
             self._count_stock(others, "gather_exact")
             handles += stock(others, async_op=async_op, hierarchy=hierarchy) or []
@@ -155,6 +165,6 @@ class ParameterGathers:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):
             for p in params:
-                if p.ds_id in self._slots and p.ds_status == ZeroParamStatus.AVAILABLE:
+                if p.ds_id in self._places and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
         stock(params, **options)

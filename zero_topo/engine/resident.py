@@ -104,7 +104,11 @@ class CodeStore:
         self.codes.held.view(torch.float32)[self._places] = scales.nan_to_num(0.0)
 
     def recode(self, place: int, rows: Tensor, first: int) -> None:
-        """Make codes of a slot's rows, FP32 ``[N / W, width]``, the columns of which begin at ``first``."""
+        """Make codes of a slot's rows, FP32 ``[N / W, width]``, whose columns begin at ``first``, with scales anew.
+
+        They depend on the rows alone then, as after a load.
+        """
+        self.codes.held[slice(*self.messages[place])] = 0
         masters, part = Masters(rows, first, 0), Part(*self.columns(range(place, place + 1)), self.rows, 1)
         change = self.ops.assess(masters, self.codes, part)
         self.ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
@@ -201,7 +205,7 @@ class ResidentWeights:
         self._publisher, self._starter = (
             CodePublisher(self._store, mesh.route(*route), options.run_numel, meter, lane) for route in routes
         )
-        self._gathering = Lane(like.device, overlap=True)
+        self._gathering = options.gathering
         self._updated: torch.Event | None = None
         self._scales: Tensor | None = None
 

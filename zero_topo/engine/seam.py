@@ -41,6 +41,8 @@ SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_fr
 REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
+    (DeepSpeedEngine, "load_module_state_dict", None),
+    (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),

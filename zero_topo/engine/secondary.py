@@ -98,10 +98,10 @@ class _Captured(_Stamped):
         self._degree = degree
 
     def capturing(self, slots: Sequence[int]) -> Callable[[int, Tensor], None]:
-        begun = {index: self._versions[index] for index in slots}
+        begun = {index: self._versions[index] for index in slots if not self.is_fresh(index)}
 
         def keep(index: int, rows: Tensor) -> None:
-            if begun[index] == self._versions[index]:  # else the weights changed while they were under way
+            if begun.get(index) == self._versions[index]:  # else the weights changed while they were under way
                 self._store(index, self._layout.subset(rows, 1, self._degree))
 
         return keep

@@ -1,5 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It knows no DeepSpeed."""
+"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It knows no DeepSpeed.
+
+Note [Frozen]
+    Parameters that no optimizer updates have weight shards of their own, of the same kinds as the others: a layout of
+    one set of columns for both would put columns that are never updated into DeepSpeed's flat buffers. The world shards
+    in them are DeepSpeed's own, so checkpoints and exact gathers have the exact values. They are published once, and
+    again if they are loaded; nothing owns more than its world shard, whatever the optimizer's degree.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import logging
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,13 +42,25 @@ from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
 
+Shards = Weights | ResidentWeights
+"""Weight shards, as they are or as codes."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Parameters as far as their shards depend on them: ``numels``, ``dims`` and ``persistent`` of :class:`Setup`."""
+
+    numels: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
+    persistent: tuple[bool, ...] = ()
+
 
 @dataclass(frozen=True)
 class Setup:
     """What the engine takes from DeepSpeed.
 
     Attributes:
-        numels: elements of each trainable parameter, in DeepSpeed's flat order.
+        numels: elements of each trained parameter, in DeepSpeed's flat order.
         names: their names.
         dims: dimensions of their shapes.
         persistent: whether DeepSpeed keeps them whole.
@@ -51,6 +70,7 @@ class Setup:
         bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
         loss_scale: the present loss scale.
         moments: what the optimizer remembers now; empty before its first step.
+        frozen: the parameters that no optimizer updates.
     """
 
     numels: tuple[int, ...]
@@ -63,6 +83,7 @@ class Setup:
     bucket_numel: int
     loss_scale: Callable[[], float]
     moments: Callable[[], Sequence[Moment]]
+    frozen: Shapes = Shapes()
 
 
 @dataclass(frozen=True)
@@ -106,6 +127,7 @@ class Stage3:
 
     Attributes:
         weights: the shards from which weights are gathered.
+        frozen: those of parameters that no optimizer updates (Note [Frozen]); None if there are none.
         gradients: the gradient shard and the mode of sync.
         masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
         meter: bytes sent.
@@ -116,13 +138,18 @@ class Stage3:
         self.setup = setup
         self.meter = Meter(config.meter)
         self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
-        exact = [] if config.resident_spec is None else [(1, config.plan.optimizer)]
-        self.mesh = Mesh(config.plan, config.topology, [*config.plan.hops(), *exact])
+        still = Layout(replace(config.plan, optimizer=config.plan.world_size), self.layout.rank, setup.frozen.numels)
+        plans = [config.plan, still.plan] if still.numels else [config.plan]
+        exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
+        pairs = [pair for plan in plans for pair in plan.hops()]
+        self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)
-        self.weights = self._build_weights()
+        self._gathering = Lane(setup.like.device, overlap=True)
+        self.weights = self._build_weights(self.layout, setup.dims, setup.persistent)
+        self.frozen = self._build_weights(still, setup.frozen.dims, setup.frozen.persistent) if still.numels else None
         self.gradients = self._build_gradients()
         self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
 
@@ -136,15 +163,16 @@ class Stage3:
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
 
-    def _build_weights(self) -> Weights | ResidentWeights:
+    def _build_weights(self, layout: Layout, dims: Sequence[int], persistent: Sequence[bool]) -> Shards:
         config, setup, spec = self.config, self.setup, self.config.resident_spec
         publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
-        options = WeightOptions(config.weights_spec, config.secondary_spec, publish, setup.bucket_numel)
+        formats = config.weights_spec, config.secondary_spec, publish
+        options = WeightOptions(*formats, setup.bucket_numel, self._gathering)
         if spec is None:
-            return Weights(self.layout, self.mesh, self.meter, options, setup.like, self._lane)
-        coded = coded_slots(config.plan, setup.numels, setup.dims, setup.persistent, spec.block_size)
+            return Weights(layout, self.mesh, self.meter, options, setup.like, self._lane)
+        coded = coded_slots(layout.plan, layout.numels, dims, persistent, spec.block_size)
         codes = CodeOptions(code_ops(self.quantizer, setup.like.device), spec.block_size, coded, self._lane)
-        return ResidentWeights(self.layout, self.mesh, self.meter, options, setup.like, codes)
+        return ResidentWeights(layout, self.mesh, self.meter, options, setup.like, codes)
 
     def _build_gradients(self) -> Gradients:
         config, setup = self.config, self.setup
@@ -193,6 +221,13 @@ class Stage3:
         self.gradients.zero()
         self.meter.reset_step()
 
+    def restart_frozen(self) -> None:
+        """The same of the parameters that no optimizer updates. Collective."""
+        if self.frozen is not None:
+            self.frozen.layout.clear_padding(self.frozen.own_row)
+            self.frozen.publish_world()
+            self.meter.reset_step()
+
     @contextmanager
     def watched(self, master: Tensor, begin: int, rate: float | Tensor) -> Iterator[None]:
         """Around the optimizer's update of some masters: the mode of sync may prepare it, and see it if it wants to.
@@ -222,7 +257,8 @@ class Stage3:
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
             self.weights.finish()  # else some runs are compared before they have arrived
-            check_replicas(self.config.plan, self.weights.copies())
+            for shards in [self.weights] if self.frozen is None else [self.weights, self.frozen]:
+                check_replicas(self.config.plan, shards.copies())
         self.meter.end_step()
 
     def settle(self) -> None:
@@ -287,7 +323,7 @@ class Stage3:
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
         setup = self.setup
-        return Workload(
+        work = Workload(
             numels=setup.numels,
             dims=setup.dims,
             persistent=persistent,
@@ -301,11 +337,17 @@ class Stage3:
             escaped=self.weights.escaped,
             loss_scaled=setup.like.dtype == torch.float16,
         )
+        if self.frozen is None:
+            return work
+        still = setup.frozen
+        frozen = replace(work, numels=still.numels, dims=still.dims, persistent=still.persistent, escaped=None)
+        return replace(work, frozen=frozen)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the shards on this rank, but for the optimizer's."""
         kept = self.gradients.mode.state_bytes()
         shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
+        shards |= {"frozen": sum(self.frozen.memory().values())} if self.frozen else {}
         return {**shards, "residual": kept} if kept else shards
 
 

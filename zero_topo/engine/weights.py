@@ -48,12 +48,16 @@ from zero_topo.quant.spec import BlockSpec
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish."""
+    """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish.
+
+    Gathers of all shards run in one lane: their second hops have one order on all ranks (Note [In order]).
+    """
 
     primary: BlockSpec | None
     secondary: BlockSpec | None
     publish: Wire
     run_numel: int
+    gathering: Lane
 
 
 class Weights:
@@ -78,7 +82,6 @@ class Weights:
         self._mesh, self._meter, self._options = mesh, meter, options
         publish = PublishOptions(options.publish, options.run_numel)
         self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
-        self._gathering = Lane(self.primary.device, overlap=True)
         self._updated: torch.Event | None = None
         quantizer = options.publish.quantizer
         exact = wire_of(quantizer, None, self.primary.dtype)
@@ -100,7 +103,7 @@ class Weights:
         Returns:
             On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
         """
-        return self._gathering.run(partial(self._begin, slots, phase))
+        return self._options.gathering.run(partial(self._begin, slots, phase))
 
     def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed

@@ -1,0 +1,124 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A model frozen all but its adapters, under DeepSpeed: it follows the plan, and is saved and loaded exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
+
+import zero_topo
+from tests.launcher.checkpoints import assert_same_bits
+from tests.launcher.models import adapted
+from tests.launcher.training import PLAIN, Job, advance, batch, block, mse, running, weights
+from zero_topo.cost import by_domain
+from zero_topo.cost.memory import ADAM_BYTES, memory_bytes
+from zero_topo.cost.volume import step_bytes
+
+CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
+
+
+def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> Job:
+    """A run of a few steps."""
+    ds = {"zero_optimization": {"stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 10**6, **zero}}
+    return Job(adapted, zero_topo, 3, micro_batches=2, dtype=dtype, ds=ds)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantize", "kept"), [("zero++", {}, 0), ("topo", PLAIN, 100), ("topo", {"block_size": 64}, 100)]
+)
+def test_bytes_and_memory_equal_the_formulas(scheme: str, quantize: dict[str, Any], kept: int) -> None:
+    """To the byte, also where small parameters are kept whole, and never over the world for a frozen weight of topo.
+
+    A gradient of the inputs is asked for: else nothing of what is before the first adapter is gathered for a backward.
+    """
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        return mse(engine, x.requires_grad_(True), y)
+
+    run = replace(job(block(scheme, quantize=quantize), stage3_param_persistence_threshold=kept), loss=loss)
+    with running(run) as engine:
+        advance(run, engine, 0, 3)
+        stats = zero_topo.stats(engine)
+    assert stats.work.frozen is not None and len(stats.work.frozen.numels) == 12
+    assert stats.step_bytes == step_bytes(stats.config, stats.work)
+    assert stats.memory == memory_bytes(stats.config, stats.work, 2, ADAM_BYTES)
+    with_frozen, without = (step_bytes(stats.config, work) for work in (stats.work, replace(stats.work, frozen=None)))
+    assert (by_domain(with_frozen)["world"] == by_domain(without)["world"]) == (scheme != "zero++")
+
+
+def test_exact_weights_are_saved_and_loaded(rank: int, shared_path: Path) -> None:
+    """Whatever is gathered: exports have the bits that the model began with, and a load brings codes of them back."""
+    run = job(block("topo", **CODES), stage3_gather_16bit_weights_on_model_save=True)
+    with running(run) as engine:
+        began = weights(engine)
+        advance(run, engine, 0, 1)
+        engine.save_checkpoint(str(shared_path))
+        assert engine.save_16bit_model(str(shared_path), "model.bin")
+        saved, losses = weights(engine), advance(run, engine, 1, 3)
+        held = [copy.clone() for copy in engine.optimizer.topo.frozen.copies()]
+    dist.barrier()
+    (fragments,) = (torch.load(f, weights_only=False) for f in shared_path.glob(f"*/*rank_{rank}_*model_states.pt"))
+    for fragment in fragments["frozen_param_fragments"].values():
+        assert fragment.untyped_storage().nbytes() == fragment.nbytes
+    frozen = {name: whole for name, whole in began.items() if "down" not in name and "up" not in name}
+    for export in (
+        get_fp32_state_dict_from_zero_checkpoint(str(shared_path)),
+        torch.load(shared_path / "model.bin"),
+        saved,
+    ):
+        assert_same_bits({name: export[name].float() for name in frozen}, frozen)
+    for options in ({}, {"load_module_only": True}):
+        with running(replace(run, model=lambda: spoilt(adapted()))) as engine:
+            engine.load_checkpoint(str(shared_path), **options)
+            for mine, theirs in zip(engine.optimizer.topo.frozen.copies(), held, strict=True):
+                assert torch.equal(mine, theirs)
+            if not options:
+                assert advance(run, engine, 1, 3) == losses
+
+
+def spoilt(model: nn.Module) -> nn.Module:
+    """With other weights."""
+    for param in model.parameters():
+        param.data += 1
+    return model
+
+
+def test_an_edit_reaches_all_gathers() -> None:
+    """One rank edits a frozen weight under ``GatheredParameters``: all gather the new one, as if it had begun so."""
+
+    def begun(model: nn.Module) -> nn.Module:
+        model.blocks[1][1].base.weight.data *= 2  # type: ignore[index, union-attr]
+        return model
+
+    run = job(block("topo", **CODES))
+    with running(replace(run, model=lambda: begun(adapted()))) as engine:
+        expected = advance(run, engine, 0, 3)
+    with running(run) as engine:
+        weight = engine.module.blocks[1][1].base.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=1):
+            weight.data.mul_(2.0 if dist.get_rank() == 1 else -7.0)
+        assert advance(run, engine, 0, 3) == expected
+
+
+def test_unfreezing_is_refused_and_freezing_is_not() -> None:
+    """An unfrozen weight would get no update; the sentence names it. In no-grad passes it harms nobody."""
+    run = job(block("topo", **CODES))
+    with running(run) as engine:
+        advance(run, engine, 0, 1)
+        bias = engine.module.out.bias
+        bias.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"1 parameters were frozen .* such as out.bias: no optimizer"):
+            mse(engine, *batch(1, 0, torch.bfloat16))
+        with torch.no_grad():
+            mse(engine, *batch(1, 0, torch.bfloat16))
+        bias.requires_grad_(False)
+        engine.module.blocks[0][1].down.weight.requires_grad_(False)
+        advance(run, engine, 1, 2)

@@ -1,0 +1,217 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Parameters that no optimizer updates are held and gathered as the plan says, and their exact values are not lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
+from zero_topo.bench.bare import bare_setup
+from zero_topo.cost import by_domain, memory_bytes, step_bytes
+from zero_topo.engine.agreement import checksum
+from zero_topo.engine.frozen import Frozen
+from zero_topo.engine.sources import Stored
+from zero_topo.engine.stage3 import Shapes, Shards, Stage3
+from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import emulated
+
+TRAINED = (64, 7)
+BLOCK = 64
+NUMELS = (8 * BLOCK, 5, 8 * 2 * BLOCK, 8 * 3 * BLOCK - 7, 100)
+DIMS = (2, 1, 2, 2, 2)
+KEPT = (False, True, False, False, False)
+SLOTS = tuple(range(len(NUMELS)))
+MOVING = tuple(slot for slot in SLOTS if not KEPT[slot])
+MICRO_BATCHES = 2
+
+
+def block(scheme: str, **more: Any) -> dict[str, Any]:
+    """A block whose codes, if it has any, are of 64 values."""
+    return {"scheme": scheme, "quantize": {"block_size": BLOCK}, **more}
+
+
+BLOCKS = {
+    **{scheme: block(scheme) for scheme in SCHEMES},
+    **{f"plain {scheme}": {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
+    "replicated optimizer": block("topo", optimizer="node"),
+    "whole": block("topo", weights="rank", secondary=None),
+    "straight": block("topo", two_hop=False),
+}
+
+
+def values(slot: int) -> Tensor:
+    """A frozen parameter, the same on every rank."""
+    return drawn(NUMELS, 11)[slot].bfloat16()
+
+
+def engine_of(w: World) -> Stage3:
+    """This rank's engine with frozen parameters that are loaded and shared."""
+    setup = bare_setup(w.numels, torch.bfloat16)
+    engine = Stage3(w.config, replace(setup, frozen=Shapes(NUMELS, DIMS, KEPT)))
+    for slot in SLOTS:
+        own = held(engine).layout.slot(held(engine).own_row[None], slot)[0]
+        own.copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
+    engine.restart()
+    engine.restart_frozen()
+    return engine
+
+
+def held(engine: Stage3) -> Shards:
+    """The shards of its frozen parameters."""
+    assert engine.frozen is not None
+    return engine.frozen
+
+
+def micro_batch(engine: Stage3) -> None:
+    """The gathers of one, of everything."""
+    for phase in ("gather_forward", "gather_backward"):
+        engine.weights.gather(range(len(TRAINED)), phase).wait()
+        held(engine).gather(MOVING, phase).wait()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@either_placement
+def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None:
+    """Of every plan, to the byte: as the formulas say, and over the world only if the plan's weights are."""
+    w = world(BLOCKS[name], machine, TRAINED)
+
+    def rank_main(rank: int) -> None:
+        engine = engine_of(w)
+        for _ in range(MICRO_BATCHES):
+            micro_batch(engine)
+        held(engine).gather([slot for slot in SLOTS if KEPT[slot]], "gather_exact").wait()
+        engine.end_step(skipped=True)
+        work = engine.workload((False,) * len(TRAINED), MICRO_BATCHES)
+        formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
+        assert dict(engine.meter.last_step()) == formula
+        assert by_domain(formula).get("world", 0) == 0 or w.config.plan.weights == w.size
+        assert engine.memory()["frozen"] == memory_bytes(w.config, work, 2)["frozen"]
+
+    run_threads(w.size, rank_main)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gathers_bring_the_parameters(name: str) -> None:
+    """Bit for bit where the plan quantizes nothing, else to half a code; exact gathers always bit for bit."""
+    w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), TRAINED)
+    exact = name.startswith("plain") or (w.config.plan.weights == 1 and w.config.resident_spec is None)
+
+    def rank_main(rank: int) -> int:
+        engine = engine_of(w)
+        for phase in ("gather_forward", "gather_backward", "gather_exact"):
+            for slot, found in zip(SLOTS, held(engine).gather(SLOTS, phase).wait(), strict=True):
+                wanted = values(slot)
+                if exact or phase == "gather_exact":
+                    assert torch.equal(found, wanted)
+                limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
+                assert (found - wanted).abs().max() <= limit
+        return int(checksum(held(engine).copies()[0]))
+
+    sums = run_threads(w.size, rank_main)
+    for group in w.config.plan.groups(w.config.plan.weights, w.size):
+        assert len({sums[rank] for rank in group}) == 1
+
+
+@pytest.mark.parametrize("name", ["topo", "plain topo", "replicated optimizer", "zero++", "paper"])
+def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
+    """Edited on all ranks or loaded into each rank's own shard: the same bits everywhere, gathers and exact ones."""
+    w = world(BLOCKS[name], numels=TRAINED)
+
+    def rank_main(rank: int, loads: bool) -> list[Tensor]:
+        engine = engine_of(w)
+        micro_batch(engine)
+        new = values(2) * 0.9  # by which a scale need not change
+        if loads:
+            own = held(engine).layout.slot(held(engine).own_row[None], 2)[0]
+            own.copy_(shards(w.config.plan, new)[rank])
+            engine.restart_frozen()
+        else:
+            held(engine).write_back(2, new)
+        phases = ("gather_exact", "gather_forward", "gather_backward")
+        found = [held(engine).gather((2, 3), phase).wait() for phase in phases]
+        assert torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
+        return [*held(engine).copies(), *(whole for of in found for whole in of)]
+
+    for edited, loaded in zip(run_threads(w.size, rank_main, False), run_threads(w.size, rank_main, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(edited, loaded, strict=True))
+
+
+def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that a forward gather fills for backward ones is not filled again while the weights are the same."""
+    w = world(block("zero++", quantize={"block_size": BLOCK, "secondary": "int8"}), numels=TRAINED)
+    stored = list[int]()
+    store = Stored.store
+
+    def counting(source: Stored, index: int, rows: Tensor) -> None:
+        stored.append(index)
+        store(source, index, rows)
+
+    monkeypatch.setattr(Stored, "store", counting)
+
+    def rank_main(rank: int) -> None:
+        engine = engine_of(w)
+        for _ in range(3):
+            held(engine).gather(MOVING, "gather_forward").wait()
+
+    run_threads(w.size, rank_main)
+    assert sorted(stored) == sorted(w.size * MOVING)
+
+
+def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
+    """Those of another type or served by another engine of ours, and a line says so; empty ones do not count."""
+
+    def parameter(ds_id: int, numel: int, dtype: torch.dtype, partition: Any = print) -> Any:
+        found = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+        own = {"ds_tensor": torch.zeros(numel, dtype=dtype), "ds_persist": False, "partition": partition}
+        vars(found).update(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), **own)
+        return found
+
+    half, single = torch.bfloat16, torch.float32
+    plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
+    strange = [parameter(1, 8, single), parameter(2, 8, half, partial(print))]
+    found = Frozen([*strange, plain, empty, trained], {5}, {}, half)
+    assert found.slots == {3: 0} and found.shapes == Shapes((8,), (1,), (False,))
+    assert (found.note() or "").startswith("2 frozen parameters are not torch.bfloat16, or another engine")
+    assert Frozen([plain, empty, trained], {5}, {}, half).note() is None
+
+
+def test_debug_checks_see_frozen_copies_that_differ() -> None:
+    """A flipped bit of one copy of a frozen parameter is an error on every rank."""
+    w = world(block("topo", debug_checks=True), numels=TRAINED)
+
+    def rank_main(rank: int) -> str:
+        engine = engine_of(w)
+        engine.end_step(skipped=True)
+        if rank == 5:
+            held(engine)._store.codes.held[3] ^= 1  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
+            engine.end_step(skipped=True)
+        return str(caught.value)
+
+    assert len(set(run_threads(w.size, rank_main))) == 1
+
+
+@pytest.mark.parametrize("name", ["plain zero3", "zero++"])
+def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
+    """DeepSpeed waits in the order of a set: second hops of both kinds are sent in one order all the same."""
+    w = world(BLOCKS[name], numels=TRAINED)
+
+    def rank_main(rank: int) -> None:
+        engine = engine_of(w)
+        begun = []
+        for slot in (0, 1):
+            begun.append(engine.weights.gather((slot,), "gather_forward"))
+            begun.append(held(engine).gather((slot + 2,), "gather_forward"))
+        for handle in begun if rank % 2 else reversed(begun):
+            handle.wait()
+        (found,) = begun[1].wait()
+        assert (found - values(2)).abs().max() <= values(2).abs().max() / 100
+
+    run_threads(w.size, rank_main)

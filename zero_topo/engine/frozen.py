@@ -1,0 +1,75 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's parameters that no optimizer updates: which of them follow the plan, and what may not become of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero_topo.engine.stage3 import Shapes, Shards
+
+
+class Frozen:
+    """The parameters of a module that are not trained.
+
+    Args:
+        params: all of the module's.
+        trained: ``ds_id`` of those that are.
+        names: of all.
+        dtype: the model's.
+
+    Attributes:
+        slots: ``ds_id`` -> slot of those that follow the plan.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], trained: Collection[int], names: dict[Any, str], dtype: torch.dtype
+    ) -> None:
+        rest = [param for param in params if param.ds_id not in trained and param.ds_numel]
+        self._follow = [p for p in rest if p.ds_tensor.dtype == dtype and not isinstance(p.partition, partial)]
+        self._never_trained = {str(names.get(p, p.ds_id)): p for p in rest if not p.requires_grad}
+        self.slots = {param.ds_id: slot for slot, param in enumerate(self._follow)}
+        self._others = len(rest) - len(self._follow)
+        self._dtype = dtype
+
+    def note(self) -> str | None:
+        """One line of what does not follow the plan: another type, such as codes of 4 bits, or another engine's."""
+        if not self._others:
+            return None
+        return (
+            f"{self._others} frozen parameters are not {self._dtype}, or another engine gathers them already: they are "
+            "left as stock ZeRO-3 has them, sharded over the world"
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of those that follow the plan."""
+        return Shapes(
+            tuple(param.ds_numel for param in self._follow),
+            tuple(len(param.ds_shape) for param in self._follow),
+            tuple(bool(param.ds_persist) for param in self._follow),
+        )
+
+    def move(self, shards: Shards) -> None:
+        """Make DeepSpeed's own shards rows of these; what they were before is freed."""
+        row = shards.own_row[None]
+        for slot, param in enumerate(self._follow):
+            own = shards.layout.slot(row, slot)[0]
+            own.copy_(param.ds_tensor)
+            param.ds_tensor.data = own
+
+    def refuse_unfrozen(self) -> None:
+        """Before a forward pass: raise ValueError if one is to be trained now, which would get no update.
+
+        Stock ZeRO-3 goes on, and never trains it.
+        """
+        thawed = [name for name, param in self._never_trained.items() if param.requires_grad]
+        if thawed and torch.is_grad_enabled():
+            raise ValueError(
+                f"{len(thawed)} parameters were frozen when DeepSpeed was initialized and have requires_grad now, such "
+                f"as {thawed[0]}: no optimizer updates them; set requires_grad_(False) again, or save a checkpoint and "
+                "call deepspeed.initialize on the model as it is to be trained"
+            )
