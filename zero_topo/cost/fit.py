@@ -11,7 +11,7 @@ from zero_topo.cost.explain import recommend
 from zero_topo.cost.planner import Request
 from zero_topo.units import format_bytes
 
-SURE = ("weights", "secondary", "gradients", "residual")
+SURE = ("weights", "frozen", "secondary", "gradients", "residual")
 """Roles whose bytes follow from the plan alone; an optimizer may hold less than Adam."""
 
 
@@ -50,7 +50,7 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
     role = max(held, key=held.__getitem__)
     most = f"most of it for {role} ({format_bytes(held[role])})"
     way_out = _way_out(block, resolved, request)
-    if sure > memory - request.taken:
+    if sure > memory:
         raise ValueError(
             f"{ROOT}: {name} leaves {format_bytes(sure)} of weights and gradients on each rank of "
             f"{request.topology.name}, which has {format_bytes(memory)}; {way_out}"

@@ -65,7 +65,7 @@ class Request:
         states_only: count the shards of weights, gradients and optimizer alone, as papers do, and leave out what is
             beside them at the peak of a step.
         own_rates: how fast a rank is, known better than from the machine's name.
-        taken: bytes of a rank's memory that no plan can have, such as shards of frozen weights.
+        frozen: elements of each parameter that no optimizer updates.
     """
 
     topology: Topology
@@ -76,7 +76,7 @@ class Request:
     flight: InFlight = DEFAULTS
     states_only: bool = False
     own_rates: Rates | None = None
-    taken: int = 0
+    frozen: tuple[int, ...] = ()
 
     def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
@@ -118,13 +118,15 @@ class Request:
         """The parameters and the step."""
         job = self.job
         numels, dims = (job.model.numels(), job.model.dims()) if self.numels is None else (self.numels, None)
-        return Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
+        work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
+        frozen = Workload.uniform(self.frozen, job.itemsize, job.micro_batches) if self.frozen else None
+        return replace(work, frozen=frozen)
 
     @property
     def limit(self) -> int | None:
         """Bytes that a plan may hold on a rank; None if the machine's memory is not known."""
         memory = self.topology.memory_per_rank
-        return None if memory is None else max(0, int(memory * (1 - self.reserve)) - self.taken)
+        return None if memory is None else max(0, int(memory * (1 - self.reserve)))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from zero_topo.topology.model import Topology
 def request_of(engine: Any, topology: Topology) -> Request:
     """What to plan for an engine.
 
-    Shards are those of the trained parameters; DeepSpeed's shards of frozen ones leave less memory. What is in flight,
-    and the step time, are those of a transformer of the model's size (:func:`~zero_topo.cost.transformer.scaled`) with
-    activation checkpointing, since a module does not tell its shape.
+    Shards are those of the model's parameters. What is in flight, and the step time, are those of a transformer of its
+    size (:func:`~zero_topo.cost.transformer.scaled`) with activation checkpointing, since a module does not tell its
+    shape.
 
     Args:
         engine: DeepSpeed's.
@@ -46,5 +46,5 @@ def request_of(engine: Any, topology: Topology) -> Request:
         engine.zero_cpu_offload(),
         engine.fp16_enabled(),
     )
-    taken = sum(numel * size for numel, size in frozen) // topology.world_size
-    return Request(topology, job, tuple(numel for numel, _ in counted), flight=flight, taken=taken)
+    still = tuple(numel for numel, _ in frozen) if trained else ()
+    return Request(topology, job, tuple(numel for numel, _ in counted), flight=flight, frozen=still)
