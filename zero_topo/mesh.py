@@ -27,6 +27,7 @@ import torch.distributed as dist
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 from zero_topo.units import MIB, format_bytes
+from zero_topo.versions import torch_has
 
 NCCL_BUFFER = 4 * MIB
 """Bytes that NCCL holds by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
@@ -191,7 +192,8 @@ def _splitter() -> str | None:
     """
     world: Any = dist.group.WORLD
     device = world.bound_device_id
-    if device is None or not world._get_backend(device).supports_splitting:
+    relied_on = torch_has("torch.distributed.split_group(backend=)", torch.__version__)
+    if device is None or not relied_on or not world._get_backend(device).supports_splitting:
         return None
     known = len(dist.distributed_c10d._world.pg_names)
     extremes = torch.tensor([known, -known], device=device)

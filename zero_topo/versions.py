@@ -36,11 +36,23 @@ SUPPORTED: Mapping[str, Releases] = MappingProxyType(
     }
 )
 
+TORCH_SINCE: Mapping[str, str] = MappingProxyType({"torch.distributed.split_group(backend=)": "2.13"})
+"""What of torch is used only where it is there -> the release from which on it is relied on.
+
+Before, groups are made by ``new_group``: as right, and slower on thousands of GPUs. DeepSpeed's differences are in the
+seam, which alone names its privates.
+"""
+
 
 def release(version: str) -> tuple[int, ...]:
     """``"2.13.0a0+cu130"`` -> (2, 13, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
+
+
+def torch_has(name: str, version: str) -> bool:
+    """Whether a release of torch has what :data:`TORCH_SINCE` names."""
+    return release(version) >= release(TORCH_SINCE[name])
 
 
 def refusal(package: str, version: str) -> str | None:

@@ -18,6 +18,9 @@ from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated, load_preset
+from zero_topo.versions import torch_has
+
+SPLIT = "torch.distributed.split_group(backend=)"
 
 
 def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
@@ -85,6 +88,7 @@ def test_a_hop_that_was_not_asked_for_is_an_error_not_a_new_group() -> None:
         Mesh(Plan(4, 2, None, 4, 4), machine, [(1, 2)]).hop(2, 4)
 
 
+@pytest.mark.skipif(not torch_has(SPLIT, torch.__version__), reason="this torch makes groups one by one")
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
     """On a bound device each ``new_group`` is a collective of the world: 65,864 of them at Frontier's size."""
@@ -101,8 +105,15 @@ def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
         assert "4 communicators" in mesh.words({}) and "created in 4 calls" in mesh.words({})
 
 
-def test_ranks_that_know_unequally_many_groups_do_not_split() -> None:
-    """Torch's name of a split group holds the number of a rank's groups: members would know it by different names."""
+@pytest.mark.parametrize(("unequal", "version"), [(True, torch.__version__), (False, "2.12.1")])
+def test_ranks_that_know_unequally_many_groups_do_not_split(
+    unequal: bool, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's name of a split group holds the number of a rank's groups: members would know it by different names.
+
+    Nor does an older torch split, whose groups may collide or whose ``split_group`` takes no backend.
+    """
+    monkeypatch.setattr(torch, "__version__", version)
     machine = emulated(2, 2, 2)
     plan = Plan.build(machine, ("gpu", "node", "node", "world"))
     made: list[list[int]] = []
@@ -111,7 +122,7 @@ def test_ranks_that_know_unequally_many_groups_do_not_split() -> None:
         made.append(ranks)
         return SplittingGroup(0, len(ranks)) if 3 in ranks else None
 
-    with bound_world(8, 3, unequal=True) as world, patch.object(dist, "new_group", new_group):
+    with bound_world(8, 3, unequal=unequal) as world, patch.object(dist, "new_group", new_group):
         mesh = Mesh(plan, machine, plan.hops())
         assert world.splits == [] and mesh.calls == len(made) == sum(
             len(plan.groups(*pair)) for pair in mesh._hops if 1 < pair[1] // pair[0] < 8

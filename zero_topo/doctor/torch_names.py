@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero_topo.versions import TORCH_SINCE, torch_has
+
 
 def missing(sources: Path = Path(__file__).parent.parent) -> list[str]:
     """Names of torch that are not there, and keywords that its functions do not take.
@@ -21,12 +23,15 @@ def missing(sources: Path = Path(__file__).parent.parent) -> list[str]:
         sources: a directory whose Python files to read.
 
     Returns:
-        Such as ``torch.cuda.no_such_name`` and ``torch.cat(no_such_keyword=)``, sorted.
+        Such as ``torch.cuda.no_such_name`` and ``torch.cat(no_such_keyword=)``, sorted; without what is not used where
+        torch does not have it yet.
     """
     found: set[str] = set()
     for path in sources.rglob("*.py"):
         found |= set(_missing_in(ast.parse(path.read_text(encoding="utf-8"))))
-    return sorted(found)
+    import torch
+
+    return sorted(name for name in found if name not in TORCH_SINCE or torch_has(name, torch.__version__))
 
 
 def _missing_in(tree: ast.Module) -> Iterator[str]:
