@@ -31,9 +31,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed import multi_threaded_pg
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ret_work
 
 from tests.device import naps
 from zero_topo.bench.bare import fake_world
@@ -255,6 +254,7 @@ class SplittingGroup(GROUP):
     options = None
     group_desc = "pretended"
     group_name = ""
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
         super().__init__(rank, size)
@@ -267,15 +267,15 @@ class SplittingGroup(GROUP):
     def _get_backend(self, device: torch.device) -> SplittingGroup:
         return self
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> FakeWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
         """Of the numbers of groups: another rank is in one more, if that is pretended."""
         tensors[0][0] += self.unequal
-        return FakeWork()
+        return ret_work(None)
 
-    def all_gather_single(self, table: torch.Tensor, own: torch.Tensor, options: Any = None) -> FakeWork:
+    def all_gather_single(self, table: torch.Tensor, own: torch.Tensor, options: Any = None) -> dist.Work:
         """All others have what this rank has."""
         table.view(self.size(), -1).copy_(own)
-        return FakeWork()
+        return ret_work(None)
 
     def split_group(self, ranks: list[int], **options: Any) -> SplittingGroup:
         assert options["device_types"] == [torch.device("cuda")]
