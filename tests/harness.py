@@ -254,12 +254,14 @@ class SplittingGroup(GROUP):
     options = None
     group_desc = "pretended"
     group_name = ""
-    _device_types = (torch.device("cpu"), torch.device("cuda"))
+    _device_types: tuple[torch.device, ...] = ()
 
     def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
         super().__init__(rank, size)
         self.splits: list[list[int]] = []
         self.group_name, self.unequal = name, unequal
+        if name == "world":  # torch 2.15 attaches a recorder to a group with devices, which a pretended one has not
+            self._device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def name(self) -> str:
         return "nccl"
