@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Save a run as a universal checkpoint, or take one up under several plans on however many ranks there are.
+"""One run on two, then eight, then four ranks: saved as a universal checkpoint by each, taken up by the next.
 
-Usage: universal.py save DIRECTORY | universal.py load DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the run
--> losses of the steps after the save, and how far its weights right after the load are from those saved.
+Usage: universal.py two | eight | four DIRECTORY. Rank 0 writes DIRECTORY/<verb>.json: name of the run -> losses of its
+steps, and how far its weights right after the load are from those saved.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from tests.launcher.training import Job, advance, block, close, start, weights
 from zero_topo.engine.residual_transfer import carry
 from zero_topo.examples.process import leave
 
-SAVED_AT, STEPS = 2, 4
+STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
+"""The steps that each number of ranks takes."""
 MICRO_BATCHES = 8
 SPARSE = {"mode": "topk_a", "density": 0.05}
+ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
+"""Sends in the first step whatever is owed: losses tell whether it is all there."""
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
-TREES = {"2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
+UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
+TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
 
 
 def batch(step: int, micro: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,103 +52,131 @@ def on(tree: str, scheme: str, **more: Any) -> dict[str, Any]:
 
 def job(zero_topo: dict[str, Any] | None, ds: dict[str, Any]) -> Job:
     """The run; what differs between ranks' numbers is only how many micro-batches each takes."""
-    micro_batches = MICRO_BATCHES // dist.get_world_size()
-    return Job(zero_topo=zero_topo, steps=STEPS, micro_batches=micro_batches, ds=ds, batch=batch)
+    return Job(zero_topo=zero_topo, micro_batches=MICRO_BATCHES // dist.get_world_size(), ds=ds, batch=batch)
 
 
 def resumed(
-    directory: Path, zero_topo: dict[str, Any] | None, ds: dict[str, Any] | None = None, **options: Any
+    directory: Path,
+    zero_topo: dict[str, Any] | None,
+    ds: dict[str, Any] = UNIVERSAL,
+    then: Path | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Take the checkpoint up from other random weights, and train on."""
-    run = job(zero_topo, {**(ds or {}), "checkpoint": {"load_universal": True}})
+    """Take a checkpoint up from other random weights, train this number of ranks' steps, and perhaps save it."""
+    run = job(zero_topo, ds)
     engine = start(run, seed=99)
     engine.load_checkpoint(str(directory), **options)
     saved = torch.load(directory / "weights.pt")
-    different = {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()}
-    losses = advance(run, engine, SAVED_AT, STEPS)
+    found: dict[str, Any] = {
+        "different": {name: float((saved[name] - tensor).abs().max()) for name, tensor in weights(engine).items()},
+        "owed": owed(engine),
+    }
+    found["losses"] = advance(run, engine, *STEPS[sys.argv[1]])
+    if then:
+        found["owes"] = owed(engine)
+        convert(then, engine)
     close(engine)
-    return {"losses": losses, "different": different}
+    return found
 
 
-def unbroken(directory: Path) -> dict[str, Any]:
-    """Train under ``topo``, save and convert half-way, train on."""
-    run = job(on("2x2x2", "topo"), SMALL_SUB_GROUPS)
+def begun(directory: Path, **more: Any) -> dict[str, Any]:
+    """Train on two ranks under ``topo``, save and convert."""
+    run = job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS)
     engine = start(run)
-    advance(run, engine, 0, SAVED_AT)
+    losses = advance(run, engine, *STEPS["two"])
+    found = {"losses": losses, "owes": owed(engine)}
     convert(directory, engine)
-    losses = advance(run, engine, SAVED_AT, STEPS)
     close(engine)
-    return {"losses": losses, "different": {}}
+    return found
+
+
+def unbroken() -> dict[str, Any]:
+    """Stock ZeRO-3 on two ranks, all the way."""
+    run = job(None, SMALL_SUB_GROUPS)
+    engine = start(run)
+    losses = advance(run, engine, 0, STEPS["four"][1])
+    close(engine)
+    return {"losses": losses}
 
 
 def convert(directory: Path, engine: Any) -> None:
-    """Save, and have DeepSpeed make a universal checkpoint of it."""
+    """Save, have DeepSpeed make a universal checkpoint of it, and carry along what sync owes."""
     engine.save_checkpoint(str(directory), tag="half-way")
-    whole = weights(engine)
+    whole, owes = weights(engine), owed(engine)
     if dist.get_rank() == 0:
         torch.save(whole, directory / "weights.pt")
-        folders = {"input_folder": f"{directory}/half-way", "output_folder": f"{directory}/universal"}
+        saved, universal = directory / "half-way", directory / "universal"
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        folders = {"input_folder": str(saved), "output_folder": str(universal)}
         ds_to_universal.main(Namespace(**folders, **options, inject_missing_state=False))
+        if owes is not None:
+            carry(saved, universal)
+    dist.barrier()
 
 
-def sparse(directory: Path) -> dict[str, Any]:
-    """Train with a sparse sync, save, convert, and carry along what it owes."""
-    run = job(on("2x2x2", "topo", sync=SPARSE), SMALL_SUB_GROUPS)
-    engine = start(run)
-    advance(run, engine, 0, SAVED_AT)
-    convert(directory, engine)
-    if dist.get_rank() == 0:
-        carry(directory / "half-way", directory / "universal")
-    total = owed(engine)
-    close(engine)
-    return {"owed": total}
-
-
-def taken_over(directory: Path) -> dict[str, Any]:
-    """What ranks on other nodes owe right after the load."""
-    run = job(on("2x1x2", "topo", sync=SPARSE), {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}})
-    engine = start(run, seed=99)
-    engine.load_checkpoint(str(directory))
-    total = owed(engine)
-    close(engine)
-    return {"owed": total}
-
-
-def owed(engine: Any) -> float:
-    """The sum over all ranks and elements."""
-    total = engine.optimizer.topo.gradients.mode.residual.double().sum().view(1)
+def owed(engine: Any) -> float | None:
+    """What sync owes, summed over all ranks and elements; None where it owes nothing."""
+    topo = getattr(engine.optimizer, "topo", None)
+    residual = getattr(topo and topo.gradients.mode, "residual", None)
+    if residual is None:
+        return None
+    total = residual.double().sum().view(1)
     dist.all_reduce(total)
     return float(total)
 
 
-def save(directory: Path) -> dict[str, Any]:
-    """The unbroken run, and others taken up from it on the same ranks."""
-    (directory / "sparse").mkdir(exist_ok=True)
-    results = {"unbroken": unbroken(directory), "sparse": sparse(directory / "sparse")}
-    dist.barrier()
-    results["stock"] = resumed(directory, None)
-    for scheme in ("hsdp", "zero++", "topo"):
-        results[scheme] = resumed(directory, on("2x2x2", scheme), SMALL_SUB_GROUPS)
+def two(directory: Path) -> dict[str, Any]:
+    """The run that is to be equalled, the one to be taken up, and one whose sync owes something."""
+    results = {"unbroken": unbroken(), "topo": begun(directory / "two/dense")}
+    results["sparse"] = begun(directory / "two/sparse", sync=SPARSE)
+    # on the same ranks, from the ordinary checkpoint: what each rank owes is given back to it
+    run = on("2x1x1", "topo", sync=ALL_OF_IT)
+    results["sends all"] = taken_up_in_place(directory / "two/sparse", run)
     return results
 
 
-def load(directory: Path) -> dict[str, Any]:
-    """The run taken up on other ranks; the last two without optimizer states."""
+def taken_up_in_place(directory: Path, zero_topo: dict[str, Any]) -> dict[str, Any]:
+    """The next two ranks' numbers of steps, on this one's."""
+    run = job(zero_topo, SMALL_SUB_GROUPS)
+    engine = start(run, seed=99)
+    engine.load_checkpoint(str(directory), tag="half-way")
+    losses = advance(run, engine, *STEPS["eight"])
+    close(engine)
+    return {"losses": losses}
+
+
+def eight(directory: Path) -> dict[str, Any]:
+    """What two ranks left, under several schemes on three levels; two of them go on to four ranks."""
+    source, sparse = directory / "two/dense", directory / "two/sparse"
+    results = {"stock": resumed(source, None, {"checkpoint": {"load_universal": True}})}
+    for scheme in ("hsdp", "zero++", "paper"):
+        results[scheme] = resumed(source, on("2x2x2", scheme))
+    results["topo"] = resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")
+    results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
+    results["sparse"] = resumed(sparse, on("2x2x2", "topo", sync=SPARSE), then=directory / "eight/sparse")
+    return results
+
+
+def four(directory: Path) -> dict[str, Any]:
+    """What eight ranks left; the last two without optimizer states."""
+    source = directory / "eight/dense"
+    stock: dict[str, Any] = {"checkpoint": {"load_universal": True}}
+    weights_only: dict[str, Any] = {"load_optimizer_states": False}
     return {
-        "topo": resumed(directory, on("1x2x2", "topo"), SMALL_SUB_GROUPS),
-        "hsdp": resumed(directory, on("2x1x2", "hsdp"), SMALL_SUB_GROUPS),
-        "stock": resumed(directory, None),
-        "hsdp_weights_only": resumed(directory, on("2x1x2", "hsdp"), load_optimizer_states=False),
-        "sparse": taken_over(directory / "sparse"),
-        "stock_weights_only": resumed(directory, None, load_optimizer_states=False),
+        "topo": resumed(source, on("1x2x2", "topo")),
+        "hsdp": resumed(source, on("2x1x2", "hsdp")),
+        "zero++": resumed(source, on("2x1x2", "zero++")),
+        "stock": resumed(source, None, stock),
+        "sparse": resumed(directory / "eight/sparse", on("2x1x2", "topo", sync=SPARSE)),
+        "hsdp_weights_only": resumed(source, on("2x1x2", "hsdp"), stock, **weights_only),
+        "stock_weights_only": resumed(source, None, stock, **weights_only),
     }
 
 
 if __name__ == "__main__":
     gc.freeze()  # torch's modules: engines collect garbage often
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    verbs: dict[str, Callable[[Path], dict[str, Any]]] = {"save": save, "load": load}
+    verbs: dict[str, Callable[[Path], dict[str, Any]]] = {"two": two, "eight": eight, "four": four}
     found = verbs[sys.argv[1]](Path(sys.argv[2]))
     if dist.get_rank() == 0:
         Path(sys.argv[2], f"{sys.argv[1]}.json").write_text(json.dumps(found))
