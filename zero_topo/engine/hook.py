@@ -38,7 +38,8 @@ from zero_topo.engine.parameters import ParameterGathers
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
-from zero_topo.engine.start import agreed, meeting
+from zero_topo.engine.start import agreed, meeting, meeting_place
+from zero_topo.engine.watch import watched
 from zero_topo.sync import OPTIMIZERS, Moment
 
 
@@ -125,6 +126,8 @@ class TopoStage3(GradientHooks):
         self._topo_config = resolved
         self._edits_reach_masters = False
         super().__init__(*args, **kwargs)
+        store = meeting_place()
+        self._watch = watched(store, self.topo.meter) if store else None
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 
@@ -359,6 +362,8 @@ class TopoStage3(GradientHooks):
         )
 
     def destroy(self) -> None:
+        if self._watch:
+            self._watch.close()
         self._beginning.remove()
         self._gathers.release()
         self.topo.settle()  # before anything is taken apart: an exception may have come with collectives under way

@@ -31,13 +31,19 @@ def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(engine: Any, model: Any) -> None:
         has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
         divided = engine.mpu is not None and engine.mpu.get_data_parallel_world_size() < world
-        if not divided and dist.get_backend() not in ("mpi", "fake"):  # which have no store
-            check_blocks(dist.distributed_c10d._get_default_store(), dist.get_rank(), world, has_block)
+        store = meeting_place()
+        if not divided and store is not None:
+            check_blocks(store, dist.get_rank(), world, has_block)
         if has_block:
             agree(_told(engine, model), Seat(socket.gethostname()), engine.device)
         configure(engine, model)
 
     return wrapper
+
+
+def meeting_place() -> dist.Store | None:
+    """The store in which torch's ranks met; two backends have none."""
+    return None if dist.get_backend() in ("mpi", "fake") else dist.distributed_c10d._get_default_store()
 
 
 def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A run that stands still: every rank that lives says who does not answer and where the others wait, in time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from zero_topo.collectives.meter import Meter
+from zero_topo.engine.watch import Patience, Place, Watch, main_thread_place, standstill
+
+PATIENCE = Patience(still_s=0.6)
+IN_TIME_S = 30 * PATIENCE.still_s  # of a busy machine
+
+
+def waiting(rank: int) -> Callable[[], Place]:
+    """Stands in one place."""
+    return lambda: Place(f"in backward of step {7 if rank else 8}, scatter", (rank,))
+
+
+def moving() -> Callable[[], Place]:
+    """Gets on, if slowly."""
+    count = itertools.count()
+    return lambda: Place("in forward of step 7, at data.py:3", (next(count),))
+
+
+@contextmanager
+def watches(places: list[Callable[[], Place] | None]) -> Iterator[tuple[list[Watch], list[list[str]]]]:
+    """Ranks of one store, those with a place; and what each has said."""
+    store = dist.HashStore()
+    said: list[list[str]] = [[] for _ in places]
+    for rank, place in enumerate(places):
+        if place is None:  # came to the start, and was stopped there
+            dist.PrefixStore("zero_topo/watch 1", store).set(f"host {rank}", f"n{rank}")
+    found = [
+        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, PATIENCE)
+        for rank, place in enumerate(places)
+        if place is not None
+    ]
+    try:
+        yield found, said
+    finally:
+        for watch in found:
+            watch.close()
+
+
+def heard(said: list[list[str]], count: int = 1) -> None:
+    """Wait until every rank has said so much."""
+    end = time.monotonic() + IN_TIME_S
+    while any(len(lines) < count for lines in said) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
+    """With its host, in time, once, and with where the others wait: in which phase of which step."""
+    with watches([waiting(0), waiting(1), None, waiting(1)]) as (_, said):
+        heard([said[0], said[1], said[3]])
+        time.sleep(2 * PATIENCE.still_s)
+        lines = said[0]
+        assert len(lines) == 1 and said[1] == said[3] == lines and said[2] == []
+        assert "rank 2 of host n2 did not answer: ended, stopped, or cut off" in lines[0]
+        assert "rank 0: " in lines[0] and "in backward of step 8, scatter" in lines[0]
+
+
+def test_a_slow_rank_is_told_from_one_that_is_gone() -> None:
+    """All answer; the one that still moves is the one that the others wait for."""
+    with watches([waiting(1), moving(), waiting(1)]) as (_, said):
+        heard(said)
+        assert "every rank answers" in said[1][0]
+        assert "rank 1: moves, in forward of step 7, at data.py:3" in said[1][0]
+        assert "did not answer" not in said[0][0]
+
+
+def test_nothing_is_said_while_all_get_on() -> None:
+    """However long."""
+    with watches([moving(), moving()]) as (_, said):
+        time.sleep(3 * PATIENCE.still_s)
+        assert said == [[], []]
+
+
+def test_a_rank_that_left_in_good_order_is_not_missed() -> None:
+    """Its engine was destroyed while another still saves; and that one's own end does not wait for anybody."""
+    with watches([waiting(0), moving()]) as (found, said):
+        found[1].close()
+        heard(said[:1])
+        assert "every rank answers" in said[0][0] and "rank 1" not in said[0][0]
+
+
+def test_a_run_that_goes_on_and_stands_still_again_says_so_again() -> None:
+    """Each time once."""
+    at = [0]
+    with watches([lambda: Place("in step", (at[0],)), moving()]) as (_, said):
+        heard(said)
+        at[0] = 1
+        heard(said, 2)
+        assert [len(lines) for lines in said] == [2, 2]
+
+
+def test_the_end_of_the_store_is_told() -> None:
+    """It is on rank 0; its thread must not die with a traceback instead."""
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
+    said: list[str] = []
+    watch = Watch(client, (1, 2, "n1"), moving(), said.append, PATIENCE)
+    del master
+    heard([said])
+    watch.close()
+    assert said == ["rank 0, which holds the store in which the ranks met, does not answer: it ended or died"]
+
+
+def test_a_place_names_phase_and_the_users_line() -> None:
+    """Of the main thread, seen from another."""
+    meter = Meter()
+    found: list[Place] = []
+    watcher = threading.Thread(target=lambda: found.append(main_thread_place(meter)))
+    with meter.timing("scatter"):
+        watcher.start()
+        watcher.join()
+    assert found[0].words.startswith("in ") and ", scatter, at " in found[0].words
+    assert found[0].moves != main_thread_place(meter).moves
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 75264])
+def test_a_line_stays_short(ranks: int) -> None:
+    """Whatever the number of ranks."""
+    silent = [f"rank {rank} of host n{rank}" for rank in range(ranks)]
+    line = standstill(silent, {"61 s in step": list(range(ranks, 2 * ranks))})
+    assert len(line) < 500 and ("more did not answer" in line) == (ranks > 4)
+    assert Patience().look_s(ranks) * 2 <= Patience().answer_s(ranks)

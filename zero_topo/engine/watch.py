@@ -1,0 +1,205 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""When a run stands still, every rank that can says which ranks do not answer, and where the others wait.
+
+Note [A run that stands still]
+    A rank that is stopped, cut off, or busy elsewhere leaves the others in a collective until the backend's timeout,
+    half an hour by default, and then all fail alike. So a thread of each rank looks now and then where its own main
+    thread is. If that has not moved for long, it asks through the store in which the ranks met; every thread answers,
+    also that of a rank that computes, and one of them tells all what it found. While a run moves, a rank asks the
+    store one question each time it looks, and the more ranks there are the less often it looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from zero_topo.collectives.meter import Meter
+
+logger = logging.getLogger(__name__)
+SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
+"""How long a run may stand still before its ranks ask each other; 0 turns the watch off."""
+LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib")
+METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
+"""Of DeepSpeed's engine; what a user calls."""
+STORE_QUESTIONS_PER_S = 1000.0
+
+
+class Place(NamedTuple):
+    """Where a rank is: ``words`` for the user, and ``moves``, which changes whenever the rank gets on."""
+
+    words: str
+    moves: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a rank may stand still, and that the others have to answer; it looks ``still_s / 6`` apart."""
+
+    still_s: float = 60.0
+
+    def look_s(self, ranks: int) -> float:
+        """Seconds from one look to the next."""
+        return max(self.still_s / 6, ranks / STORE_QUESTIONS_PER_S)
+
+    def answer_s(self, ranks: int) -> float:
+        """Seconds in which every rank that lives has looked."""
+        return 2 * self.look_s(ranks)
+
+
+class Watch:
+    """A thread that looks after one engine's progress on one rank.
+
+    Args:
+        store: in which the ranks met, shared by all.
+        seat: this rank, how many there are, and its host.
+        place: where the main thread is now; called from the watch's thread.
+        say: prints what was found.
+        patience: after how long, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        seat: tuple[int, int, str],
+        place: Callable[[], Place],
+        say: Callable[[str], None],
+        patience: Patience,
+    ) -> None:
+        self._rank, self._ranks, host = seat
+        turn = store.add(f"zero_topo/watched by {self._rank}", 1)
+        self._store = dist.PrefixStore(f"zero_topo/watch {turn}", store)
+        self._store.set(f"host {self._rank}", host)
+        self._place, self._say, self._patience = place, say, patience
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the others know that this rank left in good order."""
+        with suppress(RuntimeError):  # the store went with its rank
+            self._store.set(f"left {self._rank}", "")
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        turn, told, seen, since = 0, False, self._place(), time.monotonic()
+        while not self._closed.wait(self._patience.look_s(self._ranks)):
+            now = self._place()
+            if now.moves != seen.moves:
+                told, since = False, time.monotonic()
+            seen, still = now, time.monotonic() - since
+            try:
+                if still > self._patience.still_s and not told:
+                    self._store.set(f"asked {turn}", "")
+                if self._store.check([f"asked {turn}"]):
+                    self._answer(turn, f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}")
+                    turn, told = turn + 1, True
+            except RuntimeError:
+                self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
+                return
+
+    @property
+    def _look_s(self) -> float:
+        return 1.5 * self._patience.look_s(self._ranks)
+
+    def _answer(self, turn: int, words: str) -> None:
+        """Say where this rank is, wait for the others' answers, and print what one of them makes of all."""
+        answers = dist.PrefixStore(f"{turn}", self._store)
+        answers.set(f"{self._rank}", words)
+        self._closed.wait(self._patience.answer_s(self._ranks))
+        if answers.add("tellers", 1) == 1:
+            answers.set("told", self._verdict(answers))
+        while not answers.check(["told"]) and not self._closed.wait(0.05):
+            pass
+        if not self._closed.is_set():
+            self._say(answers.get("told").decode())
+
+    def _verdict(self, answers: dist.Store) -> str:
+        places: dict[str, list[int]] = {}
+        silent = []
+        for rank in range(self._ranks):
+            if answers.check([f"{rank}"]):
+                places.setdefault(answers.get(f"{rank}").decode(), []).append(rank)
+            elif not self._store.check([f"left {rank}"]):
+                silent.append(f"rank {rank} of host {self._store.get(f'host {rank}').decode()}")
+        return standstill(silent, places)
+
+
+def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:
+    """What to say of a run that stands still.
+
+    Args:
+        silent: ranks that did not answer, with their hosts.
+        places: where the others are -> these.
+        most: ranks and places that are named.
+    """
+    shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
+    where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
+    if not silent:
+        return f"the run stands still, and every rank answers; {where}"
+    more = f" and {len(silent) - most} more" if len(silent) > most else ""
+    return (
+        f"the run stands still: {', '.join(silent[:most])}{more} did not answer: ended, stopped, or cut off from the "
+        f"network; look at it there. {where}"
+    )
+
+
+def _named(ranks: list[int], most: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"ranks {', '.join(map(str, ranks[:most]))}{more}"
+
+
+def watched(store: dist.Store, meter: Meter) -> Watch | None:
+    """The watch of the engine with this meter, among the ranks that met in a store; None where it is turned off.
+
+    Raises:
+        ValueError: if ``ZERO_TOPO_WATCH_S`` is no number of seconds.
+    """
+    said = os.environ.get(SECONDS_VARIABLE, str(Patience.still_s))
+    still_s = float(said) if re.fullmatch(r"\d{1,9}(\.\d{0,9})?", said) else -1.0
+    if still_s < 0:
+        raise ValueError(f"{SECONDS_VARIABLE} = {said!r}: give seconds, such as 60, or 0 for no watch")
+    if not still_s or dist.get_world_size() == 1:
+        return None
+    seat = dist.get_rank(), dist.get_world_size(), socket.gethostname()
+    return Watch(store, seat, partial(main_thread_place, meter), _say, Patience(still_s))
+
+
+def _say(found: str) -> None:
+    logger.warning("zero_topo: %s", found)
+
+
+def main_thread_place(meter: Meter) -> Place:
+    """Where the main thread is: the engine's method, our phase, and the line of the user's script."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
+    while frame is not None:
+        if frame.f_code.co_name in METHODS and frame.f_globals.get("__name__") == "deepspeed.runtime.engine":
+            method = frame.f_code.co_name
+        line = line or _users_line(frame)
+        frame = frame.f_back
+    phase = meter.phase()
+    words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
+    return Place(words, (words, *innermost, sum(list(meter.calls.values()))))
+
+
+def _users_line(frame: FrameType) -> str:
+    name = str(frame.f_globals.get("__name__", ""))
+    return "" if name.split(".")[0] in LIBRARIES else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
