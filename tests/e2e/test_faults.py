@@ -1,0 +1,115 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A rank dies, stops or is slow: the other says so in time, and a restart goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, Launch, LaunchSettings, launch
+
+PROGRAM = ROOT / "tests/e2e/programs/faults.py"
+TIMEOUT_S = 240.0
+WATCH_S = 3.0
+TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
+KILLED = ("forward", "backward", "gather_forward", "scatter", "sync", "publish", "save")
+OFTEN = ("sync", "save")
+Steps = dict[int, list[Any]]
+
+
+def run(folder: Path, kind: str, phase: str) -> Launch:
+    """Two ranks in the folder; what they wrote there before is taken up."""
+    folder.mkdir(exist_ok=True)
+    words = [str(PROGRAM), str(folder), kind, phase, TREE.get(phase, "dies")]
+    logs = folder / f"logs {len(list(folder.glob('logs*')))}"
+    env = {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
+    return launch(words, LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=["deepspeed", "zero_topo"]))
+
+
+def steps(folder: Path) -> Steps:
+    """Loss and digest of the weights after each step, of the last run that took it."""
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return {step: bits for step, *bits in map(json.loads, lines)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
+    """By tree, the run that nothing happens to."""
+    found = {}
+    for phase, tree in (("forward", "dies"), ("sync", "nodes")):
+        folder = tmp_path_factory.mktemp(tree)
+        done = run(folder, "none", phase)
+        assert done.returncode == 0, done.tails()
+        found[tree] = steps(folder)
+    return found
+
+
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.long) for p in KILLED])
+def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
+    phase: str, tmp_path: Path, undisturbed: dict[str, Steps]
+) -> None:
+    """The launch ends by itself with its signal, in time; what the restart computes are the bits of a whole run."""
+    done = run(tmp_path, "killed", phase)
+    assert (done.returncode, done.timed_out) == (128 + signal.SIGKILL, False), done.tails()
+    assert len(steps(tmp_path)) < len(undisturbed["dies"])
+    again = run(tmp_path, "none", phase)
+    assert again.returncode == 0, again.tails()
+    assert steps(tmp_path) == undisturbed[TREE.get(phase, "dies")]
+
+
+def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed: dict[str, Steps]) -> None:
+    """It is skipped on both, training goes on, and so does a restart from the checkpoint before it, bit for bit."""
+    done = run(tmp_path, "nan", "forward")
+    assert done.returncode == 0, done.tails()
+    found = steps(tmp_path)
+    assert [math.isnan(loss) for loss, _ in found.values()] == [False, False, False, True, False]
+    assert found[3][1] == found[2][1] and found[4][1] != found[3][1]
+    (tmp_path / "latest").write_text("global_step2")
+    again = run(tmp_path, "none", "forward")
+    assert again.returncode == 0, again.tails()
+    assert steps(tmp_path) == undisturbed["dies"]
+
+
+def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:
+    """With where the other waits; once it goes on, so does the run."""
+    said: list[float] = []
+
+    def wake() -> None:
+        """After the survivor has said it, as somebody who looked there would."""
+        end = time.monotonic() + TIMEOUT_S / 2
+        faulty = tmp_path / "faulty"
+        while not (
+            faulty.exists() and "did not answer" in "".join(p.read_text() for p in tmp_path.glob("logs*/*rank0*"))
+        ):
+            time.sleep(0.2)
+            if time.monotonic() > end:
+                break
+        else:
+            said.append(time.time() - faulty.stat().st_mtime)
+        os.kill(int(faulty.read_text()), signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    done = run(tmp_path, "stopped", "backward")
+    thread.join()
+    assert done.returncode == 0, done.tails()
+    assert said and said[0] < 20 * WATCH_S, "in time, on a busy machine"
+    (line,) = [line for line in done.log(0).splitlines() if "did not answer" in line]
+    assert "rank 1 of host" in line and "rank 0: " in line and "of step 3" in line
+
+
+def test_a_slow_rank_is_told_from_a_dead_one(tmp_path: Path) -> None:
+    """Both say where it is, and the run goes on to its end."""
+    done = run(tmp_path, "slow", "forward")
+    assert done.returncode == 0, done.tails()
+    for rank in (0, 1):
+        assert "every rank answers" in done.log(rank) and "did not answer" not in done.log(rank)
+        assert "faults.py:" in done.log(rank)
