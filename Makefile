@@ -39,7 +39,7 @@ export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 help:
 	@echo 'make demo                    train the example on 8 ranks of this CPU, then print its report (ARGS="--steps 50")'
 	@echo 'make test                    ruff, mypy and every test that does not take long'
-	@echo 'make test-long               those that do: trainings, Hugging Face, Lightning, Slurm; more examples of each property'
+	@echo 'make test-long               those that do: trainings, frameworks, the whole matrix of features; more examples'
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
@@ -131,6 +131,7 @@ test-programs: unlock ops
 test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) -m long tests/e2e
+	python -m tests.matrix
 
 test-fast: ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal tests/unit tests/ranks

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.launching import Launch, LaunchSettings, launch
 
+CELLS_VARIABLE = "ZERO_TOPO_CELLS"
+"""Names the file to which rank 0 adds each cell of the matrix of features and schemes, as a line of JSON."""
 TEST_TIMEOUT_S = 240.0
 """Seconds one launcher test may take; then every rank prints its stacks and the launch ends."""
 

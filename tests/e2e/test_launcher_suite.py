@@ -30,11 +30,12 @@ def test_launcher_suite(
 ) -> None:
     """Every test in tests/launcher passes on every rank, and the launch ends by itself with exit code 0.
 
-    Those that need three levels run under the launcher on eight ranks, the others on four that are forked.
+    Those that need three levels run under the launcher on eight ranks, the others on four that are forked; what is
+    long only where it is asked for.
     """
     option = request.config.getoption
     selection, forked = option("--launcher-k"), ("pytest", "deepspeed", "zero_topo")
-    words = ["-k", selection] if selection else ["-m", "eight_ranks" if ranks == 8 else "not eight_ranks"]
+    words = ["-k", selection] if selection else ["-m", "eight_ranks" if ranks == 8 else "not eight_ranks and not long"]
     settings = LaunchSettings(
         log_dir=tmp_path / "launch",
         world_size=ranks,

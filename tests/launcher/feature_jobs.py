@@ -1,41 +1,46 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What models and callers do: odd parameters, recomputation, edits, groups, offload. As under stock ZeRO-3, in FP32.
-
-Where stock ZeRO-3 itself is wrong the yardstick is plain torch, and the test says so.
-"""
+"""Trainings that each use one feature of ZeRO-3, under any block or none: the rows of `tests.launcher.features`."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from torch import Tensor, nn
 
-from tests.launcher.models import (
-    SMALL,
-    Branching,
-    Checkpointed,
-    Tied,
-    Tiny,
-    TwiceUsed,
-    adapted,
-    partly_frozen,
-    tied_and_adapted,
-)
-from tests.launcher.parity import Case, Result, assert_equal, assert_parity, in_plain_torch, run, stock
-from tests.launcher.training import Job, block, largest_difference, mse, train
+from tests.device import DEVICE
+from tests.launcher import checkpoints
+from tests.launcher.models import SMALL, Branching, Nested, Tiny, TwiceUsed
+from tests.launcher.parity import Result, in_plain_torch, run
+from tests.launcher.training import Job, Net, advance, batch, ds_config, mse, running, weights
+from zero_topo.collectives.wire import DTYPES
 
+Block = dict[str, Any] | None
 STEPS = 6
-CAPTURED = ("topo", "zero++")
-"""zero++ keeps in the secondary what forward gathers brought: also where forward and backward gathers do not pair."""
-MASTERS = ("topo", "hsdp")
-"""hsdp has masters of its own."""
-ALL = ("topo", "hsdp", "zero++")
+OVERFLOWS = (1, 4)
 
 
 def zero(**keys: Any) -> dict[str, Any]:
@@ -43,52 +48,52 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
-@cache
-def twice_used_in_torch() -> Result:
-    return in_plain_torch(Job(model=partial(TwiceUsed, False), steps=STEPS), lambda model, x, step, micro: model(x))
+def small(**more: Any) -> Job:
+    """The usual run of the small network."""
+    return Job(model=SMALL, steps=STEPS, **more)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "bucket", "scheme"),
-    [(True, 60, "topo"), (True, 60, "zero++"), (True, 2000, "topo"), (True, 2000, "hsdp"), (False, 2000, "zero++")],
-)
-def test_parameter_used_inside_and_outside_a_checkpointed_region(reentrant: bool, bucket: int, scheme: str) -> None:
-    """A reentrant backward pass delivers such a gradient in two parts, which must be added.
+# -- where stock ZeRO-3 is wrong, and plain torch says what is right ---------------------------------------------------
 
-    Stock ZeRO-3 fails here: it keeps the last part only if the bucket went out in between, and raises AssertionError
-    if not. Compared with plain torch.
+
+def twice_used(zero_topo: Block) -> Result:
+    """A reentrant backward pass delivers such a gradient in two parts, before or after its bucket went out.
+
+    Stock ZeRO-3 keeps the last part only if the bucket went out in between, and raises AssertionError if not.
     """
-    ds = {"zero_optimization": {"reduce_bucket_size": bucket}}
-    mine = run(Job(model=partial(TwiceUsed, reentrant), steps=STEPS, ds=ds, zero_topo=block(scheme)))
-    assert_equal(mine, twice_used_in_torch())
+    job = Job(model=partial(TwiceUsed, True), steps=STEPS, zero_topo=zero_topo)
+    before, after = (run(replace(job, ds=zero(reduce_bucket_size=size))) for size in (2000, 60))
+    return replace(before, seen=[after.losses, after.weights])
+
+
+def twice_used_in_torch() -> Result:
+    """The same without recomputation, by one process."""
+    job = Job(model=partial(TwiceUsed, False), steps=STEPS)
+    found = in_plain_torch(job, lambda model, x, step, micro: model(x))
+    return replace(found, seen=[found.losses, found.weights])
 
 
 def branch(step: int, micro: int) -> str:
+    """Which branches a micro-batch takes, on every rank."""
     return ("left right", "left", "right")[(step + micro) % 3]
 
 
 def branching(micro_batches: int) -> Job:
+    """A parameter has no gradient in some steps or micro-batches."""
+
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         output = engine(x, branch(*divmod(engine.micro_steps, micro_batches)))
-        return torch.nn.functional.mse_loss(output, y)
+        return torch.nn.functional.mse_loss(output.float(), y.float())
 
     return Job(model=Branching, steps=STEPS, micro_batches=micro_batches, loss=loss)
 
 
-@cache
 def branching_in_torch(micro_batches: int) -> Result:
+    """Such a gradient is zero. Stock's buffer is overwritten, never zeroed: it takes the last step's once more."""
     return in_plain_torch(branching(micro_batches), lambda model, x, step, micro: model(x, branch(step, micro)))
 
 
-@pytest.mark.parametrize(("scheme", "micro_batches"), [("topo", 1), ("hsdp", 2), ("topo", 2)])
-def test_parameter_unused_in_some_steps(micro_batches: int, scheme: str) -> None:
-    """Its gradient is zero in those steps.
-
-    Stock ZeRO-3 is wrong here: its gradient buffer is overwritten, never zeroed, so a parameter without a gradient in
-    the (first micro-batch of the) step takes the last step's once more. Compared with plain torch, one process that
-    sees every rank's data and gives such a parameter a zero gradient.
-    """
-    assert_equal(run(branching(micro_batches).under(block(scheme))), branching_in_torch(micro_batches))
+# -- the caller between passes -----------------------------------------------------------------------------------------
 
 
 def edit(engine: Any, step: int) -> None:
@@ -103,21 +108,35 @@ def edit(engine: Any, step: int) -> None:
 
 
 def edited(dtype: str = "fp32") -> Job:
-    return Job(model=SMALL, steps=STEPS, each_step=edit, dtype=dtype)
+    """An edit reaches every copy of the weights; the step after it returns to the masters' values."""
+    return small(each_step=edit, dtype=dtype)
 
 
-def sharded_from_the_start() -> Job:
-    return Job(model=SMALL, steps=STEPS, zero_init=True)
+def edited_masters(zero_topo: Block) -> Result:
+    """The weights are the masters, as DeepSpeed has it for an FP32 model's where their device equals the accelerator's.
+
+    The latter is mostly a string, and the edit does not last.
+    """
+    with patch.object(get_accelerator(), "current_device_name", lambda: torch.device("cpu")):
+        return run(edited().under(zero_topo))
 
 
 def edited_before_backward() -> Job:
+    """Backward reads the edited weights, not copies of what forward read."""
+
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
         value = mse(engine, x, y)
         edit(engine, engine.global_steps)
         return value
 
     # a parameter fetched ahead for the backward pass cannot be gathered by the user, in stock neither
-    return Job(model=SMALL, steps=5, loss=loss, ds=zero(stage3_prefetch_bucket_size=0))
+    return small(loss=loss, ds=zero(stage3_prefetch_bucket_size=0))
+
+
+def read() -> Job:
+    """Every parameter, whole, before every step."""
+    seen: list[Any] = []
+    return small(seen=seen, each_step=lambda engine, step: seen.append(weights(engine)))
 
 
 def discarding() -> Job:
@@ -130,131 +149,18 @@ def discarding() -> Job:
                 engine.optimizer.zero_grad()
         return mse(engine, x, y)
 
-    return Job(model=SMALL, steps=STEPS, micro_batches=2, loss=loss)
+    return small(micro_batches=2, loss=loss)
 
 
-def matrices_and_vectors(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    return [
-        {"params": [p for p in params if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.3},
-        {"params": [p for p in params if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
-    ]
-
-
-def grouped(**ds: Any) -> Job:
-    return Job(model=SMALL, steps=STEPS, groups=matrices_and_vectors, ds=ds)
-
-
-def evaluate(engine: Any, step: int) -> None:
-    """A forward pass between steps."""
-    engine.eval()
-    with torch.no_grad():
-        engine(torch.full((4, 11), step / 10))
-    engine.train()
-
-
-FAR_AHEAD = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**9}
-WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": [1e-2, 2e-3], "warmup_num_steps": 4, "warmup_type": "linear"}
-LIKE_STOCK: dict[str, tuple[Case, tuple[str, ...]]] = {
-    # embedding and head share one parameter: gathered for either, one gradient
-    "tied": (lambda: Job(model=Tied, steps=STEPS), CAPTURED),
-    # a whole module, a bias only, a weight only: they stay as they are and the others learn
-    "frozen": (lambda: Job(model=partly_frozen, steps=STEPS), ALL),
-    # all but adapters; an embedding that is the head too
-    "adapters": (lambda: Job(model=adapted, steps=STEPS, micro_batches=2, each_step=evaluate), ALL),
-    "tied and frozen": (lambda: Job(model=tied_and_adapted, steps=STEPS, each_step=evaluate), CAPTURED),
-    # 1, 3, 5, 7 and 9 elements: ranks that hold only padding take part in everything
-    "tiny": (lambda: Job(model=Tiny, steps=STEPS), ALL),
-    # the backward pass is many small ones; recomputation gathers from the copy that backward reads
-    "recomputed": (lambda: Job(model=partial(Checkpointed, True), steps=STEPS), CAPTURED),
-    "recomputed without reentry": (lambda: Job(model=partial(Checkpointed, False), steps=STEPS), CAPTURED),
-    # parameters partitioned as they are built are adopted as they are
-    "sharded from the start": (sharded_from_the_start, MASTERS),
-    # an edit reaches every copy of the weights; the step after it returns to the masters' values
-    "edited": (edited, ALL),
-    # backward reads the edited weights, not copies of what forward read
-    "edited before backward": (edited_before_backward, ALL),
-    # each group keeps its own weight decay, and the learning rate that the scheduler gives it
-    "grouped and scheduled": (lambda: grouped(scheduler={"type": "WarmupLR", "params": WARMUP}), MASTERS),
-    # the optimizer steps through slices of the shard, one after the other; and with everything on one stream
-    "in sub-groups": (lambda: grouped(**zero(sub_group_size=20, overlap_comm=False)), MASTERS),
-    # below the persistence threshold: never partitioned, whole and new after each step
-    "resident": (lambda: Job(model=SMALL, steps=STEPS, ds=zero(stage3_param_persistence_threshold=10**6)), ALL),
-    # large prefetch buckets and reuse distances, as by default: a kept parameter is not a stale one
-    "far ahead": (
-        lambda: Job(
-            model=SMALL,
-            steps=STEPS,
-            micro_batches=2,
-            ds=zero(stage3_param_persistence_threshold=20, stage3_max_live_parameters=10**9, **FAR_AHEAD),
-        ),
-        CAPTURED,
-    ),
-    # `zero_grad` of the optimizer forgets what was accumulated, that of the engine does not
-    "discarded": (discarding, MASTERS),
-    # masters and states on the host, the gradient shard on the accelerator
-    "offloaded": (
-        lambda: Job(
-            model=SMALL,
-            steps=STEPS,
-            micro_batches=2,
-            ds={
-                **zero(offload_optimizer={"device": "cpu"}, sub_group_size=20),
-                "zero_force_ds_cpu_optimizer": False,
-            },
-        ),
-        MASTERS,
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "scheme"), [(case, s) for case, (_, schemes) in LIKE_STOCK.items() for s in schemes])
-def test_it_trains_as_under_stock_zero3(case: str, scheme: str) -> None:
-    """Losses and weights, whatever the model or the caller does."""
-    assert_parity(LIKE_STOCK[case][0], scheme)
-
-
-def test_an_edit_changes_the_run() -> None:
-    """Else its parity would say nothing."""
-    assert largest_difference(stock(edited).losses, stock(sharded_from_the_start).losses) > 0.01
-
-
-def edited_with_masters() -> Job:
-    return edited()
-
-
-@pytest.mark.parametrize("scheme", ALL)
-def test_edit_of_gathered_parameters_that_are_the_masters(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edit of such weights stays, as in stock; where ours are separate (several rows per rank), they follow.
-
-    DeepSpeed makes an FP32 model's weights its masters where their device equals the accelerator's, mostly a string.
-    """
-    with monkeypatch.context() as patch:
-        patch.setattr(get_accelerator(), "current_device_name", lambda: torch.device("cpu"))
-        assert_parity(edited_with_masters, scheme)
-    assert largest_difference(stock(edited_with_masters).losses, stock(edited).losses) > 0.01
-
-
-@cache
-def edited_in_bf16() -> list[float]:
-    return train(edited("bf16"))
-
-
-@pytest.mark.eight_ranks  # with half the samples BF16 parts from stock by more
-@pytest.mark.parametrize("scheme", ALL)
-def test_edit_of_gathered_parameters_in_bf16(scheme: str) -> None:
-    """The same where the masters have another precision."""
-    mine = train(edited("bf16").under(block(scheme)))
-    assert largest_difference(mine, edited_in_bf16()) <= 3e-3
-
-
-def evaluating(seen: list[float]) -> Job:
-    """Evaluates before every step, and before the second micro-batch of every step."""
+def evaluating() -> Job:
+    """Forward passes without gradients, before every step and inside it, see the new weights and leave nothing."""
+    seen: list[Any] = []
 
     def evaluate(engine: Any, step: int) -> None:
         engine.eval()
         with torch.no_grad():
-            seen.append(float(mse(engine, torch.full((4, 11), step / 10), torch.zeros(4, 5))))
+            dtype = next(engine.module.parameters()).dtype
+            seen.append(float(mse(engine, torch.full((4, 11), step / 10, dtype=dtype), torch.zeros(4, 5))))
         engine.train()
 
     def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -262,20 +168,198 @@ def evaluating(seen: list[float]) -> Job:
             evaluate(engine, engine.global_steps)
         return mse(engine, x, y)
 
-    return Job(model=SMALL, steps=5, micro_batches=2, loss=loss, each_step=evaluate)
+    return small(micro_batches=2, loss=loss, each_step=evaluate, seen=seen)
 
 
-@cache
-def stock_evaluating() -> tuple[Result, list[float]]:
-    seen: list[float] = []
-    return run(evaluating(seen)), seen
+def generating() -> Job:
+    """Between steps the model's outputs become its inputs, four times."""
+    seen: list[Any] = []
+
+    def generate(engine: Any, step: int) -> None:
+        engine.eval()
+        x, _ = batch(step, 7, torch.float32)
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.cat([x[:, 5:], engine(x.to(DEVICE)).cpu()], 1)
+        engine.train()
+        seen.append(x)
+
+    return small(each_step=generate, seen=seen)
 
 
-@pytest.mark.parametrize("scheme", CAPTURED)
-def test_evaluation_within_training(scheme: str) -> None:
-    """Forward passes without gradients see the new weights and leave nothing behind."""
-    seen: list[float] = []
-    mine = run(evaluating(seen).under(block(scheme)))
-    expected, expected_seen = stock_evaluating()
-    assert_equal(mine, expected)
-    assert largest_difference(seen, expected_seen) <= 1e-5
+def edit_states(engine: Any, step: int) -> None:
+    """Between backward and step: one kind of edit per step."""
+    weight, bias = engine.module.blocks[0][1].weight, engine.module.blocks[0][1].bias
+    own = torch.ones(bias.ds_numel // dist.get_world_size())
+    if step == 0:
+        safe_update_full_grad_vectorized([weight, bias], lambda grad, param: grad * 3 - 0.1)
+    elif step == 1:
+        safe_set_full_grad(weight, torch.linspace(-1, 1, weight.ds_numel))
+        safe_set_local_grad(bias, own * 0.1 * dist.get_rank())
+    elif step == 2:
+        safe_set_full_fp32_param(weight, 2 * safe_get_full_fp32_param(weight))
+        safe_set_local_fp32_param(bias, own * 0.01 * dist.get_rank())
+    elif step == 3:
+        safe_set_full_optimizer_state(weight, torch.full((weight.ds_numel,), 0.5), "exp_avg_sq")
+        safe_set_local_optimizer_state(bias, own * 0.01 * dist.get_rank(), "exp_avg")
+
+
+def see_states(engine: Any, step: int) -> list[Tensor]:
+    """Copies of gradients, masters and states, whole and local, of a matrix, a norm and an odd-sized bias."""
+    seen = []
+    for param in (engine.module.blocks[0][1].weight, engine.module.blocks[1][0].weight, engine.module.out.bias):
+        local = [safe_get_local_grad(param), safe_get_local_fp32_param(param)]
+        seen += [safe_get_full_grad(param), safe_get_full_fp32_param(param)]
+        if step:
+            local += [safe_get_local_optimizer_state(param, "exp_avg_sq")]
+            seen += [safe_get_full_optimizer_state(param, "exp_avg")]
+        width = local[0].numel()
+        held = max(0, param.ds_numel - dist.get_rank() * width)  # beyond it, stock leaves what was in memory
+        seen += [tensor[:held] for tensor in local]
+    return [tensor.detach().float().clone() for tensor in seen]
+
+
+def with_states(zero_topo: Block, dtype: str = "fp32") -> Result:
+    """Two micro-batches per step, looking after each; edits after the second, and one between steps."""
+    job = Job(model=partial(Net, width=16, depth=2), zero_topo=zero_topo, micro_batches=2, dtype=dtype)
+    seen, losses = [], []
+    with running(job) as engine:
+        for step in range(6):
+            for micro in range(2):
+                x, y = batch(step, micro, DTYPES[dtype])
+                loss = mse(engine, x, y)
+                engine.backward(loss)
+                seen += see_states(engine, step)
+                if micro:
+                    edit_states(engine, step)
+                    seen += see_states(engine, step)
+                engine.step()
+                losses.append(float(loss))
+            if step == 4:
+                bias = engine.module.out.bias
+                safe_set_local_fp32_param(bias, torch.ones_like(safe_get_local_fp32_param(bias)))
+        return Result(losses, weights(engine), seen)
+
+
+def with_no_sync() -> Job:
+    """Accumulates under ``engine.no_sync()``."""
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        with engine.no_sync():
+            return mse(engine, x, y)
+
+    return small(micro_batches=2, loss=loss)
+
+
+def autocast() -> Job:
+    """The forward pass inside the caller's ``torch.autocast``."""
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return mse(engine, x, y)
+
+    return small(loss=loss)
+
+
+# -- optimizers and precisions -----------------------------------------------------------------------------------------
+
+
+def matrices_and_vectors(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with a learning rate and a weight decay of their own."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "lr": 1e-2, "weight_decay": 0.3},
+        {"params": [p for p in params if p.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def clients() -> Job:
+    """Optimizer and scheduler are objects of the caller's."""
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    optimizer = partial(torch.optim.RMSprop, lr=5e-3)
+    return small(optimizer=optimizer, scheduler=scheduler, ds={"zero_allow_untested_optimizer": True})
+
+
+def overflowing(zero_topo: Block) -> Result:
+    """FP16, which torch computes on any CPU, if slowly; in two steps one rank's gradients overflow.
+
+    Such a step is skipped on every rank: seen are loss scale, skipped steps, and after each step a master.
+    """
+    seen: list[Any] = []
+
+    def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+        output = engine(x)
+        if engine.global_steps in OVERFLOWS and engine.micro_steps % 2 == 0 and dist.get_rank() == 3:
+            output.register_hook(lambda grad: grad * float("inf"))
+        return nn.functional.mse_loss(output.float(), y.float())
+
+    def record(engine: Any, step: int) -> None:
+        seen.append([float(engine.optimizer.cur_scale), engine.skipped_steps])
+        seen.append(safe_get_full_fp32_param(engine.module.blocks[0][1].weight))
+
+    scaling = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    with patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
+        job = small(micro_batches=2, dtype="fp16", loss=loss, after_step=record, ds={"fp16": scaling}, seen=seen)
+        found = run(job.under(zero_topo))
+    for step in OVERFLOWS:
+        assert torch.equal(seen[2 * step + 1], seen[2 * step - 1]), "a skipped step changed a weight"
+    assert seen[-2][1] == len(OVERFLOWS)
+    return found
+
+
+# -- engines: how they begin and end -----------------------------------------------------------------------------------
+
+
+def nested(zero_topo: Block) -> Result:
+    """A model built under ``zero.Init``, part of it under one more."""
+    job = Job(steps=STEPS, zero_topo=zero_topo, zero_init=True)
+    return run(replace(job, model=partial(Nested, ds_config(job))))
+
+
+def two_engines(zero_topo: Block) -> Result:
+    """Two models train in turns."""
+    one, two = small(zero_topo=zero_topo), Job(model=Tiny, zero_topo=zero_topo)
+    with running(one) as first, running(two) as second:
+        losses = [
+            loss
+            for step in range(STEPS)
+            for job, engine in ((one, first), (two, second))
+            for loss in advance(job, engine, step, step + 1)
+        ]
+        return Result(losses, weights(first), [weights(second)])
+
+
+def started_again(zero_topo: Block) -> Result:
+    """An engine destroyed after three steps, another one made of the weights it had."""
+
+    def model() -> nn.Module:
+        net = SMALL()
+        net.load_state_dict(kept)
+        return net
+
+    job = small(zero_topo=zero_topo)
+    with running(job) as engine:
+        losses, kept = advance(job, engine, 0, 3), weights(engine)
+    with running(replace(job, model=model)) as engine:
+        return Result(losses + advance(job, engine, 3, STEPS), weights(engine))
+
+
+def resumed(zero_topo: Block) -> Result:
+    """Saved half-way, loaded by an engine of other weights."""
+    job = checkpoints.job(zero_topo)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    with tempfile.TemporaryDirectory() as own:
+        path = Path(folder[0] or own)
+        saved = checkpoints.save(job, path)
+        with checkpoints.loaded(job, path) as engine:
+            losses = advance(job, engine, checkpoints.SAVED_AT, job.steps)
+            return Result([*saved.losses, *losses], weights(engine))
+
+
+def offloading_states(zero_topo: Block) -> Result:
+    """To the host, between two steps."""
+    return run(small(each_step=lambda engine, step: engine.offload_states(), zero_topo=zero_topo))

@@ -7,7 +7,9 @@ All take ``[batch, 11]`` inputs and give ``[batch, 5]`` outputs, as `tests.launc
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -125,6 +127,92 @@ def tied_and_adapted() -> Tied:
     net = Tied(64)
     net.requires_grad_(False)
     net.mix = Adapter(net.mix)  # type: ignore[assignment]
+    return net
+
+
+class Scalar(Tiny):
+    """A parameter of no dimension beside the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+class Experts(nn.Module):
+    """Each sample goes through one of three layers: on a rank, in a batch, some get none, and no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index, layer in enumerate(self.layers):
+            rows = chosen == index
+            if rows.any():
+                out = out.index_add(0, rows.nonzero()[:, 0], torch.tanh(layer(x[rows])))
+        return out
+
+
+class Routed(nn.Module):
+    """Experts, a leaf for ZeRO-3: gathered together, and reduced together whether they were used or not."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.inp = nn.Linear(11, width)
+        self.experts = Experts(width)
+        self.out = nn.Linear(width, 5)
+        deepspeed.utils.set_z3_leaf_modules(self, [Experts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inp(x))
+        return self.out(h + self.experts(h, (2 * x[:, 0].abs()).long().clamp(0, 2)))
+
+
+class External(Net):
+    """Uses parameters of two of its modules itself: one registered with ZeRO-3, one that it finds out about."""
+
+    def __init__(self) -> None:
+        super().__init__(width=13, depth=2)
+        self.first = nn.Linear(13, 13)
+        deepspeed.zero.register_external_parameter(self, self.inp.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.linear(x, self.inp.weight, self.first.bias)
+        return self.out(x + torch.tanh(self.blocks[1](torch.tanh(self.first(x)))))
+
+
+class Nested(Net):
+    """A part is built under a ``deepspeed.zero.Init`` of its own, inside that of the whole."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(width=13, depth=1)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            self.blocks.append(nn.Sequential(nn.LayerNorm(13), nn.Linear(13, 13)))
+        self.out = nn.Linear(13, 5)
+
+
+def hooked() -> Net:
+    """Hooks of modules change inputs, outputs and gradients, those of a parameter its gradient."""
+
+    def amplify(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(3.0 * grad for grad in inputs)
+
+    net = SMALL()
+    net.inp.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+    net.blocks[0].register_forward_hook(lambda module, args, output: 1.5 * output)
+    net.out.register_full_backward_hook(amplify)
+    net.blocks.get_parameter("1.1.weight").register_hook(lambda grad: -2.0 * grad)
+    return net
+
+
+def with_leaves() -> Net:
+    """Each block is gathered as a whole."""
+    net = SMALL()
+    deepspeed.utils.set_z3_leaf_modules(net, [nn.Sequential])
     return net
 
 

@@ -4,48 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.launcher.training import Job, advance, batch, block, running, weights
-
-Case = Callable[[], Job]
+from tests.launcher.training import Job, advance, batch, running, weights
 
 
 @dataclass(frozen=True)
 class Result:
-    """Losses of a run, one per step, and its final weights by name."""
+    """Losses of a run, one per step, its final weights by name, and what else its job has seen on the way."""
 
     losses: list[float]
     weights: dict[str, Tensor]
+    seen: list[Any] = field(default_factory=list)
 
 
 def run(job: Job) -> Result:
     """Train a job and gather its weights."""
     with running(job) as engine:
-        return Result(advance(job, engine, 0, job.steps), weights(engine))
-
-
-@cache
-def stock(case: Case) -> Result:
-    """A case under stock ZeRO-3; run once, on every rank alike."""
-    return run(case())
+        return Result(advance(job, engine, 0, job.steps), weights(engine), job.seen)
 
 
 def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> None:
-    """Losses and weights, each within ``tolerance`` of the expected (relative where that is above 1)."""
+    """Losses, weights and what was seen, each within ``tolerance`` of the expected (relative where that is above 1)."""
     torch.testing.assert_close(mine.losses, expected.losses, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine.weights, expected.weights, rtol=tolerance, atol=tolerance)
-
-
-def assert_parity(case: Case, scheme: str, tolerance: float = 1e-5, **more: Any) -> None:
-    """A case trains under a scheme as under stock ZeRO-3."""
-    assert_equal(run(case().under(block(scheme, **more))), stock(case), tolerance)
+    torch.testing.assert_close(mine.seen, expected.seen, rtol=tolerance, atol=tolerance)
 
 
 def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Tensor]) -> Result:

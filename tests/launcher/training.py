@@ -62,7 +62,10 @@ class Job:
         each_step: called with (engine, step) before the step's first micro-batch.
         loss: of (engine, inputs, targets).
         groups: the model -> optimizer parameter groups; None lets DeepSpeed take all trainable parameters.
+        optimizer: of these parameters, the caller's own; None takes that of the config.
+        scheduler: of the optimizer, the caller's own.
         batch: of (step, micro-batch, dtype): this rank's inputs and targets.
+        seen: what its functions note down, to be compared as losses are.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -76,7 +79,10 @@ class Job:
     after_step: Callable[[Any, int], None] | None = None
     loss: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     batch: Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]] | None = None
+    seen: list[Any] = field(default_factory=list)
 
     def under(self, zero_topo: dict[str, Any] | None) -> Job:
         """The same run under another block."""
@@ -119,7 +125,11 @@ def start(job: Job, seed: int = 0) -> Any:
     else:
         model = job.model()
     parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+    own: dict[str, Any] = {"model_parameters": parameters, "lr_scheduler": job.scheduler}
+    if job.optimizer:
+        del config["optimizer"]
+        own["optimizer"] = job.optimizer(parameters)
+    engine, *_ = deepspeed.initialize(model=model, config=config, **own)
     if job.zero_topo is not None:
         zero_topo.stats(engine)  # raises for a stock engine: else a test could compare stock with itself
     return engine

@@ -16,6 +16,7 @@ import zero_topo
 from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, tables
 from tests.launching import ROOT
+from tests.matrix import recorded
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.bench.scale_report import launches
 from zero_topo.cli.inputs import machine
@@ -200,6 +201,23 @@ def paper_rows() -> list[str]:
     return rows
 
 
+def feature_rows() -> list[str]:
+    """The matrix of features and schemes, from the record committed."""
+    return [
+        row([name, *(said if said == "pass" else "refused" for said in cells.values())]) for name, cells in _cells()
+    ]
+
+
+def refused_feature_rows() -> list[str]:
+    """What each refusal in it says: of every scheme the same."""
+    refused = [(name, set(cells.values())) for name, cells in _cells() if "pass" not in cells.values()]
+    return [row([name, *said]) for name, said in refused]
+
+
+def _cells() -> list[tuple[str, dict[str, str]]]:
+    return list(recorded()["cells"].items())
+
+
 REFUSED = (
     '{"zero_topo": {"sync": {"mode": "dense", "density": 0.1}}}',
     '{"zero_topo": {"topology": "fronteir"}}',
@@ -243,6 +261,8 @@ def refusal(changed: dict[str, Any]) -> str:
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
         ("refusals", refusal_rows),
+        ("features", feature_rows),
+        ("features, refused", refused_feature_rows),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
