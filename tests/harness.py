@@ -254,14 +254,12 @@ class SplittingGroup(GROUP):
     options = None
     group_desc = "pretended"
     group_name = ""
-    _device_types: tuple[torch.device, ...] = ()
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def __init__(self, rank: int, size: int, name: str = "world", unequal: bool = False) -> None:
         super().__init__(rank, size)
         self.splits: list[list[int]] = []
         self.group_name, self.unequal = name, unequal
-        if name == "world":  # torch 2.15 attaches a recorder to a group with devices, which a pretended one has not
-            self._device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def name(self) -> str:
         return "nccl"
@@ -296,7 +294,8 @@ def bound_world(size: int, rank: int, unequal: bool = False) -> Iterator[Splitti
     world = SplittingGroup(rank, size, unequal=unequal)
     world.bound_device_id = torch.device("cpu", 0)
     known = dist.distributed_c10d._world
-    with fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
+    unrecorded = patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0")  # torch's recorder wants a backend in C++
+    with unrecorded, fake_world(size, rank), patch.object(torch, "accelerator") as accelerator:
         accelerator.current_accelerator.return_value = torch.device("cuda")
         known.pg_group_ranks[world] = {r: r for r in range(size)}
         known.pg_map[world] = ("cpu:gloo,cuda:nccl", dist.HashStore())
