@@ -80,6 +80,14 @@ def test_a_failed_backward_pass_is_forgotten_where_it_is_counted(
     assert getattr(optimizer, "_backward_active_depth", None) == (0 if counts else None)
 
 
+def test_a_bucket_is_emptied_without_what_came_late() -> None:
+    """DeepSpeed 0.18.0 has no ``clear_params``; the buffer, which its own ``clear`` would drop, is used again."""
+    buffer = object()
+    bucket = SimpleNamespace(buffer=buffer, params=[1, 2], elements=5)
+    seam.empty_bucket(bucket)
+    assert (bucket.buffer, bucket.params, bucket.elements) == (buffer, [], 0)
+
+
 @pytest.mark.parametrize(("version", "told"), [("0.19.4", False), ("0.19.5", lambda: False)])
 def test_the_boundary_is_read_as_each_release_has_it(version: str, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that is not called is always true: gradients would be synced after each micro-batch."""

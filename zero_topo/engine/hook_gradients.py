@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from zero_topo.engine.frozen import Frozen
-from zero_topo.engine.seam import Stock, at_boundary, forget_backward
+from zero_topo.engine.seam import Stock, at_boundary, empty_bucket, forget_backward
 from zero_topo.engine.stage3 import Stage3
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class GradientHooks(Stock):
         if not self.stepping:  # DeepSpeed's step calls this before the masters have read the gradients
             for bucket in self.ipg_buckets.values():
                 self.partition_grads(bucket.params, None)
-                bucket.clear_params()
+                empty_bucket(bucket)
             forget_backward(self)
             self._in_backward = False
             self.topo.gradients.zero()

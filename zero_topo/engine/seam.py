@@ -84,6 +84,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
     (Stock, ("is_gradient_accumulation_boundary",)),
+    (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 
 
@@ -102,6 +103,13 @@ def forget_backward(optimizer: Any) -> None:
     """Forget a backward pass that failed half-way; a DeepSpeed that counts passes believes that it goes on."""
     if has("_backward_active_depth"):
         optimizer._backward_active_depth = 0
+
+
+def empty_bucket(bucket: Any) -> None:
+    """Drop the parameters of a bucket and keep its buffer, as ``clear_params`` does, which early releases have not."""
+    bucket.params.clear()
+    bucket.elements = 0
+    bucket.process_group = None
 
 
 def check_deepspeed() -> None:
