@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,21 @@ def convergence_rows(name: str = "convergence") -> list[str]:
             difference = result[measure]["difference"]
             cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
         rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
+    return rows
+
+
+def resident_rows() -> list[str]:
+    """The table of weights held as codes, from the record committed: of the first 100 steps, the last tenth, the end."""
+    content = record("resident")
+    curves, rows = content["curves"], []
+    for result in content["results"]:
+        own = curves[result["scheme"]]
+        early = [sum(losses[:100]) / sum(curves["stock"][seed][:100]) - 1 for seed, losses in own.items()]
+        cells = [f"`{result['scheme']}`"]
+        for shares in (early, *(list(result[key]["difference"]["by_seed"].values()) for key in ("last", "evaluation"))):
+            cells += [f"{100 * found(shares):+.2f}%" for found in (statistics.mean, statistics.median)]
+            cells += [f"{100 * min(shares):+.2f} to {100 * max(shares):+.2f}%"]
+        rows.append(row(cells))
     return rows
 
 
@@ -257,6 +273,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("cluster", cluster_rows),
         ("cluster, short", cluster_rows_in_short),
         ("convergence", convergence_rows),
+        ("resident", resident_rows),
         ("sparse training", sparse_training_rows),
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
