@@ -120,7 +120,7 @@ def convergence_rows(name: str = "convergence") -> list[str]:
 
 
 def resident_rows() -> list[str]:
-    """The table of weights held as codes, from the record committed: of the first 100 steps, the last tenth, the end."""
+    """The table of weights held as codes, from the record committed: first 100 steps, last tenth, evaluation."""
     content = record("resident")
     curves, rows = content["curves"], []
     for result in content["results"]:
