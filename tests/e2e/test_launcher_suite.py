@@ -40,7 +40,7 @@ def test_launcher_suite(
         log_dir=tmp_path / "launch",
         world_size=ranks,
         timeout_s=option("--launcher-timeout"),
-        forked=() if ranks == 8 else forked,
+        forked=() if ranks == 8 or option("--launcher-real") else forked,
         on_text=_on_terminal,
     )
     with capfd.disabled():
