@@ -134,6 +134,17 @@ def resident_rows() -> list[str]:
     return rows
 
 
+def drift_rows() -> list[str]:
+    """The table of one long training with weights held as codes, from the record committed: each thousand steps."""
+    curves = {name: seeds["0"] for name, seeds in record("resident-5000")["curves"].items()}
+    rows = []
+    for begin in range(0, len(curves["stock"]), 1000):
+        stock, *others = (statistics.mean(losses[begin : begin + 1000]) for losses in curves.values())
+        shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
+        rows.append(row([f"{begin + 1:,} to {begin + 1000:,}", f"{stock:.3f}", *shares]))
+    return rows
+
+
 def sparse_training_rows() -> list[str]:
     """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
     content = record("sparse-training")
@@ -274,6 +285,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("cluster, short", cluster_rows_in_short),
         ("convergence", convergence_rows),
         ("resident", resident_rows),
+        ("resident, long", drift_rows),
         ("sparse training", sparse_training_rows),
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
