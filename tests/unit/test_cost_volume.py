@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import resolve
-from zero_topo.config import (
-    SCHEMES,
-    DenseSync,
-    QuantizedSync,
-    ResolvedConfig,
-    SyncSettings,
-)
+from zero_topo.config import SCHEMES, DenseSync, QuantizedSync, ResolvedConfig, SyncSettings
 from zero_topo.cost.codes import CHANGED, ESCAPED, LR_OVER_SIGMA, change_bytes, escaped_share
 from zero_topo.cost.volume import Books, Workload, book_sync, by_domain, gather_spec, paper_volume_table, step_bytes
 from zero_topo.plan import Plan, divisors

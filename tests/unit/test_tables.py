@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,83 +103,6 @@ def _cluster() -> dict[tuple[str, int], tuple[Any, str]]:
     found = {(result["scheme"], result["micro_batches"]): result for result in record("cluster-t8")["results"]}
     median = {key: result["step_s"]["median"] for key, result in found.items()}
     return {key: (result, f"{median['zero3', key[1]] / median[key]:.2f}") for key, result in found.items()}
-
-
-def convergence_rows(name: str = "convergence") -> list[str]:
-    """A table of losses, from the record committed."""
-    content = record(name)
-    rows = []
-    for result in content["results"]:
-        cells = [f"{result['evaluation']['loss']:.3f}"]
-        for measure in ("last", "evaluation"):
-            difference = result[measure]["difference"]
-            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
-        rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
-    return rows
-
-
-def resident_rows() -> list[str]:
-    """The table of weights held as codes, from the record committed: first 100 steps, last tenth, evaluation."""
-    content = record("resident")
-    curves, rows = content["curves"], []
-    for result in content["results"]:
-        own = curves[result["scheme"]]
-        early = [sum(losses[:100]) / sum(curves["stock"][seed][:100]) - 1 for seed, losses in own.items()]
-        cells = [f"`{result['scheme']}`"]
-        for shares in (early, *(list(result[key]["difference"]["by_seed"].values()) for key in ("last", "evaluation"))):
-            cells += [f"{100 * found(shares):+.2f}%" for found in (statistics.mean, statistics.median)]
-            cells += [f"{100 * min(shares):+.2f} to {100 * max(shares):+.2f}%"]
-        rows.append(row(cells))
-    return rows
-
-
-def drift_rows() -> list[str]:
-    """The table of one long training with weights held as codes, from the record committed: each thousand steps."""
-    curves = {name: seeds["0"] for name, seeds in record("resident-5000")["curves"].items()}
-    rows = []
-    for begin in range(0, len(curves["stock"]), 1000):
-        stock, *others = (statistics.mean(losses[begin : begin + 1000]) for losses in curves.values())
-        shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
-        rows.append(row([f"{begin + 1:,} to {begin + 1000:,}", f"{stock:.3f}", *shares]))
-    return rows
-
-
-def sparse_training_rows() -> list[str]:
-    """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
-    content = record("sparse-training")
-    jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
-    rows = []
-    for result in content["results"]:
-        if result["scheme"] == "stock":
-            continue
-        job = jobs[result["scheme"]]
-        cells = [f"`{result['scheme']}`", _sync_cell(job["block"]), job["optimizer"]]
-        cells.append(str(len(result["last"]["difference"]["by_seed"])))
-        for measure in ("last", "evaluation"):
-            difference = result[measure]["difference"]
-            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
-        crossing = result["crossing_bytes"]
-        rows.append(f"| {' | '.join([*cells, '-' if crossing is None else format_bytes(round(crossing))])} |")
-    return rows
-
-
-@pytest.mark.parametrize("name", ["convergence", "sparse-training"])
-def test_every_loss_is_compared_with_stocks(name: str) -> None:
-    """With AdamW's, at the same rate, whatever optimizer the scheme has: never with a baseline of its own."""
-    content = record(name)
-    means = {result["scheme"]: result for result in content["results"]}
-    stock = [job for job in content["settings"]["jobs"] if job["scheme"] == "stock"]
-    assert {job.get("optimizer", "AdamW") for job in stock} == {"AdamW"}  # older records name none
-    for result in content["results"]:
-        for measure in ("last", "evaluation"):
-            share = result[measure]["loss"] / means["stock"][measure]["loss"] - 1
-            assert result[measure]["difference"]["mean"] == pytest.approx(share, abs=2e-3)
-
-
-def _sync_cell(block: dict[str, Any] | None) -> str:
-    sync = (block or {}).get("sync", {})
-    words = [f"{key} {value}" for key, value in sync.items() if key != "mode"]
-    return ", ".join(words).replace("_", " ") or "-"
 
 
 def quantizer_rows() -> list[str]:
@@ -283,10 +205,6 @@ def refusal(changed: dict[str, Any]) -> str:
         ("schemes, short", lambda: scheme_rows(short=True)),
         ("cluster", cluster_rows),
         ("cluster, short", cluster_rows_in_short),
-        ("convergence", convergence_rows),
-        ("resident", resident_rows),
-        ("resident, long", drift_rows),
-        ("sparse training", sparse_training_rows),
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
         ("refusals", refusal_rows),
@@ -348,13 +266,6 @@ def scheme_sentences() -> list[str]:
     return [f"{sent}, for {topo[5]} held instead of {zero3[5]}"]
 
 
-def loss_sentences() -> list[str]:
-    """What the README takes from the table of losses."""
-    found = {result["scheme"]: result for result in record("convergence")["results"]}
-    difference = found["topo-q4"]["last"]["difference"]
-    return [f"its loss was {difference['mean']:.1%} above stock ZeRO-3's, {difference['worst']:.1%} at worst"]
-
-
 def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     """The text above it says so."""
     text = (ROOT / "docs/tutorial.md").read_text()
@@ -371,7 +282,6 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
-        (README, loss_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:

@@ -80,8 +80,7 @@ class Run:
 
     def mean(self, value: torch.Tensor) -> float:
         """Mean of a scalar over ranks."""
-        total = value.detach().float().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total := value.detach().float().clone())
         return total.item() / self.world
 
 
@@ -125,8 +124,7 @@ def train(run: Run, log: RunLog, first: int) -> Any:
                 losses.append(loss.detach())
             mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
             stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
-            sent = None if stats is None else stats.step_bytes
-            log.step(StepRecord(step + 1, mean, engine.get_lr()[0], seconds, sent))
+            log.step(StepRecord(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes))
             progress.advance(step + 1, mean)
             if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
                 progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
@@ -139,9 +137,8 @@ def train(run: Run, log: RunLog, first: int) -> Any:
 def evaluate(run: Run) -> float:
     """Mean loss in nats per byte over ranks, on text the training never sees."""
     run.engine.eval()
-    losses = [
-        run.engine(*run.micro_batch(run.corpus.evaluation, EVALUATION_SEED, i)) for i in range(run.args.eval_batches)
-    ]
+    data = (run.micro_batch(run.corpus.evaluation, EVALUATION_SEED, i) for i in range(run.args.eval_batches))
+    losses = [run.engine(*pair) for pair in data]
     run.engine.train()
     return run.mean(torch.stack(losses).mean())
 

@@ -1,0 +1,118 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Losses in README and docs are those of the records, and each is told against stock ZeRO-3."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.documents import README, tables
+from tests.unit.test_tables import record, row
+from zero_topo.units import format_bytes
+
+
+def convergence_rows(name: str = "convergence") -> list[str]:
+    """A table of losses, from the record committed."""
+    content = record(name)
+    rows = []
+    for result in content["results"]:
+        cells = [f"{result['evaluation']['loss']:.3f}"]
+        for measure in ("last", "evaluation"):
+            difference = result[measure]["difference"]
+            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
+        rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
+    return rows
+
+
+def resident_rows() -> list[str]:
+    """The table of weights held as codes, from the record committed: first 100 steps, last tenth, evaluation."""
+    content = record("resident")
+    curves, rows = content["curves"], []
+    for result in content["results"]:
+        own = curves[result["scheme"]]
+        early = [sum(losses[:100]) / sum(curves["stock"][seed][:100]) - 1 for seed, losses in own.items()]
+        cells = [f"`{result['scheme']}`"]
+        for shares in (early, *(list(result[key]["difference"]["by_seed"].values()) for key in ("last", "evaluation"))):
+            cells += [f"{100 * found(shares):+.2f}%" for found in (statistics.mean, statistics.median)]
+            cells += [f"{100 * min(shares):+.2f} to {100 * max(shares):+.2f}%"]
+        rows.append(row(cells))
+    return rows
+
+
+def drift_rows() -> list[str]:
+    """The table of one long training with weights held as codes, from the record committed: each thousand steps."""
+    curves = {name: seeds["0"] for name, seeds in record("resident-5000")["curves"].items()}
+    rows = []
+    for begin in range(0, len(curves["stock"]), 1000):
+        stock, *others = (statistics.mean(losses[begin : begin + 1000]) for losses in curves.values())
+        shares = [f"{100 * (other / stock - 1):+.2f}%" for other in others]
+        rows.append(row([f"{begin + 1:,} to {begin + 1000:,}", f"{stock:.3f}", *shares]))
+    return rows
+
+
+def sparse_training_rows() -> list[str]:
+    """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
+    content = record("sparse-training")
+    jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
+    rows = []
+    for result in content["results"]:
+        if result["scheme"] == "stock":
+            continue
+        job = jobs[result["scheme"]]
+        cells = [f"`{result['scheme']}`", _sync_cell(job["block"]), job["optimizer"]]
+        cells.append(str(len(result["last"]["difference"]["by_seed"])))
+        for measure in ("last", "evaluation"):
+            difference = result[measure]["difference"]
+            cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
+        crossing = result["crossing_bytes"]
+        rows.append(f"| {' | '.join([*cells, '-' if crossing is None else format_bytes(round(crossing))])} |")
+    return rows
+
+
+@pytest.mark.parametrize("name", ["convergence", "sparse-training"])
+def test_every_loss_is_compared_with_stocks(name: str) -> None:
+    """With AdamW's, at the same rate, whatever optimizer the scheme has: never with a baseline of its own."""
+    content = record(name)
+    means = {result["scheme"]: result for result in content["results"]}
+    stock = [job for job in content["settings"]["jobs"] if job["scheme"] == "stock"]
+    assert {job.get("optimizer", "AdamW") for job in stock} == {"AdamW"}  # older records name none
+    for result in content["results"]:
+        for measure in ("last", "evaluation"):
+            share = result[measure]["loss"] / means["stock"][measure]["loss"] - 1
+            assert result[measure]["difference"]["mean"] == pytest.approx(share, abs=2e-3)
+
+
+def _sync_cell(block: dict[str, Any] | None) -> str:
+    sync = (block or {}).get("sync", {})
+    words = [f"{key} {value}" for key, value in sync.items() if key != "mode"]
+    return ", ".join(words).replace("_", " ") or "-"
+
+
+def loss_sentences() -> list[str]:
+    """What the README takes from the table of losses."""
+    found = {result["scheme"]: result for result in record("convergence")["results"]}
+    difference = found["topo-q4"]["last"]["difference"]
+    return [f"its loss was {difference['mean']:.1%} above stock ZeRO-3's, {difference['worst']:.1%} at worst"]
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("convergence", convergence_rows),
+        ("resident", resident_rows),
+        ("resident, long", drift_rows),
+        ("sparse training", sparse_training_rows),
+    ],
+)
+def test_a_table_of_losses_is_what_the_record_says(table: str, rows: Callable[[], list[str]]) -> None:
+    """On failure, paste the rows printed."""
+    assert tables()[table] == rows(), "\n" + "\n".join(rows())
+
+
+def test_the_readmes_losses_are_those_of_the_record() -> None:
+    """A new record changes the words beside its table too."""
+    text = " ".join(README.read_text().split())
+    assert not [sentence for sentence in loss_sentences() if sentence not in text]
