@@ -98,11 +98,25 @@ def cluster_rows_in_short() -> list[str]:
     return [row(cells) for cells in rows.values()]
 
 
-def _cluster() -> dict[tuple[str, int], tuple[Any, str]]:
-    """Scheme and micro-batches -> result, and times faster than ``zero3``."""
-    found = {(result["scheme"], result["micro_batches"]): result for result in record("cluster-t8")["results"]}
+def codes_rows() -> list[str]:
+    """The table of codes at a large model's learning rate; what a rank holds is by the formula."""
+    content = record("cluster-t8-codes")
+    blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
+    rows = []
+    for (name, count), (result, faster) in _cluster("cluster-t8-codes", "zero++").items():
+        block = ZeroTopoConfig.parse(blocks[name])
+        work = Workload.uniform([content["message_bytes"] // 2])
+        held = sum(memory_bytes(resolve_config(block, machine(block.topology)), work, accumulation_itemsize=2).values())
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(row([str(count), f"`{name}`", f"{_median(result):.2f} s", faster, sent, format_bytes(held)]))
+    return rows
+
+
+def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
+    """Scheme and micro-batches -> result, and times faster than the slowest."""
+    found = {(result["scheme"], result["micro_batches"]): result for result in record(name)["results"]}
     median = {key: result["step_s"]["median"] for key, result in found.items()}
-    return {key: (result, f"{median['zero3', key[1]] / median[key]:.2f}") for key, result in found.items()}
+    return {key: (result, f"{median[slowest, key[1]] / median[key]:.2f}") for key, result in found.items()}
 
 
 def quantizer_rows() -> list[str]:
@@ -205,6 +219,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("schemes, short", lambda: scheme_rows(short=True)),
         ("cluster", cluster_rows),
         ("cluster, short", cluster_rows_in_short),
+        ("cluster, codes", codes_rows),
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
         ("refusals", refusal_rows),
