@@ -106,7 +106,7 @@ def codes_rows() -> list[str]:
     for (name, count), (result, faster) in _cluster("cluster-t8-codes", "zero++").items():
         block = ZeroTopoConfig.parse(blocks[name])
         work = Workload.uniform([content["message_bytes"] // 2])
-        held = sum(memory_bytes(resolve_config(block, machine(block.topology)), work, accumulation_itemsize=2).values())
+        held = sum(memory_bytes(resolve_config(block, machine(block.topology, 8)), work, 2).values())
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
         rows.append(row([str(count), f"`{name}`", f"{_median(result):.2f} s", faster, sent, format_bytes(held)]))
     return rows
