@@ -52,3 +52,13 @@ def tables() -> dict[str, list[str]]:
                 raise ValueError(f"two tables are named {name}; rename that of {path.name}")
             found[name] = body.splitlines()[2:]
     return found
+
+
+def record(name: str) -> Any:
+    """A record of ``benchmarks/records``."""
+    return json.loads((ROOT / f"benchmarks/records/{name}.json").read_text())
+
+
+def row(cells: list[str]) -> str:
+    """As Markdown."""
+    return f"| {' | '.join(cells)} |"

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from tests.launcher.models import Tied
 from tests.launcher.parity import run
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, weights
+from tests.suite import LONG_VARIABLE
 from zero_topo.engine.resident import ResidentWeights
 from zero_topo.plan import coded_slots
 
-STEPS = int(os.environ.get("ZERO_TOPO_LONG", 0)) or 12
+STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 12
 CODES: dict[str, Any] = {
     "quantize": {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
 }
@@ -71,6 +72,15 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
+def overflow(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+    """In step 2, and every 20 steps, one rank's gradient overflows."""
+    output = engine(x)
+    if engine.global_steps % 20 == 2 and dist.get_rank() == 3:
+        output.register_hook(lambda grad: grad * float("inf"))
+    return nn.functional.mse_loss(output.float(), y.float())
+
+
+SCALING = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 OFFLOAD = {**zero(offload_optimizer={"device": "cpu"}, sub_group_size=900), "zero_force_ds_cpu_optimizer": False}
 CASES: dict[str, Job] = {
     "plain": job(),
@@ -84,13 +94,16 @@ CASES: dict[str, Job] = {
     "kept whole": job(ds=zero(stage3_param_persistence_threshold=800)),
     "every rank holds all": job().under(block("topo", **WHOLE)),
     "replicated optimizer": job().under(block("topo", optimizer="node", **WHOLE)),
+    "clipped": job(ds={"gradient_clipping": 0.05}),
+    "steps skipped": job("fp16", ds=SCALING, loss=overflow),
     "quantized sync": job().under(block("topo", sync={"mode": "quantized", "bits": 4}, **CODES)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_codes_follow_their_masters_in_every_step(name: str) -> None:
+def test_codes_follow_their_masters_in_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``debug_checks``: all copies are bit-identical too. The loss is stock ZeRO-3's within what INT8 costs."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     case = CASES[name]
     found = run(case).losses
     assert isinstance(found[-1], float)
@@ -98,25 +111,16 @@ def test_codes_follow_their_masters_in_every_step(name: str) -> None:
     assert largest_difference(found, stock) <= 0.03 * max(stock)
 
 
-def overflow(engine: Any, x: Tensor, y: Tensor) -> Tensor:
-    """In step 2 one rank's gradient overflows."""
-    output = engine(x)
-    if engine.global_steps == 2 and dist.get_rank() == 3:
-        output.register_hook(lambda grad: grad * float("inf"))
-    return nn.functional.mse_loss(output.float(), y.float())
-
-
 def test_a_skipped_step_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP16 with an overflow: nothing is published, nothing drifts."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    scaling = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     seen: list[Tensor] = []
 
     def look(engine: Any, step: int) -> None:
         follow(engine, step)
         seen.append(engine.optimizer.topo.weights.copies()[0])
 
-    case = replace(job("fp16", ds={"fp16": scaling}), steps=5, loss=overflow, after_step=look)
+    case = replace(job("fp16", ds=SCALING), steps=5, loss=overflow, after_step=look)
     with running(case) as engine:
         advance(case, engine, 0, case.steps)
         assert engine.skipped_steps == 1

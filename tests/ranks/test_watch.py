@@ -68,6 +68,19 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
         assert "rank 0: " in lines[0] and "in backward of step 8, scatter" in lines[0]
 
 
+def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
+    """Nor does one that died while it was to tell the others; the store would wait for either's word."""
+    store = dist.HashStore()
+    said: list[str] = []
+    dist.PrefixStore("0", dist.PrefixStore("zero_topo/watch 1", store)).add("tellers", 1)
+    watch = Watch(store, (0, 2, "n0"), waiting(1), said.append, PATIENCE)
+    heard([said])
+    begin = time.monotonic()
+    watch.close()
+    assert time.monotonic() - begin < IN_TIME_S
+    assert len(said) == 1 and "rank 1 of host unknown did not answer" in said[0]
+
+
 def test_a_slow_rank_is_told_from_one_that_is_gone() -> None:
     """All answer; the one that still moves is the one that the others wait for."""
     with watches([waiting(1), moving(), waiting(1)]) as (_, said):

@@ -14,9 +14,10 @@ import pytest
 
 import zero_topo
 from tests.commands import Run
-from tests.documents import DOCUMENTS, README, commands, tables
+from tests.documents import DOCUMENTS, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
+from tests.tables_of_losses import TABLES, loss_sentences
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.bench.scale_report import launches
 from zero_topo.cli.inputs import machine
@@ -66,16 +67,6 @@ def scheme_rows(short: bool = False) -> list[str]:
     """The table of schemes; in short without the secondary copy and what is sent inside a node."""
     found = [scheme_cells(name) for name in ROWS]
     return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
-
-
-def row(cells: list[str]) -> str:
-    """As Markdown."""
-    return f"| {' | '.join(cells)} |"
-
-
-def record(name: str) -> Any:
-    """A record of ``benchmarks/records``."""
-    return json.loads((ROOT / f"benchmarks/records/{name}.json").read_text())
 
 
 def cluster_rows() -> list[str]:
@@ -128,8 +119,8 @@ def quantizer_rows() -> list[str]:
         return f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
 
     rows = []
-    for kind in dict.fromkeys((row["dtype"], row["bits"], row["block_size"]) for row in single):
-        same = [row for row in single if (row["dtype"], row["bits"], row["block_size"]) == kind]
+    for kind in dict.fromkeys((r["dtype"], r["bits"], r["block_size"]) for r in single):
+        same = [r for r in single if (r["dtype"], r["bits"], r["block_size"]) == kind]
         cells = []
         for op in ("quantize", "dequantize", "dequantize_reduce"):
             found = sorted((row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"])
@@ -225,6 +216,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("refusals", refusal_rows),
         ("features", feature_rows),
         ("features, refused", refused_feature_rows),
+        *TABLES.items(),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
@@ -297,12 +289,26 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
+        (README, loss_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:
     """A new record changes the words beside its table too."""
     text = " ".join(page.read_text().split())
     assert not [sentence for sentence in sentences() if sentence not in text]
+
+
+@pytest.mark.parametrize("name", ["convergence", "sparse-training"])
+def test_every_loss_is_compared_with_stocks(name: str) -> None:
+    """With AdamW's, at the same rate, whatever optimizer the scheme has: never with a baseline of its own."""
+    content = record(name)
+    means = {result["scheme"]: result for result in content["results"]}
+    stock = [job for job in content["settings"]["jobs"] if job["scheme"] == "stock"]
+    assert {job.get("optimizer", "AdamW") for job in stock} == {"AdamW"}  # older records name none
+    for result in content["results"]:
+        for measure in ("last", "evaluation"):
+            share = result[measure]["loss"] / means["stock"][measure]["loss"] - 1
+            assert result[measure]["difference"]["mean"] == pytest.approx(share, abs=2e-3)
 
 
 def test_the_remark_on_single_micro_batches_is_true() -> None:

@@ -121,13 +121,15 @@ class Watch:
         """Say where this rank is, wait for the others' answers, and print what one of them makes of all."""
         answers = dist.PrefixStore(f"{turn}", self._store)
         answers.set(f"{self._rank}", words)
-        self._closed.wait(self._patience.answer_s(self._ranks))
+        answer_s = self._patience.answer_s(self._ranks)
+        self._closed.wait(answer_s)
         if answers.add("tellers", 1) == 1:
             answers.set("told", self._verdict(answers))
-        while not answers.check(["told"]) and not self._closed.wait(0.05):
-            pass
-        if not self._closed.is_set():
-            self._say(answers.get("told").decode())
+        end = time.monotonic() + answer_s
+        while not (told := answers.check(["told"])) and time.monotonic() < end:
+            if self._closed.wait(answer_s / 20):
+                return
+        self._say(answers.get("told").decode() if told else self._verdict(answers))  # the teller may have died
 
     def _verdict(self, answers: dist.Store) -> str:
         places: dict[str, list[int]] = {}
@@ -136,8 +138,13 @@ class Watch:
             if answers.check([f"{rank}"]):
                 places.setdefault(answers.get(f"{rank}").decode(), []).append(rank)
             elif not self._store.check([f"left {rank}"]):
-                silent.append(f"rank {rank} of host {self._store.get(f'host {rank}').decode()}")
+                silent.append(f"rank {rank} of host {self._host(rank)}")
         return standstill(silent, places)
+
+    def _host(self, rank: int) -> str:
+        """A rank that died early has set none, and to get it would wait for as long as the store does."""
+        key = f"host {rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else "unknown"
 
 
 def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:

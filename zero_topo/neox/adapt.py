@@ -18,18 +18,18 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-OURS = ("adams", "agedadamw")
-
 
 def install() -> None:
     """Put the adaptations around NeoX; after ``megatron`` can be imported, before its arguments are read."""
+    from zero_topo.sync import OPTIMIZERS
+
     training: Any = import_module("megatron.training")
     pipe = import_module("megatron.model").GPT2ModelPipe
     neox_args = import_module("megatron.neox_arguments").NeoXArgs
     pipe.to_sequential = partitioned(pipe.to_sequential)
     training.get_optimizer = with_ours(training.get_optimizer)
     field = neox_args.__dataclass_fields__["optimizer_type"]
-    field.type = Literal[(*get_args(field.type), *OURS)]
+    field.type = Literal[(*get_args(field.type), *OPTIMIZERS)]
 
 
 def use_the_only_device(neox_args: Any) -> str | None:
@@ -77,16 +77,17 @@ def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def with_ours(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get_optimizer)
     def wrapper(model: Any, neox_args: Any, dummy: bool = False) -> Any:
-        if neox_args.no_load_optim or dummy or str(neox_args.optimizer_type).lower() not in OURS:
-            return get_optimizer(model, neox_args, dummy)
         from zero_topo.sync import OPTIMIZERS
 
+        ours = OPTIMIZERS.get(str(neox_args.optimizer_type).lower())
+        if neox_args.no_load_optim or dummy or ours is None:
+            return get_optimizer(model, neox_args, dummy)
         groups = import_module("megatron.model").get_params_for_weight_decay_optimization(model, neox_args)
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
             for parameter in group["params"]:
                 parameter.model_parallel = getattr(parameter, "model_parallel", False)
         settings = {"weight_decay": neox_args.weight_decay, **neox_args.optimizer["params"]}
-        return OPTIMIZERS[str(neox_args.optimizer_type).lower()](groups, **settings), groups
+        return ours(groups, **settings), groups
 
     return wrapper

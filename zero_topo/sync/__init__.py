@@ -13,7 +13,9 @@ from zero_topo.sync.adams import AdamS
 from zero_topo.sync.aged_adamw import AgedAdamW
 from zero_topo.sync.base import Moment, Owed, Parameter, SyncContext, SyncMode, build_mode
 
-OPTIMIZERS: Mapping[str, type[AdamLike]] = MappingProxyType({"adams": AdamS, "agedadamw": AgedAdamW})
+OPTIMIZERS: Mapping[str, type[AdamLike]] = MappingProxyType(
+    {kind.__name__.lower(): kind for kind in (AdamS, AgedAdamW)}
+)
 """Our own, by ``optimizer.type`` in small letters."""
 
 __all__ = [

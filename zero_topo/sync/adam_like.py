@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,20 +15,33 @@ from torch.optim import Optimizer
 class AdamLike(Optimizer):
     """An optimizer in the style of ``torch.optim``, with Adam's settings and decoupled weight decay.
 
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer; contiguous.
+        lr: learning rate, not negative.
+        betas: decay rates of momentum and of what it is divided by, each at least 0 and below 1; None takes
+            :attr:`BETAS`.
+        eps: added to the square root, not negative.
+        weight_decay: decoupled, not negative; None takes :attr:`WEIGHT_DECAY`.
+
     Raises:
         ValueError: for a setting out of range.
     """
 
+    BETAS: ClassVar[tuple[float, float]]
+    WEIGHT_DECAY: ClassVar[float]
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
+        lr: float = 1e-3,
+        betas: tuple[float, float] | None = None,
         *,
-        eps: float,
-        weight_decay: float,
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
     ) -> None:
         name = type(self).__name__
+        betas = self.BETAS if betas is None else betas
+        weight_decay = self.WEIGHT_DECAY if weight_decay is None else weight_decay
         for setting, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name}: {setting} is {value}; it must not be negative")

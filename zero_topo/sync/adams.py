@@ -26,28 +26,26 @@ class AdamS(AdamLike):
     """The optimizer, in the style of ``torch.optim``; usable alone, or by ``"optimizer": {"type": "AdamS"}``.
 
     Args:
-        params: parameters or parameter groups, as for any torch optimizer.
-        lr: learning rate, not negative.
-        betas: decay rates of momentum and normalizer, each at least 0 and below 1.
-        eps: added to the square root, not negative.
-        weight_decay: decoupled, not negative.
         foreach: update all parameters of a group in calls over lists; None does if they lie on an accelerator.
+        settings: ``eps`` and ``weight_decay``; they and the others as :class:`AdamLike` says.
 
     Raises:
         ValueError: for a setting out of range.
     """
 
+    BETAS = (0.9, 0.95)
+    WEIGHT_DECAY = 0.0
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] | None = None,
         *,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         foreach: bool | None = None,
+        **settings: float,
     ) -> None:
-        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, lr, betas, **settings)
         self._foreach = foreach
 
     def _prepare(self, p: Tensor) -> None:

@@ -25,7 +25,7 @@ Note [Ages]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,30 +40,16 @@ CHUNK = 1 << 22  # elements updated at once: bounds what is made beside the stat
 class AgedAdamW(AdamLike):
     """The optimizer, in the style of ``torch.optim``; usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``.
 
-    Its state is that of AdamW, and one byte an element.
-
-    Args:
-        params: parameters or parameter groups, as for any torch optimizer; contiguous.
-        lr: learning rate, not negative.
-        betas: decay rates of momentum and second moment, each at least 0 and below 1.
-        eps: added to the square root, not negative.
-        weight_decay: decoupled, not negative.
-
-    Raises:
-        ValueError: for a setting out of range.
+    Its state is that of AdamW, and one byte an element; its arguments are :class:`AdamLike`'s.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        *,
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay)
-        self._tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+    BETAS = (0.9, 0.999)
+    WEIGHT_DECAY = 0.01
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Any, ...], tuple[Tensor, ...]]:
+        """By device, type and betas; none is saved with the optimizer."""
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any torch optimizer's, which casts all state to the parameters' type: ages stay bytes."""
