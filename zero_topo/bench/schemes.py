@@ -50,12 +50,12 @@ def _quantized(bits: int) -> dict[str, Any]:
     return {"scheme": "topo", "sync": sync, "publish": {"delta": f"int{bits}"}}
 
 
-def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW") -> BenchScheme:
+def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replicated: bool = False) -> BenchScheme:
     """Topo with nothing quantized: what a mode of sync costs in loss, by itself.
 
-    The optimizer is replicated between nodes where the mode asks for it, and for its baseline.
+    The optimizer may be replicated between nodes, so that no weights are published.
     """
-    place = {"optimizer": "node"} if optimizer == "AdamS" else {}
+    place = {"optimizer": "node"} if replicated else {}
     return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
 
 
@@ -84,10 +84,11 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
             _synced("oktopk-aged", {"mode": "oktopk", "density": 0.02}, "AgedAdamW"),
             _synced("ternary-aged", {"mode": "ternary"}, "AgedAdamW"),
+            _synced("ternary-node", {"mode": "ternary"}, "AgedAdamW", replicated=True),
             _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
             _synced("tagc", {"mode": "tagc"}),
-            _synced("adams", {"mode": "dense"}, "AdamS"),
-            _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS"),
+            _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
+            _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
         )
     }
 )

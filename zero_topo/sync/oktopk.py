@@ -10,10 +10,12 @@
 
 Note [Thresholds]
     Exact ones cost a selection here, and a gather of all sums there, so they are found every ``tau_prime`` steps and
-    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. What is owed
-    grows, so reuse picks more and more. Below 4/5 k picks a threshold is lowered by 2.5%. Above 5/4 k the local one is
-    found anew, and of the sums each rank keeps its share of 5/4 k, the largest, while the global one is raised: by the
-    fourth root of the excess, as if counts fell with its fourth power. That bounds the words sent by 5 k (P - 1) / P.
+    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. After a reuse a
+    threshold moves by the fourth root of its count over k, as if counts fell with its fourth power. A rank that finds
+    less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of what
+    it found; if that is not k either, the threshold is found anew. Of the sums no more than 5/4 k are chosen, which
+    bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than 4/5 k reach
+    the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks have there.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
@@ -35,11 +37,24 @@ from zero_topo.config import OkTopkSync
 from zero_topo.mesh import Hop
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, Records, above, added, count_reaching, kth_largest, largest, positions, share
+from zero_topo.sync.picks import (
+    TINY,
+    Picked,
+    Records,
+    above,
+    added,
+    count_reaching,
+    kth_largest,
+    largest,
+    positions,
+    share,
+)
 from zero_topo.sync.sparse import Outcome, Sparse
 
-DRIFT = 1.025
 CROWDED = 4
+FALL = 4  # counts are taken to fall with this power of a threshold
+MOST_MOVED = 2.0  # a threshold in a step
+NEAR, NEAR_SUMS = 1.2, 1.5  # times as low as a threshold: where more are if few reach it; of sums most are zero
 
 
 @dataclass(frozen=True)
@@ -118,22 +133,25 @@ class OkTopk(Sparse[OkTopkState]):
             "union": chosen.count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }
-        local = threshold / DRIFT if 5 * len(picked) < 4 * self.k else threshold
-        return Outcome(chosen.reduced, total, OkTopkState(state.step + 1, local, chosen.threshold, bounds), report)
+        return Outcome(chosen.reduced, total, OkTopkState(state.step + 1, threshold, chosen.threshold, bounds), report)
 
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
 
-        Also the local threshold, and whether it was found anew: that is a second look where reuse finds too many.
+        Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
-        threshold, ops = state.local, self.context.sparse
         if not exact:
-            (count,) = self.look(ops.count_above(total, threshold))
-            exact = 4 * count > 5 * self.k
-        if exact:
-            bound = kth_largest(total, self.k)
-            threshold, count = self.look(bound, count_reaching(total, bound))
-        return above(total, threshold, int(count), ops).rounded(self.dtype), threshold, exact
+            at, low, ops = state.local, max(state.local / NEAR, TINY), self.context.sparse
+            found, near = self.look(ops.count_above(total, at), ops.count_above(total, low))
+            few = 5 * found < 4 * self.k
+            if near >= self.k:
+                picked = above(total, low if few else at, near if few else found, ops)
+                if few or 4 * found > 5 * self.k:
+                    picked = picked.where(largest(picked.values, self.k).indices)
+                return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
+        bound = kth_largest(total, self.k)
+        threshold, count = self.look(bound, count_reaching(total, bound))
+        return above(total, threshold, int(count), self.context.sparse).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
         """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
@@ -176,20 +194,24 @@ class OkTopk(Sparse[OkTopkState]):
         return _Chosen(reduced, mask, kept.sum(), threshold)
 
     def _reused(self, sums: Tensor, threshold: Tensor) -> tuple[Tensor, list[int], Tensor]:
-        """Where sums reach the old threshold, if need be cut to the cap; every rank's count; the threshold to use next.
+        """Where sums reach the old threshold, cut or filled up as Note [Thresholds] says; every rank's count; the next.
 
         One look.
         """
-        reach, most = sums.abs() >= threshold, max(5 * self.k // 4, 1)
-        found = self.peers.gather(reach.sum())
-        total = found.sum()
+        low = (threshold / NEAR_SUMS).clamp(min=TINY)
+        found, near = self.peers.gather(torch.stack([count_reaching(sums, at) for at in (threshold, low)])).T
+        total, more = found.sum(), near.sum()
+        few, most = 5 * total < 4 * self.k, max(5 * self.k // 4, 1)
+        filled = found + (near - found) * (self.k - total) // (more - total).clamp(min=1)
         cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
-        *counts, own, everybody = self.look(cut, found[self.peers.index], total)
-        indices = positions(reach, own)
-        if everybody <= most:
-            return indices, counts, threshold / DRIFT if 5 * everybody < 4 * self.k else threshold
-        best = largest(sums[indices], counts[self.peers.index])
-        return indices[best.indices], counts, threshold * max(DRIFT, (everybody / self.k) ** 0.25)
+        wanted = torch.where(few, torch.minimum(filled, near), cut)
+        at, mine = torch.where(few, low, threshold), self.peers.index
+        *counts, own = self.look(wanted, torch.where(few, near, found)[mine])
+        indices = positions(sums.abs() >= at, own)
+        moved = (total.double() / self.k).pow(1 / FALL).clamp(1 / MOST_MOVED, MOST_MOVED)
+        if counts[mine] < own:
+            indices = indices[largest(sums[indices], counts[mine]).indices]
+        return indices, counts, (threshold * moved).clamp(min=TINY)
 
     def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
         """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
@@ -239,6 +261,11 @@ class OkTopk(Sparse[OkTopkState]):
         local, world = saved["thresholds"].to(self.context.device)
         bounds = saved["bounds"].to(self.context.device, copy=True)
         return OkTopkState(int(saved["step"]), float(local), world, bounds)
+
+
+def _moved(share: float) -> float:
+    """By what a threshold is multiplied whose count was this share of k."""
+    return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
 
 
 def _at(sums: Tensor, indices: Tensor, begin: int) -> Picked:
