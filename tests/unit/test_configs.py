@@ -31,8 +31,9 @@ MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
 FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier-20b": 48}  # nodes
 JSON_TWIN = dict.fromkeys(FRONTIER, "frontier")  # the others have their JSON's name
 SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": "topo"}
-SCHEME_OF |= dict.fromkeys(["topo-q4", "topo-oktopk", "topo-radius", "topo-scape", "topo-tagc", "laptop"], "topo")
-MODES = {"topo": "dense", "topo-q4": "quantized"} | {f"topo-{m}": m for m in ("oktopk", "radius", "scape", "tagc")}
+SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
+SCHEME_OF |= dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo")
+MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE
 TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
 
@@ -92,7 +93,8 @@ def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
     path = ROOT / "configs" / f"{name}.json"
     sync = resolved(path).sync
     assert mode == sync.MODE
-    assert (sync.OPTIMIZER or "AdamW") == load_deepspeed_config(path)["optimizer"]["type"]
+    fitting = sync.OPTIMIZER or ("AgedAdamW" if mode == "ternary" else "AdamW")
+    assert load_deepspeed_config(path)["optimizer"]["type"] == fitting
 
 
 @pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())

@@ -55,11 +55,12 @@ def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replic
 
     The optimizer may be replicated between nodes, so that no weights are published.
     """
-    place = {"optimizer": "node"} if replicated else {}
+    place = REPLICATED if replicated else {}
     return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
 
 
-INT4 = {"mode": "quantized", "bits": 4}
+INT4, TERNARY = {"mode": "quantized", "bits": 4}, {"mode": "ternary"}
+REPLICATED = {"optimizer": "node"}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
@@ -75,6 +76,14 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             # INT4 sync beside weights held as codes; such names fit a table.
             BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
             BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
+            # Sparse sync beside weights held as codes; where the optimizer is replicated nothing is published.
+            BenchScheme("topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk"}}, optimizer="AgedAdamW"),
+            BenchScheme("topo-ternary", {"scheme": "topo", "sync": TERNARY}, optimizer="AgedAdamW"),
+            BenchScheme("topo-scape", {"scheme": "topo", **REPLICATED, "sync": {"mode": "scape"}}, optimizer="AdamS"),
+            BenchScheme("node-ternary", {"scheme": "topo", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"),
+            BenchScheme(
+                "zero2-ternary", {"scheme": "topo-zero2", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"
+            ),
             # What each part of topo costs in loss: nothing quantized, and the scatter inside the node alone.
             BenchScheme("topo-exact", {"scheme": "topo", "quantize": PLAIN}),
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),
@@ -83,8 +92,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),
             _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
             _synced("oktopk-aged", {"mode": "oktopk", "density": 0.02}, "AgedAdamW"),
-            _synced("ternary-aged", {"mode": "ternary"}, "AgedAdamW"),
-            _synced("ternary-node", {"mode": "ternary"}, "AgedAdamW", replicated=True),
+            _synced("ternary-aged", TERNARY, "AgedAdamW"),
+            _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
             _synced("tagc", {"mode": "tagc"}),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
