@@ -53,7 +53,18 @@ def drift_rows() -> list[str]:
 
 def sparse_training_rows() -> list[str]:
     """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
-    content = record("sparse-training")
+    # Ok-Topk has other thresholds since; `aged_rows` has what it does with them.
+    return [row(cells) for cells in _trainings("sparse-training") if cells[0] != "`oktopk`"]
+
+
+def aged_rows() -> list[str]:
+    """The table of AdamW and AgedAdamW behind sparse sync, by nodes, from the records committed."""
+    return [row([str(nodes), *cells]) for nodes in (2, 4, 8) for cells in _trainings(f"sparse-aged-{nodes}")]
+
+
+def _trainings(name: str) -> list[list[str]]:
+    """Of each scheme of a record of losses, but for stock itself, the cells of its row."""
+    content = record(name)
     jobs = {job["scheme"]: job for job in content["settings"]["jobs"]}
     rows = []
     for result in content["results"]:
@@ -66,7 +77,7 @@ def sparse_training_rows() -> list[str]:
             difference = result[measure]["difference"]
             cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
         crossing = result["crossing_bytes"]
-        rows.append(f"| {' | '.join([*cells, '-' if crossing is None else format_bytes(round(crossing))])} |")
+        rows.append([*cells, "-" if crossing is None else format_bytes(round(crossing))])
     return rows
 
 
@@ -89,6 +100,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "resident": resident_rows,
         "resident, long": drift_rows,
         "sparse training": sparse_training_rows,
+        "sparse, aged": aged_rows,
     }
 )
 """By the name in the page's comment: the rows that the record gives."""

@@ -298,7 +298,7 @@ def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Cal
     assert not [sentence for sentence in sentences() if sentence not in text]
 
 
-@pytest.mark.parametrize("name", ["convergence", "sparse-training"])
+@pytest.mark.parametrize("name", ["convergence", "sparse-training", *(f"sparse-aged-{nodes}" for nodes in (2, 4, 8))])
 def test_every_loss_is_compared_with_stocks(name: str) -> None:
     """With AdamW's, at the same rate, whatever optimizer the scheme has: never with a baseline of its own."""
     content = record(name)
