@@ -25,6 +25,7 @@ Note [Ages]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from zero_topo.sync.adam_like import AdamLike
 
 OLDEST = 255  # steps that a byte can say
+FEW = 3  # times more elements wait than come: then those that come are taken out
 CHUNK = 1 << 22  # elements updated at once: bounds what is made beside the state
 
 
@@ -93,24 +95,44 @@ class AgedAdamW(AdamLike):
 
 
 def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str, Any], count: int) -> None:
-    """One step of some elements, operation by operation as ``torch.optim.AdamW`` takes it.
+    """One step of some elements; on a CPU, whose host need not wait, arithmetic is of those alone to which a sum came.
 
     Args:
         chunk: weights, gradient, both moments and ages, ``[n]`` each.
-        table: the mean's share of a sum, its weight in the momentum, what is left of the second moment, and the weight
-            of the squared sum in it, each by steps.
+        table: as :func:`_updated` takes it.
         group: the settings.
         count: steps taken, this one included.
     """
     p, g, mean, square, age = chunk
-    g, (b1, b2), rate = g.to(p.dtype), group["betas"], float(group["lr"])
     came = g != 0
-    steps = age.int().add_(1).mul_(came)
+    few = g.device.type == "cpu" and FEW * int(came.sum()) < len(g)
+    index = came.nonzero()[:, 0] if few else None
+    if group["weight_decay"]:
+        p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+    parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
+    steps = parts.pop(0).int().add_(1)
     age.add_(age < OLDEST).masked_fill_(came, 0)
-    share, weight, left, gain = table
+    _updated(parts, steps.mul_(came) if index is None else steps, table, group, count)
+    if index is not None:
+        for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
+            whole.index_copy_(0, index, part)
+
+
+def _updated(
+    parts: Sequence[Tensor], steps: Tensor, table: tuple[Tensor, ...], group: dict[str, Any], count: int
+) -> None:
+    """Weights, gradient and both moments of some elements, updated operation by operation as ``AdamW`` does it.
+
+    Args:
+        parts: ``[n]`` each.
+        steps: since a sum came, 0 where none came now, int32 ``[n]``.
+        table: the mean's share of a sum, its weight in the momentum, what is left of the second moment, and the weight
+            of the squared sum in it, each by steps.
+        group, count: as :func:`_step` takes them.
+    """
+    p, g, mean, square = parts
+    g, (b1, b2), (share, weight, left, gain) = g.to(p.dtype), group["betas"], table
     mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
     square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
     norm = square.sqrt().div_((1 - b2**count) ** 0.5).add_(group["eps"])
-    if group["weight_decay"]:
-        p.mul_(1 - rate * group["weight_decay"])
-    p.addcdiv_(mean * steps, norm, value=-rate / (1 - b1**count))
+    p.addcdiv_(mean * steps, norm, value=-float(group["lr"]) / (1 - b1**count))
