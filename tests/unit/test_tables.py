@@ -103,6 +103,16 @@ def codes_rows() -> list[str]:
     return rows
 
 
+def sparse_cluster_rows() -> list[str]:
+    """The table of sparse sync on the emulated cluster, from the record committed."""
+    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-sparse")["settings"]["jobs"]}
+    rows = []
+    for (name, _), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
+        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
+        rows.append(row([f"`{name}`", optimizers[name], f"{_median(result):.2f} s", faster, sent]))
+    return rows
+
+
 def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
     """Scheme and micro-batches -> result, and times faster than the slowest."""
     found = {(result["scheme"], result["micro_batches"]): result for result in record(name)["results"]}
@@ -211,6 +221,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("cluster", cluster_rows),
         ("cluster, short", cluster_rows_in_short),
         ("cluster, codes", codes_rows),
+        ("cluster, sparse", sparse_cluster_rows),
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
         ("refusals", refusal_rows),
