@@ -11,15 +11,15 @@ from zero_topo.config.deepspeed_json import (
 )
 from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
-from zero_topo.config.radius_config import RadiusSync
 from zero_topo.config.refusals import deepspeed_refusals, setting_refusals
 from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, resolve_config
-from zero_topo.config.scape_config import ScapeSync
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
     GaussianKSync,
     GTopkSync,
     OkTopkSync,
+    RadiusSync,
+    ScapeSync,
     SparseSync,
     TopkASync,
     TopkDsaSync,

@@ -17,7 +17,7 @@ from zero_topo.config.errors import ROOT
 from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resident import Obstacle, resident_obstacle
-from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SCHEMES, Follow, Place, Scheme
+from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
@@ -188,9 +188,8 @@ def _places(config: ZeroTopoConfig, scheme: Scheme) -> tuple[str | int, str | in
     if "secondary" in config.model_fields_set:
         wanted["secondary"] = config.secondary
     weights = wanted["weights"]
-    w, s, g, o = (weights if wanted[role] is Follow.WEIGHTS else wanted[role] for role in ROLES)
-    assert isinstance(w, str | int) and isinstance(g, str | int) and isinstance(o, str | int)
-    assert not isinstance(s, Follow)
+    w, s, g, o = (weights if wanted[role] == SAME else wanted[role] for role in ROLES)
+    assert w is not None and g is not None and o is not None
     return w, s, g, o
 
 

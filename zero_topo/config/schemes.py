@@ -10,20 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
 from zero_topo.config.parts import QuantizeConfig
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 
+SAME = "weights"
+"""The place of a role that follows the weights."""
 
-class Follow(Enum):
-    """A degree that takes the value of another role."""
-
-    WEIGHTS = "weights"
-
-
-Place = str | int | Follow | None
+Place = str | int | None
 _PLAIN = QuantizeConfig()
 _STRAIGHT = DenseSync()
 
@@ -33,7 +28,7 @@ class Scheme:
     """Defaults of a named scheme.
 
     Attributes:
-        weights, secondary, gradients, optimizer: domain of each role, ``Follow.WEIGHTS``, or None for no secondary.
+        weights, secondary, gradients, optimizer: domain of each role, or :data:`SAME`, or None for no secondary.
         quantize: what travels in fewer bits.
         sync: how gradient shards are reduced across gradient domains.
     """
@@ -46,7 +41,6 @@ class Scheme:
     sync: SyncSettings = _STRAIGHT
 
 
-_SAME = Follow.WEIGHTS
 _PAPER_BITS = QuantizeConfig(weights="int8", secondary="int8", gradients="int4")
 _CODES = QuantizeConfig(weights="int8", gradients="int4", resident="int8")
 
@@ -54,10 +48,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
     {
         "zero3": Scheme("world", None, "world", "world"),
         "zero++": Scheme("world", "node", "world", "world", QuantizeConfig(weights="int8", gradients="int4")),
-        "mics": Scheme("node", None, _SAME, _SAME),
+        "mics": Scheme("node", None, SAME, SAME),
         "hsdp": Scheme("node", None, "node", "node"),
-        "paper": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
-        "topo": Scheme("gpu", _SAME, "node", "world", _PAPER_BITS.model_copy(update={"resident": "int8"})),
+        "paper": Scheme("gpu", SAME, "node", "world", _PAPER_BITS, DenseSync(reduce="all_reduce")),
+        "topo": Scheme("gpu", SAME, "node", "world", _PAPER_BITS.model_copy(update={"resident": "int8"})),
         "topo-zero2": Scheme("rank", None, "node", "world", _CODES),
     }
 )

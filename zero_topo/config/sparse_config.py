@@ -50,15 +50,11 @@ class SparseSync(SyncSettings):
 class TopkASync(SparseSync):
     """Every rank's picks go to all others."""
 
-    MODE: ClassVar[str] = "topk_a"
-
     mode: Literal["topk_a"] = Field("topk_a", description="All-gather of every rank's largest elements.")
 
 
 class GaussianKSync(SparseSync):
     """As ``topk_a``, the threshold estimated from a normal distribution."""
-
-    MODE: ClassVar[str] = "gaussian_k"
 
     mode: Literal["gaussian_k"] = Field(
         "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
@@ -68,8 +64,6 @@ class GaussianKSync(SparseSync):
 class TopkDsaSync(SparseSync):
     """Picks are reduced where they belong, and the sums gathered, sparse or dense, whichever is shorter."""
 
-    MODE: ClassVar[str] = "topk_dsa"
-
     mode: Literal["topk_dsa"] = Field(
         "topk_dsa", description="Sparse reduce-scatter of the picks, then an all-gather that may turn dense (SparCML)."
     )
@@ -78,8 +72,6 @@ class TopkDsaSync(SparseSync):
 class GTopkSync(SparseSync):
     """The largest elements of the sum, found in a tree."""
 
-    MODE: ClassVar[str] = "gtopk"
-
     mode: Literal["gtopk"] = Field(
         "gtopk", description="Pairwise sums in a tree, the largest elements chosen anew at each level (gTopk)."
     )
@@ -87,8 +79,6 @@ class GTopkSync(SparseSync):
 
 class OkTopkSync(SparseSync):
     """The largest elements of the sum of the largest, with O(k) words whatever the number of ranks."""
-
-    MODE: ClassVar[str] = "oktopk"
 
     mode: Literal["oktopk"] = Field("oktopk", description="The sparse all-reduce of Ok-Topk.")
     tau: int = Field(64, ge=1, description="Steps between two balancings of the regions.")
@@ -114,3 +104,54 @@ class OkTopkSync(SparseSync):
             "sync.sharded = true: sums would stay with one rank, but several hold the same optimizer shard; set "
             '"optimizer": "world", or "sharded": false'
         )
+
+
+class RadiusSync(SparseSync):
+    """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
+
+    mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
+    density: float = Field(0.4, gt=0, le=1, description="Share of each parameter that the mask holds.")
+    interval: int = Field(
+        200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
+    )
+    start: int = Field(
+        0,
+        ge=0,
+        description="Optimizer steps at the beginning that reduce everything. The paper starts to sparsify after 15 to "
+        "20% of the training; after 5% it found the loss hurt. At 0 the first mask means little: Adam's first update "
+        "is the sign of the gradient, equally large everywhere.",
+    )
+
+
+class ScapeSync(SparseSync):
+    """The elements of largest momentum at the last step, by a mask that all ranks share; AdamS lives on them alone."""
+
+    OPTIMIZER: ClassVar[str | None] = "AdamS"
+
+    mode: Literal["scape"] = Field(
+        "scape", description="The momentum's largest elements, chosen a step before (SCAPE, with the AdamS optimizer)."
+    )
+    density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask holds.")
+    start_density: float = Field(1.0, gt=0, le=1, description="Density of the first step, if there is a warm-up.")
+    warmup: int = Field(
+        0,
+        ge=0,
+        description="Steps over which the density goes geometrically from start_density to density; the paper takes "
+        "a tenth of the training.",
+    )
+
+    def problem(self, plan: Plan) -> str | None:
+        """Refuses gradient and optimizer shards that differ: the momentum could not be rebuilt."""
+        if plan.optimizer == plan.gradients:
+            return None
+        return (
+            f'sync.mode = "scape": every rank rebuilds the momentum of its gradient shard (degree {plan.gradients}), '
+            f"but its optimizer shard (degree {plan.optimizer}) is another; set both to the same domain, such as "
+            '"gradients": "node", "optimizer": "node": then no weights cross nodes either'
+        )
+
+    def density_at(self, step: int) -> float:
+        """Density of the mask of a step, counted from 0: ``d_start * (d / d_start) ** (t / warmup)``, then ``d``."""
+        if step >= self.warmup:
+            return self.density
+        return float(self.start_density * (self.density / self.start_density) ** (step / self.warmup))

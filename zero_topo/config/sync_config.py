@@ -8,14 +8,21 @@ it: the ``mode`` key selects the class, and the engine and the cost model dispat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from zero_topo.config.radius_config import RadiusSync
-from zero_topo.config.scape_config import ScapeSync
-from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, OkTopkSync, SparseSync, TopkASync, TopkDsaSync
+from zero_topo.config.sparse_config import (
+    GaussianKSync,
+    GTopkSync,
+    OkTopkSync,
+    RadiusSync,
+    ScapeSync,
+    SparseSync,
+    TopkASync,
+    TopkDsaSync,
+)
 from zero_topo.config.sync_settings import BlockSize, Dtype, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
 from zero_topo.config.ternary_config import TernarySync
@@ -24,8 +31,6 @@ from zero_topo.quant.spec import BlockSpec
 
 class DenseSync(SyncSettings):
     """Every element of the gradient shard is reduced, unquantized."""
-
-    MODE: ClassVar[str] = "dense"
 
     mode: Literal["dense"] = Field("dense", description="Reduce every element, unquantized.")
     reduce: Literal["reduce_scatter", "all_reduce"] = Field(
@@ -40,8 +45,6 @@ class DenseSync(SyncSettings):
 
 class QuantizedSync(SyncSettings):
     """Every element is reduced straight to the optimizer shard, block-quantized, with the error fed back."""
-
-    MODE: ClassVar[str] = "quantized"
 
     mode: Literal["quantized"] = Field("quantized", description="Block-quantize what crosses between gradient domains.")
     bits: Literal[8, 4] = Field(4, description="Bits per value on the wire, next to one FP32 scale per block.")

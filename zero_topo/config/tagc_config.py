@@ -17,7 +17,7 @@ Note [Safe loads]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -55,8 +55,6 @@ class TagcSync(SparseSync):
     Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training"
     (EuroMLSys 2025).
     """
-
-    MODE: ClassVar[str] = "tagc"
 
     mode: Literal["tagc"] = Field("tagc", description="One bit per element and a count sketch of the values (TAGC).")
     density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")

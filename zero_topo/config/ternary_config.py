@@ -11,7 +11,7 @@ Note [Positions]
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,8 +23,6 @@ BLOCK = 4096
 
 class TernarySync(SparseSync):
     """The largest elements of every block, each as a sign, and one scale for the block."""
-
-    MODE: ClassVar[str] = "ternary"
 
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
