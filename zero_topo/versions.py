@@ -55,6 +55,14 @@ def torch_has(name: str, version: str) -> bool:
     return release(version) >= release(TORCH_SINCE[name])
 
 
+def installed(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def refusal(package: str, version: str) -> str | None:
     """Why a release of a package is not supported, in one line with the way out; None if it is.
 
@@ -74,11 +82,8 @@ def refusal(package: str, version: str) -> str | None:
 def installed_refusals() -> Iterator[str]:
     """A line for each package that is installed here and not supported; what is not installed is not missed."""
     for package in SUPPORTED:
-        try:
-            problem = refusal(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            continue
-        if problem is not None:
+        version = installed(package)
+        if version is not None and (problem := refusal(package, version)):
             yield problem
 
 

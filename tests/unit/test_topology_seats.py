@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zero_topo.topology import Topology, check_hosts, emulated, load_preset, resolve_topology
+from zero_topo.topology import Topology, emulated, load_preset, resolve_topology
 from zero_topo.topology.devices import DeviceLink, DeviceTree
-from zero_topo.topology.seats import Seat, check_seats, take_seat
+from zero_topo.topology.seats import Seat, check_hosts, check_seats, take_seat
 
 NODE = DeviceTree(
     "test",

@@ -15,11 +15,11 @@ import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zero_topo import __version__
+from zero_topo.versions import installed
 
 FORMAT = 2  # 1 is of before the scheme topo held its weights as codes
 LIBRARIES = ("torch", "deepspeed", "numpy", "triton")
@@ -81,12 +81,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Of Python, the libraries that are installed, and this package, with its commit in a checkout."""
     found: dict[str, str | None] = {"python": platform.python_version(), "zero_topo": __version__, "commit": _commit()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: installed(name) for name in LIBRARIES}
 
 
 def _commit() -> str | None:

@@ -13,7 +13,6 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from importlib import metadata
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Annotated
@@ -22,6 +21,7 @@ import typer
 
 from zero_topo.cli.output import only_json
 from zero_topo.strict import cut
+from zero_topo.versions import installed
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -80,16 +80,9 @@ def _common(
 ) -> None:
     """Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs."""
     if version:
-        others = ", ".join(f"{name} {_version(name)}" for name in ("deepspeed", "torch"))
-        print(f"zero-topo {_version('zero-topo')} ({others}, Python {platform.python_version()})")
+        ours, *others = (f"{name} {installed(name) or 'not installed'}" for name in ("zero-topo", "deepspeed", "torch"))
+        print(f"{ours} ({', '.join(others)}, Python {platform.python_version()})")
         raise typer.Exit
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def run(

@@ -12,22 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zero_topo.topology.presets import machine_of_cluster, preset_names
 from zero_topo.topology.probes import slurm
+from zero_topo.versions import installed
 
 PATIENCE_S = 180.0
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def interfaces_up() -> dict[str, bool]:
@@ -82,7 +74,7 @@ class Surroundings:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
     which: Callable[[str], str | None] = shutil.which
-    version: Callable[[str], str | None] = installed_version
+    version: Callable[[str], str | None] = installed
     interfaces: Callable[[], Mapping[str, bool]] = interfaces_up
     free: Callable[[Path], int] = free_bytes
     torch: Callable[[], Mapping[str, Any]] = ask_torch

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zero_topo.topology.launchers import launcher_view
-from zero_topo.topology.probes import LauncherView, mpi, read_int, slurm
+from zero_topo.topology.probes import LauncherView, read_int, slurm
+from zero_topo.topology.probes.variables import MPI, probe
 
 PORT = 3442  # the one in OLCF's examples, outside the range from which the kernel takes ports by itself
 STARTERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun, the worker and deepspeed set one of them for their ranks
@@ -78,7 +79,7 @@ def _check_stray(env: Mapping[str, str], started: bool) -> None:
     Raises:
         ValueError: naming it.
     """
-    launcher = "Slurm" if slurm.in_step(env) else "MPI" if mpi.probe(env) is not None else None
+    launcher = "Slurm" if slurm.in_step(env) else "MPI" if probe(env, MPI) is not None else None
     stray = [name for name in ("RANK", "LOCAL_RANK") if env.get(name)]
     if launcher is not None and stray and not started:
         raise ValueError(

@@ -2,7 +2,6 @@
 """What the machine is: the tree of nodes, GPUs and ranks, known machines, and discovery (never imports torch)."""
 
 from zero_topo.topology.discover import discover, resolve_topology
-from zero_topo.topology.hosts import check_hosts
 from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import emulated, load_preset, preset_names
 
@@ -10,7 +9,6 @@ __all__ = [
     "DOMAINS",
     "Link",
     "Topology",
-    "check_hosts",
     "discover",
     "emulated",
     "load_preset",

@@ -191,14 +191,6 @@ def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None)
         return Topology(
             view.source, view.world_size // per_node, per_node, 1, order=view.order, hosts=view.hosts, sources=sources
         )
-    return Topology(
-        name=machine.name,
-        nodes=view.world_size // per_node,
-        gpus_per_node=per_node // machine.ranks_per_gpu,
-        ranks_per_gpu=machine.ranks_per_gpu,
-        order=view.order,
-        links=machine.links,
-        memory_per_rank=machine.memory_per_rank,
-        hosts=view.hosts,
-        sources={**sources, **machine.origins(f" (SLURM_CLUSTER_NAME={cluster})")},
-    )
+    sources |= machine.origins(f" (SLURM_CLUSTER_NAME={cluster})")
+    known = machine.topology(view.world_size // per_node, per_node)
+    return replace(known, order=view.order, hosts=view.hosts, sources=sources)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zero_topo.topology.probes import LauncherView, deepspeed, mpi, slurm, torchrun
+from zero_topo.topology.probes import LauncherView, slurm
+from zero_topo.topology.probes.variables import CLOSEST, MPI, probe
 
 WAY_OUT = (
     "start the ranks with one launcher and unset the other's variables, or describe the machine with an inline "
@@ -31,8 +32,7 @@ def launcher_view(env: Mapping[str, str]) -> LauncherView | None:
     Raises:
         ValueError: if they contradict each other, or this process's rank is not where they put it.
     """
-    closest = torchrun.probe(env) or deepspeed.probe(env) or torchrun.probe_plain(env)
-    view = _combine(closest, mpi.probe(env))
+    view = _combine(probe(env, CLOSEST), probe(env, MPI))
     # Outside a step Slurm describes the allocation; a launcher that knows its nodes may use any part of it.
     if view is None or view.nodes is None or slurm.in_step(env):
         view = _combine(view, slurm.probe(env))

@@ -6,7 +6,7 @@ Note [Devices and launchers]
     local rank: ``devices[local rank]`` is read from ``--gpu-bind``, from a list of visible devices with one entry per
     local rank, or is the local rank itself if there are as many devices. Only variables that are equal on all ranks of
     a node may be read, for all ranks must come to the same topology; so a rank's own single visible device says
-    nothing here (the ranks compare those at start-up, see ``hosts.py``).
+    nothing here (the ranks compare those at start-up, see ``seats.py``).
 """
 
 from __future__ import annotations

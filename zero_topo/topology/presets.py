@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
@@ -54,6 +54,17 @@ class Machine:
             "memory_per_rank": self.memory_per_rank is not None,
         }
         return {key: f"preset {self.name}{why}" for key, known in supplied.items() if known}
+
+    def topology(self, nodes: int, ranks_per_node: int) -> Topology:
+        """So many of its nodes, without sources."""
+        return Topology(
+            name=self.name,
+            nodes=nodes,
+            gpus_per_node=ranks_per_node // self.ranks_per_gpu,
+            ranks_per_gpu=self.ranks_per_gpu,
+            links=self.links,
+            memory_per_rank=self.memory_per_rank,
+        )
 
 
 def preset_names() -> list[str]:
@@ -109,15 +120,8 @@ def load_preset(name: str, world_size: int) -> Topology:
             f"of {per_node} ranks, or describe what you start: an inline topology "
             '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
         )
-    return Topology(
-        name=name,
-        nodes=world_size // per_node,
-        gpus_per_node=per_node // machine.ranks_per_gpu,
-        ranks_per_gpu=machine.ranks_per_gpu,
-        links=machine.links,
-        memory_per_rank=machine.memory_per_rank,
-        sources={"nodes": "ranks / ranks per node", **machine.origins()},
-    )
+    sources = {"nodes": "ranks / ranks per node", **machine.origins()}
+    return replace(machine.topology(world_size // per_node, per_node), sources=sources)
 
 
 def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:

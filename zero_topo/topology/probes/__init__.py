@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What launchers tell the processes they start; each file reads the variables of one launcher.
+"""What launchers tell the processes they start; ``slurm.py`` reads those of Slurm, ``variables.py`` of all others.
 
 A probe is a pure function of an environment mapping. It returns a :class:`LauncherView`, or None if that launcher did
 not start the process, and raises ValueError for variables that contradict each other.
@@ -76,65 +76,3 @@ def first_int(env: Mapping[str, str], names: tuple[str, ...], least: int = 0) ->
         if value is not None:
             return value, name
     return None, ""
-
-
-@dataclass(frozen=True)
-class Variables:
-    """The names under which a launcher passes its numbers; of several names the first that is set counts."""
-
-    source: str
-    world_size: tuple[str, ...]
-    rank: tuple[str, ...] = ()
-    local_rank: tuple[str, ...] = ()
-    node: tuple[str, ...] = ()
-    ranks_per_node: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-
-
-def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
-    """Read a launcher that numbers ranks node by node, with equally many on each.
-
-    Returns:
-        Its view, or None if it did not set a world size.
-
-    Raises:
-        ValueError: if a variable is no number, or the ranks do not spread evenly over the nodes.
-    """
-    world_size, world_name = first_int(env, names.world_size, least=1)
-    if world_size is None:
-        return None
-    per_node, per_node_name = first_int(env, names.ranks_per_node, least=1)
-    rank, rank_name = first_int(env, names.rank)
-    local_rank, local_name = first_int(env, names.local_rank)
-    node, node_name = first_int(env, names.node)
-    nodes, nodes_name = first_int(env, names.nodes, least=1)
-    alone = None
-    if world_size == 1:  # what else runs on this node, and on which device this process does, is not its job's
-        if per_node is not None and per_node > 1:
-            alone = f"{world_name} is 1 but {per_node_name} {per_node} on this node: a rank of its own"
-        per_node, per_node_name, nodes = 1, per_node_name or world_name, None
-        node, local_rank = node and 0, local_rank and 0
-    if per_node is not None and (world_size % per_node or (nodes is not None and nodes * per_node != world_size)):
-        total = f"{world_size} ranks ({world_name})" + ("" if nodes is None else f" on {nodes} nodes ({nodes_name})")
-        here = "this node" if node is None else f"this node, number {node} ({node_name}),"
-        raise ValueError(
-            f"{names.source}: of {total}, {here} has {per_node} ({per_node_name}): nodes with unequal numbers of ranks "
-            "have no regular tree; start equally many ranks on every node"
-        )
-    read = {
-        "world_size": world_name,
-        "ranks_per_node": per_node_name,
-        "rank": rank_name,
-        "local_rank": local_name,
-        "node": node_name,
-    }
-    return LauncherView(
-        source=names.source,
-        world_size=world_size,
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
-        ranks_per_node=per_node,
-        origins={key: f"{names.source}: {name}" for key, name in read.items() if name},
-        doubt=alone,
-    )

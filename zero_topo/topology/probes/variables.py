@@ -1,0 +1,139 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Launchers that number ranks node by node and pass plain numbers: torchrun, deepspeed and those of MPI.
+
+torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node part of the
+``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_SIZE and, as
+CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes; ranks follow the hostfile node by node. Its MPICH
+and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, beside the variables of MPI.
+
+None of the MPI launchers says which node a rank is on unless the rank asks, so node-by-node numbering is assumed (their
+default when the number of ranks per node is stated) and every rank checks it against its own local rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zero_topo.topology.probes import LauncherView, first_int
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The names under which a launcher passes its numbers; of several names the first that is set counts.
+
+    One that a launcher sets for each process it starts, if there is such a name, is ``always``.
+    """
+
+    source: str
+    world_size: tuple[str, ...]
+    rank: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+    ranks_per_node: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    always: str = ""
+
+
+_TORCH = Variables(source="environment", world_size=("WORLD_SIZE",), rank=("RANK",), local_rank=("LOCAL_RANK",))
+CLOSEST = (
+    replace(
+        _TORCH,
+        source="torchrun",
+        node=("GROUP_RANK",),
+        ranks_per_node=("LOCAL_WORLD_SIZE",),
+        nodes=("GROUP_WORLD_SIZE",),
+        always="LOCAL_WORLD_SIZE",
+    ),
+    replace(
+        _TORCH,
+        source="deepspeed",
+        node=("CROSS_RANK",),
+        ranks_per_node=("LOCAL_SIZE",),
+        nodes=("CROSS_SIZE",),
+        always="LOCAL_SIZE",
+    ),
+    _TORCH,
+)
+"""Those that start Python themselves, and WORLD_SIZE, RANK and LOCAL_RANK as set by hand or by an unknown launcher."""
+
+MPI = (
+    Variables(
+        source="openmpi",
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        rank=("OMPI_COMM_WORLD_RANK",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ranks_per_node=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Variables(
+        source="mvapich",
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        rank=("MV2_COMM_WORLD_RANK",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        ranks_per_node=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Variables(
+        source="mpich",
+        world_size=("PMI_SIZE",),
+        rank=("PMI_RANK", "PALS_RANKID"),
+        local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        node=("PALS_NODEID",),
+        ranks_per_node=("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ),
+)
+"""OpenMPI, MVAPICH, and the PMI family (MPICH, Intel MPI, Cray PALS)."""
+
+
+def probe(env: Mapping[str, str], launchers: Sequence[Variables]) -> LauncherView | None:
+    """What the first of some launchers says that started the process and set a world size, or None."""
+    views = (read_view(env, names) for names in launchers if not names.always or env.get(names.always))
+    return next((view for view in views if view is not None), None)
+
+
+def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
+    """Read a launcher that numbers ranks node by node, with equally many on each.
+
+    Returns:
+        Its view, or None if it did not set a world size.
+
+    Raises:
+        ValueError: if a variable is no number, or the ranks do not spread evenly over the nodes.
+    """
+    world_size, world_name = first_int(env, names.world_size, least=1)
+    if world_size is None:
+        return None
+    per_node, per_node_name = first_int(env, names.ranks_per_node, least=1)
+    rank, rank_name = first_int(env, names.rank)
+    local_rank, local_name = first_int(env, names.local_rank)
+    node, node_name = first_int(env, names.node)
+    nodes, nodes_name = first_int(env, names.nodes, least=1)
+    alone = None
+    if world_size == 1:  # what else runs on this node, and on which device this process does, is not its job's
+        if per_node is not None and per_node > 1:
+            alone = f"{world_name} is 1 but {per_node_name} {per_node} on this node: a rank of its own"
+        per_node, per_node_name, nodes = 1, per_node_name or world_name, None
+        node, local_rank = node and 0, local_rank and 0
+    if per_node is not None and (world_size % per_node or (nodes is not None and nodes * per_node != world_size)):
+        total = f"{world_size} ranks ({world_name})" + ("" if nodes is None else f" on {nodes} nodes ({nodes_name})")
+        here = "this node" if node is None else f"this node, number {node} ({node_name}),"
+        raise ValueError(
+            f"{names.source}: of {total}, {here} has {per_node} ({per_node_name}): nodes with unequal numbers of ranks "
+            "have no regular tree; start equally many ranks on every node"
+        )
+    read = {
+        "world_size": world_name,
+        "ranks_per_node": per_node_name,
+        "rank": rank_name,
+        "local_rank": local_name,
+        "node": node_name,
+    }
+    return LauncherView(
+        source=names.source,
+        world_size=world_size,
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        ranks_per_node=per_node,
+        origins={key: f"{names.source}: {name}" for key, name in read.items() if name},
+        doubt=alone,
+    )
