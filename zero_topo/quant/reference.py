@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_topo.quant.code_reference import codes_apply, codes_assess, codes_emit
+from zero_topo.quant.code_reference import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import DTYPES, Piece, read_all, total_numel, write_all
-from zero_topo.quant.sparse_reference import (
+from zero_topo.quant.sparse_reference import (  # noqa: F401
     compact_above,
     count_above,
     mask_pack,
@@ -31,21 +31,6 @@ from zero_topo.quant.sparse_reference import (
     sketch_peel,
 )
 from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
-
-__all__ = [
-    "codes_apply",
-    "codes_assess",
-    "codes_emit",
-    "compact_above",
-    "count_above",
-    "dequantize_reduce",
-    "mask_pack",
-    "mask_unpack",
-    "quantize",
-    "requantize",
-    "sketch_insert",
-    "sketch_peel",
-]
 
 SMALLEST = 2.0**-100
 

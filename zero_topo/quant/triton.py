@@ -23,8 +23,8 @@ from zero_topo.quant.triton_blocks import (
     requantize_tile,
     size_of,
 )
-from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit
-from zero_topo.quant.triton_sparse import (
+from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
+from zero_topo.quant.triton_sparse import (  # noqa: F401
     compact_above,
     count_above,
     launch,
@@ -33,21 +33,6 @@ from zero_topo.quant.triton_sparse import (
     sketch_insert,
     sketch_peel,
 )
-
-__all__ = [
-    "codes_apply",
-    "codes_assess",
-    "codes_emit",
-    "compact_above",
-    "count_above",
-    "dequantize_reduce",
-    "mask_pack",
-    "mask_unpack",
-    "quantize",
-    "requantize",
-    "sketch_insert",
-    "sketch_peel",
-]
 
 
 def quantize(pieces: Sequence[Piece], spec: Format, out: Messages) -> None:

@@ -7,7 +7,7 @@ Importing the package registers every mode with :func:`zero_topo.sync.base.build
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary, topk
+from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary, topk  # noqa: F401  (they register)
 from zero_topo.sync.adam_like import AdamLike
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.aged_adamw import AgedAdamW
@@ -28,12 +28,4 @@ __all__ = [
     "SyncContext",
     "SyncMode",
     "build_mode",
-    "dense",
-    "oktopk",
-    "quantized",
-    "radius",
-    "scape",
-    "tagc",
-    "ternary",
-    "topk",
 ]
