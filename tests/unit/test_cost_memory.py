@@ -99,7 +99,7 @@ def test_a_loss_scaler_makes_quantized_sync_keep_a_residual() -> None:
     """FP16 may skip steps, so what is owed cannot lie among the gradients: 4 bytes for each other node's row."""
     config = resolve(FRONTIER, scheme="topo", sync={"mode": "quantized", "bits": 4})
     request = Request(FRONTIER, Job(load_model("gpt2"), 1, 1), flight=InFlight.read({"fp16": {"enabled": True}}))
-    held = request.holds(config, request.work, request.job)
+    held = request.holds(config)
     assert held["residual"] == 4 * 47 * sum(config.plan.shard_numel(n) for n in request.work.numels)
     plain = replace(request, flight=InFlight.read({"bf16": {"enabled": True}}))
-    assert plain.holds(config, request.work, request.job) == {k: v for k, v in held.items() if k != "residual"}
+    assert plain.holds(config) == {k: v for k, v in held.items() if k != "residual"}

@@ -83,7 +83,7 @@ def forecasts_table(chosen: Mapping[int, Ranking]) -> Table:
             table.add_row(format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-")
             continue
         best, faster = ranking.best, ranking.faster
-        gain = "-" if faster is None else f"{(best.seconds or 0.0) / (faster.seconds or 1.0):.2f} x"
-        step = format_seconds(best.seconds or 0.0)
+        gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
+        step = format_seconds(best.seconds)
         table.add_row(format_count(params), degrees(best.candidate.config), step, format_bytes(best.held), gain)
     return table

@@ -83,11 +83,10 @@ def ranking_table(plans: Sequence[tuple[Priced, tuple[float, float]]], title: st
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
-        seconds = "?" if plan.seconds is None else format_seconds(plan.seconds)
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         loses = "yes" if plan.candidate.losses else "no"
-        within = f"{low:.3g}-{high:.3g} s"
-        table.add_row(scheme, degrees(config), loses, sync if moves else "-", seconds, within, format_bytes(plan.held))
+        step = (format_seconds(plan.seconds), f"{low:.3g}-{high:.3g} s")
+        table.add_row(scheme, degrees(config), loses, sync if moves else "-", *step, format_bytes(plan.held))
     return table
 
 

@@ -43,7 +43,6 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     ranking = rank_plans(asked, request)
     best, limit = ranking.best, request.limit
     default = "" if asked.scheme else ", the default here"
-    assert best.seconds is not None
     held = format_bytes(best.held) + (
         ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
     )
@@ -63,14 +62,13 @@ def _keys(plan: Priced) -> str:
 
 
 def _beside(plan: Priced, best: Priced) -> str:
-    assert plan.seconds is not None and best.seconds is not None
     return f"{_keys(plan)}, {plan.seconds / best.seconds - 1:+.1%} time, {format_bytes(plan.held)}"
 
 
 def _gain(ranking: Ranking) -> list[str]:
     """What the plans that send fewer bits than was asked for would gain, if anything."""
     best, faster = ranking.best.seconds, ranking.faster
-    if not best or faster is None or not faster.seconds:
+    if faster is None:
         return []
     words = ", ".join(word for part in faster.candidate.losses for word in part)
     return [
@@ -100,7 +98,6 @@ def explain(ranking: Ranking) -> list[str]:
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
-    assert best.seconds is not None
     equal = ranking.equals
     held = [plan.held for plan in equal]
     span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
@@ -121,17 +118,15 @@ def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
     """What a winner that loses something gains by it and risks, or what one that loses nothing gives up."""
     exact = [plan for plan in ranking.timed if not plan.candidate.losses]
     lossy = [plan for plan in ranking.timed if plan.candidate.losses]
-    assert best.seconds is not None
     if not best.candidate.losses:
-        fastest = min(lossy, key=lambda plan: plan.seconds or 0.0, default=None)
-        gain = 0.0 if fastest is None or not fastest.seconds else 1 - fastest.seconds / best.seconds
-        few = fastest is not None and gain > 0
-        less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if few and fastest else ""
+        fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
+        gain = 1 - fastest.seconds / best.seconds
+        less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
         return [f"it loses nothing, all is sent in full{less}"]
     words = ", ".join(word for part in best.candidate.losses for word in part)
-    rival = min(exact, key=lambda plan: plan.seconds or 0.0, default=None)
+    rival = min(exact, key=lambda plan: plan.seconds, default=None)
     gains = "and nothing that fits sends all in full"
-    if rival is not None and rival.seconds:
+    if rival is not None:
         share = 1 - best.seconds / rival.seconds
         gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest that sends all in full"
     return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
@@ -155,7 +150,7 @@ def _advice(best: Priced, request: Request) -> list[str]:
     if not request.job.checkpointing or request.limit is None or request.states_only:
         return []
     job = replace(request.job, checkpointing=False)
-    held = sum(request.holds(best.candidate.config, request.work, job).values())
+    held = sum(replace(request, job=job).holds(best.candidate.config).values())
     if held > request.limit:
         return [f"without checkpointing it would need {format_bytes(held)}, which does not fit"]
     kept, recomputed = (bounds(best.candidate.config, which, request.rates)[0] for which in (job, request.job))
@@ -182,7 +177,6 @@ def _wire_line(best: Priced, request: Request) -> str:
 
 
 def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
-    assert best.seconds is not None and second.seconds is not None
     mine, other = (wire_seconds(plan.candidate.config, request.work) for plan in (best, second))
     losses = {key: other.get(key, 0.0) - mine.get(key, 0.0) for key in sorted({*other, *mine})}
     (phase, domain), loss = max(losses.items(), key=lambda item: item[1], default=(("", ""), 0.0))

@@ -41,7 +41,7 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
         ValueError: if its shards of weights and gradients alone are more than a rank's memory.
     """
     memory, limit = request.topology.memory_per_rank, request.limit
-    held = request.holds(resolved, request.work, request.job)
+    held = request.holds(resolved)
     needs = sum(held.values())
     if memory is None or limit is None or needs <= limit:
         return []
@@ -63,13 +63,11 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
 
 def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:
     """The block with weights sharded wider, if that is tried and fits; else the planner."""
-    assert request.limit is not None
     for domain in ("gpu", "node"):
         degree = resolved.topology.degree(domain)
         if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
             continue
         wider = resolve_config(block.model_copy(update={"weights": domain}), resolved.topology)
-        needs = sum(request.holds(wider, request.work, request.job).values())
-        if needs <= request.limit:
-            return f'set "weights": "{domain}", which needs {format_bytes(needs)}'
+        if request.fits(wider):
+            return f'set "weights": "{domain}", which needs {format_bytes(sum(request.holds(wider).values()))}'
     return f'set "scheme": "{AUTO}", which takes the fastest plan that fits, or says what would'

@@ -78,12 +78,16 @@ class Request:
     own_rates: Rates | None = None
     frozen: tuple[int, ...] = ()
 
-    def holds(self, config: ResolvedConfig, work: Workload, job: Job) -> dict[str, int]:
+    def holds(self, config: ResolvedConfig) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
-        work = replace(work, loss_scaled=self.flight.loss_scaled)
+        work = replace(self.work, loss_scaled=self.flight.loss_scaled)
         if self.states_only:
             return memory_bytes(config, work, work.itemsize)
-        return predict_memory(config, work, job, self.flight)
+        return predict_memory(config, work, self.job, self.flight)
+
+    def fits(self, config: ResolvedConfig) -> bool:
+        """Whether a plan holds no more than it may, as far as that is known."""
+        return self.limit is None or sum(self.holds(config).values()) <= self.limit
 
     @cached_property
     def machine(self) -> Topology:
@@ -137,18 +141,18 @@ class Priced:
         candidate: the plan.
         memory: bytes that a rank holds, by role.
         wire: seconds of a step that its bytes take on the wires if nothing overlaps.
-        seconds: of a step that hides half of what it could, simulated; None if it was not.
+        seconds: of a step that hides half of what it could, simulated; 0 until it is.
     """
 
     candidate: Candidate
     memory: Mapping[str, int]
     wire: float
-    seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def weighed(self) -> float:
         """Seconds, and more for each part of it that loses something."""
-        return (self.seconds or 0.0) * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
+        return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     @property
     def held(self) -> int:
@@ -205,16 +209,15 @@ class Ranking:
     @property
     def faster(self) -> Priced | None:
         """The fastest plan that sends fewer bits than was asked for, if it is faster than the winner."""
-        fastest = min(self.lossier, key=lambda plan: plan.seconds or 0.0, default=None)
-        gains = fastest is not None and (fastest.seconds or 0.0) < (self.best.seconds or 0.0)
-        return fastest if gains else None
+        fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
+        return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
     @property
     def equals(self) -> list[Priced]:
         """The plans as fast as the winner by :data:`EQUAL`, but that lose more, or else were not behind the fastest."""
         best, losses = self.best, len(self.best.candidate.losses)
         within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
-        near = (plan for plan in self.timed[1:] if (plan.seconds or 0.0) <= (best.seconds or 0.0) * (1 + EQUAL))
+        near = (plan for plan in self.timed[1:] if plan.seconds <= best.seconds * (1 + EQUAL))
         return [plan for plan in near if len(plan.candidate.losses) > losses or plan.weighed <= within]
 
 
@@ -244,7 +247,7 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
     lossier: list[Priced] = []
     for candidate in candidates(asked, request.machine, request.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, request.holds(candidate.config, request.work, request.job), wire)
+        priced = Priced(candidate, request.holds(candidate.config), wire)
         fits = request.limit is None or priced.held <= request.limit
         if asked.lossy or candidate.loses_only(asked):
             (fitting if fits else refused).append(priced)
@@ -299,14 +302,14 @@ def _way_out(leanest: Priced, request: Request) -> str:
         "offload the optimizer to the host (offload_optimizer)": replace(request, flight=replace(flight, offload=True)),
     }
     leaner = {what: changed for what, changed in leaner.items() if changed != request}
-    found = [what for what, changed in leaner.items() if _fits(leanest, changed)]
+    found = [what for what, changed in leaner.items() if changed.fits(_on(leanest, changed))]
     if (enough := _enough_nodes(leanest, request)) is not None:
         found.append(f"use {enough:,} nodes")
     if found:
         return f"what would do, each by itself: {'; '.join(found)}"
     job = replace(job, checkpointing=True, attention="flash", micro_batch=1)
     all_of_it = replace(request, job=job, flight=replace(flight, offload=True))
-    enough = topology.nodes if _fits(leanest, all_of_it) else _enough_nodes(leanest, all_of_it)
+    enough = topology.nodes if all_of_it.fits(_on(leanest, all_of_it)) else _enough_nodes(leanest, all_of_it)
     if enough is None:
         return f"even {topology.nodes * 2**MOST_DOUBLINGS:,} nodes would not do; shorten the sequence (--seq)"
     return f"what would do, all together on {enough:,} nodes: {'; '.join(leaner)}"
@@ -316,12 +319,11 @@ def _enough_nodes(plan: Priced, request: Request) -> int | None:
     """The smallest number of nodes, by doubling, on which a plan fits."""
     counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
     larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
-    return next((changed.topology.nodes for changed in larger if _fits(plan, changed)), None)
+    return next((changed.topology.nodes for changed in larger if changed.fits(_on(plan, changed))), None)
 
 
-def _fits(plan: Priced, request: Request) -> bool:
-    config = resolve_config(plan.candidate.chosen, request.machine)
-    return request.limit is not None and sum(request.holds(config, request.work, request.job).values()) <= request.limit
+def _on(plan: Priced, request: Request) -> ResolvedConfig:
+    return resolve_config(plan.candidate.chosen, request.machine)
 
 
 def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
@@ -339,14 +341,12 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
         config: the plan on the request's machine.
         request: machine and job; of its model only the sequence counts.
     """
-    limit = request.limit
-    if limit is None:
+    if request.limit is None:
         return None
 
     def fits(params: int) -> bool:
-        job = replace(request.job, model=scaled(params, sequence=request.job.model.sequence))
-        work = Workload.uniform(job.model.numels(), job.itemsize, job.micro_batches, job.model.dims())
-        return sum(request.holds(config, work, job).values()) <= limit
+        model = scaled(params, sequence=request.job.model.sequence)
+        return replace(request, job=replace(request.job, model=model)).fits(config)
 
     low = LEAST_PARAMS
     if not fits(low):
