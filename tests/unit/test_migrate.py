@@ -230,6 +230,21 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
     assert status == 2 and words in err and not after.exists()
 
 
+def test_the_new_config_is_written_over_nothing_but_one_of_ours(run: Run, tmp_path: Path) -> None:
+    """Not over the config that is migrated, nor over notes, unless told; over an older result it is."""
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps(stock(**ZEROPP)))
+    assert run("migrate", str(before), "--output", str(after))[0] == 0
+    written = after.read_text()
+    assert run("migrate", str(before), "--output", str(after))[0] == 0 and after.read_text() == written
+    after.write_text("notes")
+    for file in (before, after):
+        kept = file.read_text()
+        status, _, err = run("migrate", str(before), "--output", str(file))
+        assert status == 2 and f"{file} exists" in err and "--force" in err and file.read_text() == kept
+    assert run("migrate", str(before), "--output", str(after), "--force")[0] == 0 and after.read_text() == written
+
+
 def test_a_config_of_ours_comes_back_as_it_was(run: Run) -> None:
     path = CHECKOUT / "configs" / "topo.json"
     assert json.loads(run("migrate", str(path), "--json")[1])["config"] == json.loads(path.read_text())

@@ -19,7 +19,7 @@ import typer
 from zero_topo.cli.options import taking
 from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, variables
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import load_launch_machine
+from zero_topo.launch.machines import LaunchMachine, load_launch_machine
 from zero_topo.launch.slurm import SlurmJob, script, submit, write
 from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
 
@@ -63,10 +63,7 @@ def slurm(options: SlurmOptions) -> None:
     """Write the batch script of a job, or submit it."""
     if options.submit and options.dry_run:
         raise ValueError("--submit and --dry-run contradict each other; give one of the two")
-    machine = load_launch_machine(options.machine)
-    ranks = options.ranks_per_node or machine.ranks_per_node
-    if ranks is None:
-        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+    machine, ranks = _machine(options)
     job = SlurmJob(
         command=tuple(options.command),
         machine=machine,
@@ -148,15 +145,21 @@ class TorchrunOptions:
 @taking(TorchrunOptions)
 def torchrun_command(options: TorchrunOptions) -> None:
     """Run this node's ranks under torchrun: on each node, or once with srun --ntasks-per-node=1."""
-    machine, env = load_launch_machine(options.machine), dict(os.environ)
-    ranks = options.ranks_per_node or machine.ranks_per_node
-    if ranks is None:
-        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+    (machine, ranks), env = _machine(options), dict(os.environ)
     asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
     told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
     kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
     meeting = Rendezvous(**told, kind=kind, port=options.master_port)
     _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
+
+
+def _machine(options: SlurmOptions | TorchrunOptions) -> tuple[LaunchMachine, int]:
+    """The machine, and ranks of a node."""
+    machine = load_launch_machine(options.machine)
+    ranks = options.ranks_per_node or machine.ranks_per_node
+    if ranks is None:
+        raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
+    return machine, ranks
 
 
 def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:

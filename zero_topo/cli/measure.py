@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import typer
 
 from zero_topo.cli.output import print_json
 from zero_topo.launch.env import rank_environment
+from zero_topo.observe.console import bar
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
-
-if TYPE_CHECKING:
-    from zero_topo.engine.measure import OnProgress
 
 WRONG_INPUT = 2
 HOW = "srun zero-topo topology --measure, or torchrun --nproc-per-node 8 -m zero_topo.cli topology --measure"
@@ -44,8 +40,8 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     device = choose_device(os.environ)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
-        with _progress(dist.get_rank() > 0) as tick:
-            found = measure(device, tick)
+        with bar("measuring", quiet=dist.get_rank() > 0) as move:
+            found = measure(device, lambda words, done, total: move(description=words, completed=done, total=total))
     except ValueError:  # the same on every rank; one complaint is enough
         dist.barrier()
         if dist.get_rank() == 0:
@@ -71,19 +67,3 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
         there = "no launcher's variables are" if view is None else f"only {view.world_size} rank is"
         raise ValueError(f"--measure lets the ranks of a job talk, but {there} here; start every rank with it: {HOW}")
     return rank_environment(env)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[OnProgress]:
-    """A bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=None)
-
-        def tick(words: str, done: int, total: int) -> None:
-            bar.update(task, description=words, completed=done, total=total)
-
-        yield tick

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params
@@ -58,6 +59,7 @@ class MigrateOptions:
     params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
     model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the new config.")] = None
+    force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
 
 
@@ -66,6 +68,7 @@ def migrate(options: MigrateOptions) -> None:
     """Translate DeepSpeed's keys for ZeRO++, LoCo and MiCS into a zero_topo block, and show what changes."""
     if not options.ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
+    check_files([(options.output, "", f'"{ROOT}": ')], options.force)
     loaded = load_deepspeed_config(options.ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config)]:

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from zero_topo.bench import records
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.output import print_json
+from zero_topo.observe.console import bar
 from zero_topo.observe.marks import BENCH, write_png
 from zero_topo.observe.runlog import new_run_folder
 
@@ -60,7 +60,7 @@ def measure(
     file = outputs.record
     try:
         # closed at once, not when it is forgotten: a run takes down what it has built
-        with _progress(total) as tick, closing(run(tick)) as growing:
+        with bar("starting", total) as move, closing(run(partial(_tick, move))) as growing:
             for content in growing:
                 file = file or new_run_folder(f"bench-{content['benchmark']}") / "record.json"
                 records.write(file, content)
@@ -89,10 +89,5 @@ def save(pictures: Mapping[str, Figure], folder: Path) -> list[Path]:
     return [folder / name for name in pictures]
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[records.Tick]:
-    """A bar on stderr if that is a terminal; gives what is to be called with a few words and the ticks done since."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda words, done: bar.update(task, description=words, advance=done)
+def _tick(move: Callable[..., None], words: str, done: int) -> None:
+    move(description=words, advance=done)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zero_topo.bench.schemes import KNOWN
 from zero_topo.cli.files import Force, check_files
-from zero_topo.cli.fitting import FitOptions, fit
+from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
 from zero_topo.cli.options import refuse_others, taking
 from zero_topo.cli.output import print_json
@@ -93,7 +93,7 @@ def simulate(options: Options) -> None:
     fitted = ("calibrate", "on", "predict", "as_json")
     if options.calibrate:
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        fit(FitOptions(options.calibrate, options.on, options.predict, options.as_json))
+        fit(options.calibrate, options.on, options.predict, options.as_json)
         return
     refuse_others(options, lambda name: name not in ("on", "predict"), "give the record with --calibrate FILE")
     picture = None if options.trace is None else options.trace.with_suffix(".png")

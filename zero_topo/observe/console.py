@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -30,6 +32,22 @@ def figures_table(columns: Sequence[str], title: str | None = None, left: Collec
 def bytes_or_dash(nbytes: int | None) -> str:
     """A cell: bytes with their unit, or a dash for none."""
     return format_bytes(nbytes) if nbytes else "-"
+
+
+@contextmanager
+def bar(words: str, total: float | None = None, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr if that is a terminal; gives what moves it, by the keywords of rich's ``Progress.update``.
+
+    Args:
+        words: before it, at first.
+        total: of the whole, if it is known.
+        quiet: show none.
+    """
+    from rich.progress import Progress  # asked for by few commands
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as shown:
+        yield partial(shown.update, shown.add_task(words, total=total))
 
 
 def wide_console(width: int, console: Console | None = None) -> Console:
