@@ -106,11 +106,10 @@ class Walk:
 
     def scatter(self) -> None:
         spec = self.config.gradients_spec
-        for bucket in self.work.parameter_buckets():
-            rows = len(self.plan.rows(0, self.plan.gradients))
-            numel = sum(rows * self.plan.shard_numel(self.work.numels[i]) for i in bucket)
-            message = spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize
-            self.to_each("scatter", 1, self.plan.gradients, message)
+        rows = len(self.plan.rows(0, self.plan.gradients))
+        numel = sum(rows * self.plan.shard_numel(m) for m in self.work.numels)
+        message = spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize
+        self.to_each("scatter", 1, self.plan.gradients, message)
 
     def runs(self, numels: Iterable[int]) -> list[list[int]]:
         """Widths of the parameters that sync or publish sends together."""
@@ -211,15 +210,12 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     numels = draw(st.lists(st.integers(0, 3000) | st.integers(8000, 20000), min_size=1, max_size=4))
-    cut = draw(st.integers(0, len(numels)))
-    indices = tuple(range(len(numels)))
     sizes = [draw(st.sampled_from([2, 4])) for _ in range(4)]
     work = Workload(
         numels=tuple(numels),
         dims=tuple(draw(st.integers(1, 2)) for _ in numels),
         persistent=tuple(draw(st.booleans()) for _ in numels),
         itemsize=sizes[0],
-        buckets=draw(st.sampled_from([None, (indices[:cut], indices[cut:])])),
         micro_batches=draw(st.integers(1, 3)),
         scatter_itemsize=sizes[1],
         sync_itemsize=sizes[2],

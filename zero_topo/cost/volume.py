@@ -47,9 +47,8 @@ class Workload:
         persistent: for each parameter, whether every rank keeps it whole between steps (DeepSpeed's
             ``stage3_param_persistence_threshold``): it is gathered once per step, exactly, after publish.
         itemsize: bytes per weight as stored.
-        buckets: indices into ``numels`` of each scatter bucket; None is one bucket of all parameters.
         micro_batches: forward and backward passes per optimizer step (``K``).
-        scatter_itemsize: bytes per gradient in an unquantized scatter.
+        scatter_itemsize: bytes per gradient in an unquantized scatter, which is of one bucket.
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
@@ -66,7 +65,6 @@ class Workload:
     dims: tuple[int, ...]
     persistent: tuple[bool, ...]
     itemsize: int
-    buckets: tuple[tuple[int, ...], ...] | None
     micro_batches: int
     scatter_itemsize: int
     sync_itemsize: int
@@ -90,13 +88,13 @@ class Workload:
     def uniform(
         cls, numels: Iterable[int], itemsize: int = 2, micro_batches: int = 1, dims: Iterable[int] | None = None
     ) -> Workload:
-        """A model whose weights and gradients all travel in ``itemsize`` bytes, nothing kept whole, one bucket.
+        """A model whose weights and gradients all travel in ``itemsize`` bytes, nothing kept whole.
 
         All are matrices unless ``dims`` says otherwise.
         """
         sizes = tuple(numels)
         shapes, kept = (2,) * len(sizes) if dims is None else tuple(dims), (False,) * len(sizes)
-        return cls(sizes, shapes, kept, itemsize, None, micro_batches, itemsize, itemsize, itemsize)
+        return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize, itemsize)
 
     def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
         """Which parameters are held as codes."""
@@ -104,10 +102,6 @@ class Workload:
         if spec is None:
             return (False,) * len(self.numels)
         return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
-
-    def parameter_buckets(self) -> tuple[tuple[int, ...], ...]:
-        """The scatter buckets, each a tuple of indices into ``numels``."""
-        return (tuple(range(len(self.numels))),) if self.buckets is None else self.buckets
 
 
 def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
@@ -135,8 +129,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
         columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
         book(phase, phase_moves(config, phase, columns, itemsize, escaped)[0], times)
 
-    for bucket in work.parameter_buckets():
-        add("scatter", bucket, work.scatter_itemsize, work.micro_batches)
+    add("scatter", slots, work.scatter_itemsize, work.micro_batches)
     for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
         add("sync", run, work.sync_itemsize)
     for run in slot_runs(plan, work, [i for i in slots if not coded[i]], work.run_numel):

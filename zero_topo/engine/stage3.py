@@ -328,7 +328,6 @@ class Stage3:
             dims=setup.dims,
             persistent=persistent,
             itemsize=setup.like.dtype.itemsize,
-            buckets=None,
             micro_batches=micro_batches,
             scatter_itemsize=setup.scatter_dtype.itemsize,
             sync_itemsize=self.sync_dtype.itemsize,
