@@ -21,8 +21,7 @@ from zero_topo.config import (
 )
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.neox.check import require
-from zero_topo.neox.config import deepspeed_config, load_configs
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import Options, deepspeed_config, load_configs
 from zero_topo.topology import resolve_topology
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))

@@ -18,8 +18,8 @@ from tests.launching import ROOT
 from zero_topo.neox.__main__ import main
 from zero_topo.neox.adapt import use_the_only_device, with_ours
 from zero_topo.neox.check import require
+from zero_topo.neox.config import Options
 from zero_topo.neox.launch import MODULE, deepspeed_arguments, number_of_ranks, rank_arguments, srun_command
-from zero_topo.neox.options import Options
 from zero_topo.neox.train import adopt_launcher, decode
 
 WORDS = ["--num_gpus", "8", "--master_port", "29501", MODULE, "--deepspeed_config", "AA==", "--megatron_config", "BB=="]

@@ -1,8 +1,32 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What can be wrong with an installation, a machine and its environment before a run, each found with its fix."""
 
-from zero_topo.doctor.examine import examine
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zero_topo.doctor import files, network, software
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
+from zero_topo.doctor.variables import variables
 
 __all__ = ["FAIL", "OK", "WARN", "Finding", "Surroundings", "examine"]
+
+
+def examine(seen: Surroundings) -> Iterator[Finding]:
+    """What every check finds, in the order in which it is shown."""
+    yield from software.python(seen)
+    installed = all(seen.version(name) for name in ("torch", "deepspeed"))
+    told = seen.torch() if installed else {"error": "not installed"}
+    yield from software.packages(seen, told)
+    if "error" not in told:
+        yield from software.kernels(told)
+    yield from software.compilers(seen, told)
+    if "error" not in told:
+        yield from software.backends(told)
+    yield from network.launcher(seen)
+    yield from network.interfaces(seen)
+    yield from variables(seen)
+    yield from files.locks(seen)
+    yield from files.shared_memory(seen)
+    yield from files.config(seen)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_topo.neox.check import check
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import Options
 from zero_topo.strict import cut
 
 WRONG_INPUT = 2

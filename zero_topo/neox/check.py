@@ -13,8 +13,7 @@ from typing import Any
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config, setting_refusals
 from zero_topo.config.errors import ROOT
 from zero_topo.cost.candidates import before_a_model
-from zero_topo.neox.config import EXTRA, deepspeed_config, known_keys, load_configs
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import EXTRA, Options, deepspeed_config, known_keys, load_configs
 from zero_topo.strict import as_json, nearest
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")

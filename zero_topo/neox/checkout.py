@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from zero_topo.neox import adapt, cpu
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import Options
 
 
 def reach(options: Options) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""NeoX's YAML files: reading and merging them as NeoX does, and the DeepSpeed config that NeoX makes of them. No torch.
+"""NeoX's options, and its YAML files: reading and merging as NeoX does, and the DeepSpeed config of them; no torch.
 
 Note [Dropped defaults]
     NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds ``deepspeed_extra_args``, whose
@@ -13,6 +13,7 @@ import ast
 import importlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,35 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """NeoX's keys for DeepSpeed and their defaults (its class NeoXArgsDeepspeedConfig)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of all three commands; those that a command does not have keep their defaults.
+
+    Attributes:
+        command: "check", "launch" or "train".
+        configs: YAML files, merged as NeoX merges them.
+        neox_path: NeoX's checkout, or None for an importable ``megatron``.
+        ranks: of all nodes, or None to ask the launcher.
+        cpu: train on CPUs.
+        dry_run: print the command that ``launch`` would run.
+        plain: leave the ``zero_topo`` block out, for stock ZeRO-3 with all else the same.
+        srun: options for ``srun``, or None for DeepSpeed's launcher.
+        megatron_config: NeoX's arguments as URL-safe base64 of JSON.
+        deepspeed_config: likewise of DeepSpeed's; only NeoX's autotuning reads it.
+    """
+
+    command: str
+    configs: list[str]
+    neox_path: str | None = None
+    ranks: int | None = None
+    cpu: bool = False
+    dry_run: bool = False
+    plain: bool = False
+    srun: str | None = None
+    megatron_config: str | None = None
+    deepspeed_config: str | None = None
 
 
 def load_configs(paths: Iterable[str]) -> dict[str, Any]:

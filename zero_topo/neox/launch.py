@@ -16,8 +16,7 @@ from zero_topo.launch.env import PORT
 from zero_topo.neox import cpu
 from zero_topo.neox.check import require
 from zero_topo.neox.checkout import reach
-from zero_topo.neox.config import EXTRA, config_path, load_configs
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import EXTRA, Options, config_path, load_configs
 
 MODULE = "zero_topo.neox"
 

@@ -14,8 +14,7 @@ from zero_topo.launch.env import rank_environment
 from zero_topo.neox import adapt, cpu
 from zero_topo.neox.check import require
 from zero_topo.neox.checkout import reach
-from zero_topo.neox.config import config_path
-from zero_topo.neox.options import Options
+from zero_topo.neox.config import Options, config_path
 from zero_topo.topology.launchers import launcher_view
 
 
