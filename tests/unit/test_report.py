@@ -22,7 +22,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import RankBytes, Result, build_report, read_report, render
-from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder, read_metrics
+from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics
 from zero_topo.observe.tree import COLOURS
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     """A run's, with the log of three steps and one evaluation."""
     with RunLog(tmp_path) as log:
         for step, loss in enumerate((5.5, 4.0, 3.0), 1):
-            log.step(StepRecord(step, loss, 1e-3, 0.5, {("scatter", "node"): 10}))
+            log.step(step, loss, 1e-3, 0.5, {("scatter", "node"): 10})
         log.timeline(3, 0.5, [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)])
         assert log.evaluation(3, 2.5) == 2.5
     return tmp_path
@@ -138,7 +138,7 @@ def test_log_keeps_steps_and_evaluations_in_order(folder: Path) -> None:
     assert lines[3]["timeline"][1] == ["scatter", 0.25, 0.375]
     assert lines[0]["sent"] == {"scatter/node": 10}
     with RunLog(folder / "b", quiet=True) as log:
-        log.step(StepRecord(1, 1.0, 1.0, 1.0))
+        log.step(1, 1.0, 1.0, 1.0)
     assert not (folder / "b").exists()
 
 

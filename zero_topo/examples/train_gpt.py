@@ -30,7 +30,7 @@ from zero_topo.examples.gpt import GPT, GPTConfig, sample
 from zero_topo.examples.process import behave, leave
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import RankBytes, Result, build_report, render
-from zero_topo.observe.runlog import RunLog, StepRecord, new_run_folder
+from zero_topo.observe.runlog import RunLog, new_run_folder
 
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
@@ -124,7 +124,7 @@ def train(run: Run, log: RunLog, first: int) -> Any:
                 losses.append(loss.detach())
             mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
             stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
-            log.step(StepRecord(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes))
+            log.step(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes)
             progress.advance(step + 1, mean)
             if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
                 progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,32 +26,6 @@ Key = tuple[str, str]
 def new_run_folder(name: str) -> Path:
     """A folder name for a run that starts now, such as ``runs/demo-20250131-235959``; nothing is created."""
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        step: number of the step, from 1.
-        loss: nats per byte, mean over ranks and micro-batches.
-        lr: learning rate after the step.
-        seconds: wall time of the step.
-        sent: (phase, domain) -> bytes rank 0 sent in it; None where nothing is metered.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    seconds: float
-    sent: Mapping[Key, int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A line of the log."""
-        line: dict[str, Any] = {"step": self.step, "loss": self.loss, "lr": self.lr, "seconds": round(self.seconds, 6)}
-        if self.sent is not None:
-            line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(self.sent.items())}
-        return line
 
 
 class RunLog:
@@ -81,9 +54,20 @@ class RunLog:
             self._file.close()
             self._file = None
 
-    def step(self, record: StepRecord) -> None:
-        """Log an optimizer step."""
-        self._write(record.to_json())
+    def step(self, step: int, loss: float, lr: float, seconds: float, sent: Mapping[Key, int] | None = None) -> None:
+        """Log an optimizer step.
+
+        Args:
+            step: its number, from 1.
+            loss: nats per byte, mean over ranks and micro-batches.
+            lr: learning rate after it.
+            seconds: that it took.
+            sent: (phase, domain) -> bytes rank 0 sent in it; None where nothing is metered.
+        """
+        line: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "seconds": round(seconds, 6)}
+        if sent is not None:
+            line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())}
+        self._write(line)
 
     def evaluation(self, step: int, loss: float) -> float:
         """Log an evaluation after ``step`` steps; returns ``loss``."""
