@@ -26,7 +26,7 @@ from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import NUMELS, World, overflowed
 from zero_topo.config.sync_config import DenseSync
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.cost.radius import between_bytes, resampling_bytes
+from zero_topo.cost.masked import between_bytes, resampling_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 

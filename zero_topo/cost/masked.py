@@ -1,20 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What Radius sends: the mean of a step over one interval, after the dense steps at the beginning.
+"""What the modes send whose mask all peers share: Radius over one interval, SCAPE after its warm-up.
 
 Note [A mean]
-    One step of an interval sends everything and the mask, the others what the mask holds. A step's bytes are thus never
-    the mean; the formulas of one step of either kind are here too. Flags (a byte to a peer) are left out, and
-    parameters of one dimension, which are reduced densely, count as if they were sparse: see ``sparse.py``.
+    Of an interval of Radius one step sends everything and the mask, the others what the mask holds. A step's bytes are
+    thus never the mean; the formulas of one step of either kind are here too. Flags (a byte to a peer) are left out,
+    and parameters of one dimension, which are reduced densely, count as if they were sparse: see ``sparse.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
-from zero_topo.config import RadiusSync
+from zero_topo.config import RadiusSync, ScapeSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import mode_bytes, peer_bytes
-from zero_topo.cost.volume import ITEMSIZES, sync_hops
+from zero_topo.cost.sparse import book_sparse, mode_bytes, peer_bytes
+from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
 
@@ -92,3 +93,41 @@ def _exchanged(mode: RadiusSync, width: int, plan: Plan) -> int:
 def _peers(plan: Plan) -> int:
     lo, hi = sync_hops(plan)[1]
     return hi // lo
+
+
+# -- SCAPE -------------------------------------------------------------------------------------------------------------
+
+
+@peer_bytes.register
+def _(mode: ScapeSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
+    """To each peer what the mask holds of its row, then the sums of the own row to all, and that row's bits."""
+    columns = sum(widths)
+    kept = min(columns, max(1, math.ceil(mode.density * columns)))
+    return (peers - 1) * (2 * kept * ITEMSIZES[mode.value_dtype] + _bits(columns))
+
+
+@mode_bytes.register
+def _(mode: ScapeSync, columns: int, plan: Plan, peers: int) -> float:
+    """The momentum, the mask as booleans, the choice; the first step, which reduces everything, or a later one."""
+    n, itemsize = peers * columns, ITEMSIZES[mode.value_dtype]
+    first = exchanged_bytes(n, peers, itemsize, True)
+    return 5 * n + columns + max(first, masked_bytes(mode.density * n, n, peers, (itemsize, True)))
+
+
+@book_sync.register
+def _(mode: ScapeSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
+    """As every sparse mode; inside a node that is not behind us, the bits of all peers' rows too."""
+    book_sparse(mode, books, widths)
+    inner, outer = sync_hops(books.plan)
+    if inner is not None and outer[1] > outer[0]:
+        books.gather(inner, outer[1] // outer[0] * _bits(sum(widths)))
+
+
+@mask_bytes.register
+def _(mode: ScapeSync, plan: Plan, columns: int) -> int:
+    """The mask in force and the next one, of all rows of the gradient shard."""
+    return 2 * (plan.world_size // plan.gradients) * _bits(columns) if plan.gradients < plan.world_size else 0
+
+
+def _bits(columns: int) -> int:
+    return -(-columns // 8)
