@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import cluster, cluster_report, convergence, convergence_report
+from benchmarks import cluster, cluster_report, convergence, convergence_report, scale_report, sparse, sparse_report
+from benchmarks.choice import load_blocks, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.training_setup import TrainingSetup, width_for
-from zero_topo.bench.schemes import load_blocks, schemes_named
 from zero_topo.cli.app import run as run_command
-from zero_topo.cli.inputs import LIKE_PARAMS, read_count, read_shape, words_of
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.recording import FAILED, Outputs, measure
 
@@ -116,6 +116,68 @@ def convergence_command(options: ConvergenceOptions) -> None:
         shape=read_shape(options.shape),
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
+
+
+@dataclass(frozen=True)
+class SparseOptions(Outputs):
+    """Of ``benchmarks sparse``."""
+
+    modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
+    densities: Annotated[str, typer.Option(help="Shares that a rank picks, comma-separated.")] = "0.1,0.01,0.001"
+    ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
+    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
+    numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
+
+
+@app.command("sparse")
+@taking(SparseOptions)
+def sparse_command(options: SparseOptions) -> None:
+    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they leave out."""
+
+    wanted = sparse.SparseBench(
+        modes=tuple(words_of(options.modes)) or sparse.MODES,
+        densities=tuple(float(word) for word in words_of(options.densities)),
+        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
+        sources=tuple(words_of(options.sources)),
+        numel=read_count(options.numel, "--numel"),
+        steps=options.steps,
+    )
+    measure(options, sparse_report, wanted.ticks(), partial(sparse.run, wanted))
+
+
+@dataclass(frozen=True)
+class ScaleOptions(Outputs):
+    """Of ``benchmarks scale``."""
+
+    ranks: Annotated[str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")] = (
+        "8,16,128,384,4096,75264"
+    )
+    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
+        "zero3,zero++,hsdp,paper,topo,topo-q8,topo-q4,oktopk,radius,tagc,scape"
+    )
+    blocks: Blocks = None
+    params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32
+    numel: Annotated[str, typer.Option(help="Elements of each.")] = "131072"
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5
+    real_ranks: Annotated[int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")] = 8
+
+
+@app.command("scale")
+@taking(ScaleOptions)
+def scale_command(options: ScaleOptions) -> None:
+    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to 75,264 ranks."""
+    from benchmarks.scale import ScaleBench, run  # imports torch
+
+    wanted = ScaleBench(
+        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
+        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
+        params=options.params,
+        numel=read_count(options.numel, "--numel"),
+        repeats=options.repeats,
+        real_ranks=options.real_ranks,
+    )
+    measure(options, scale_report, wanted.ticks(), partial(run, wanted))
 
 
 if __name__ == "__main__":

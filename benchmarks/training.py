@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_topo
+from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_under_deepspeed
 from benchmarks.emulated_cluster.spec import Spec
 from benchmarks.floors import floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.control import Control
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave

@@ -3,7 +3,7 @@
 
 `run_threads` runs a function on every rank of a small world, one thread per rank, through torch's multi-threaded
 process group: real collectives, real data, one process, milliseconds. One rank of a world so large that nobody answers
-is `zero_topo.bench.bare.fake_world`. Real processes under the `deepspeed` launcher are started by `tests/launching.py`.
+is `benchmarks.bare.fake_world`. Real processes under the `deepspeed` launcher are started by `tests/launching.py`.
 
 What the threaded group can do is held down by `tests/ranks/test_harness.py`. Ranks that are threads share the default
 random generator and every module-level object: draw random numbers from a `torch.Generator` of the rank's own.
@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ret_work
 
+from benchmarks.bare import fake_world
 from tests.device import naps
-from zero_topo.bench.bare import fake_world
 
 R = TypeVar("R")
 

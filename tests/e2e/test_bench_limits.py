@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ranks import Ranks, on_loopback
 from tests.e2e.programs import bench_forks
-from zero_topo.bench.ranks import Ranks, on_loopback
 
 MANY = 200  # twenty seconds of forking
 SOON_S = 8.0
@@ -56,7 +56,7 @@ def wait(until: Callable[[], bool], seconds: float) -> bool:
 def test_ranks_end_with_a_killed_benchmark_while_they_are_forked(folder: Path) -> None:
     """The parent of the ranks sees between two forks that nobody waits for them any more."""
     words = f"import time\nwith Ranks({PROGRAM!r}, {{}}, on_loopback({MANY}, 1)): time.sleep(600)"
-    code = f"from zero_topo.bench.ranks import Ranks, on_loopback\n{words}"
+    code = f"from benchmarks.ranks import Ranks, on_loopback\n{words}"
     benchmark = subprocess.Popen([sys.executable, "-c", code])
     assert wait(lambda: len(processes(folder)) > 3, 60)
     benchmark.kill()

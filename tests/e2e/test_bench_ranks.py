@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from benchmarks.ranks import Address, Place, Ranks, place
+from benchmarks.scale import PROGRAM
 from tests.launching import free_port
-from zero_topo.bench.ranks import Address, Place, Ranks, place
-from zero_topo.bench.scale import PROGRAM
 from zero_topo.bench.schemes import KNOWN
 
 PROGRAMS = "tests.e2e.programs.bench_ranks"

@@ -45,8 +45,8 @@ def test_every_command_is_of_a_kind_that_is_run() -> None:
 SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
-    "zero-topo bench scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
-    "zero-topo bench sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
+    "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
+    "python -m benchmarks sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
     # of an option that is given twice, the last one counts
     "python -m benchmarks convergence": "--schemes topo --steps 10 --seeds 1 --params 5e4 --layers 1",
 }

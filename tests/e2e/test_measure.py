@@ -16,8 +16,8 @@ import pytest
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.network import EmulatedNetwork
 from benchmarks.emulated_cluster.spec import SPECS, Spec
+from benchmarks.ranks import Address, Ranks, place
 from tests.launching import LaunchSettings, launch
-from zero_topo.bench.ranks import Address, Ranks, place
 from zero_topo.topology import Topology
 from zero_topo.topology.render import render_tree
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.ranks.worlds import world
-from zero_topo.bench.bare import fake_world
 from zero_topo.engine import agreement, start
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.topology.model import Topology

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import bare_setup
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
-from zero_topo.bench.bare import bare_setup
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.frozen import Frozen

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.bare import fake_world
 from tests.harness import run_threads
-from zero_topo.bench.bare import fake_world
 
 
 def test_results_come_in_rank_order() -> None:

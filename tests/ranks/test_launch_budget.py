@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bare import bare_setup, fake_world
+from benchmarks.counting import Counts, Launches
+from benchmarks.scale import count, total
 from tests.plans import resolve
-from zero_topo.bench.bare import bare_setup, fake_world
-from zero_topo.bench.counting import Counts, Launches
-from zero_topo.bench.scale import count, total
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.stage3 import Shapes, Stage3
 from zero_topo.topology.presets import emulated

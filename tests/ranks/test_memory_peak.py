@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import bare_setup, fake_world
+from benchmarks.counting import Allocations
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, SPARSE
-from zero_topo.bench.bare import bare_setup, fake_world
-from zero_topo.bench.counting import Allocations
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.footprint import InFlight, predict_memory
 from zero_topo.cost.step import Job

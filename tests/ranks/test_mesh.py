@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
-from zero_topo.bench.bare import fake_world
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.counting import Allocations
 from tests.ranks.mirrored import Queued, mirrored, steps
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, NUMEL, check_nothing_is_lost, run, sparse_world
 from tests.ranks.worlds import PLAIN, World, shuffled, world
-from zero_topo.bench.counting import Allocations
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.footprint import predict_memory

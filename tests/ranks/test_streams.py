@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import fake_world
 from tests.ranks.worlds import PLAIN, SCHEMES, world
 from tests.streams import MAIN, Device, symbolic_device
-from zero_topo.bench.bare import fake_world
 from zero_topo.sync import Moment
 
 NUMELS = (40, 7, 64, 512)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bare import bare_setup
 from tests.device import DEVICE
 from tests.harness import run_threads
-from zero_topo.bench.bare import bare_setup
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.weights import Weights

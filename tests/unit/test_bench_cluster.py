@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks import cluster_report
 from benchmarks.__main__ import main
+from benchmarks.choice import load_blocks, schemes_named
 from benchmarks.cluster import ClusterBench, assemble, dropped
 from benchmarks.emulated_cluster import commands, network
 from benchmarks.emulated_cluster.counters import Traffic, between, take
@@ -26,7 +27,7 @@ from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_b
 from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
 from tests.plans import resolve
-from zero_topo.bench.schemes import KNOWN, BenchScheme, load_blocks, schemes_named
+from zero_topo.bench.schemes import KNOWN, BenchScheme
 from zero_topo.cli.recording import save
 from zero_topo.cost import Workload
 

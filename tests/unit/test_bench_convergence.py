@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from benchmarks import convergence_report
+from benchmarks.choice import schemes_named
 from benchmarks.convergence import CHANGE, Convergence, compare
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
-from zero_topo.bench.schemes import schemes_named
 from zero_topo.cli.recording import save
 from zero_topo.examples.train_gpt import warm_up_and_cosine
 

@@ -128,12 +128,10 @@ WRONG = {
     "bench quantizers --dtypes int3": "dtype int3 cannot be quantized",
     "bench quantizers --blocks 100": "block_size 100 is not supported",
     "bench quantizers --device tpu": "device tpu is not here",
-    "bench sparse --modes topk": "'topk' cannot be measured",
-    "bench sparse --sources real": "'real' cannot be measured",
-    "bench sparse --ranks 1": "give at least 2",
-    "bench sparse --densities 2": "density",
     "bench cluster --micro-batches 1 --json": "python -m benchmarks cluster",  # the command of before
     "bench convergence --micro-batches 1 --json": "python -m benchmarks convergence",
+    "bench scale --ranks 8": "python -m benchmarks scale",
+    "bench sparse --modes oktopk": "python -m benchmarks sparse",
 }
 
 WRONG_BENCHMARKS = {
@@ -144,6 +142,14 @@ WRONG_BENCHMARKS = {
     "cluster --params many": "not a positive whole number",
     "convergence --steps 3": "greater than or equal to 10",
     "convergence --schemes tpo": "did you mean",
+    "sparse --modes topk": "'topk' cannot be measured",
+    "sparse --sources real": "'real' cannot be measured",
+    "sparse --ranks 1": "give at least 2",
+    "sparse --densities 2": "density",
+    "scale --ranks 12": "12 ranks fill no nodes of 8",
+    "scale --schemes stock": "'stock' is measured on real ranks",
+    "scale --schemes topoo": "unknown scheme 'topoo'",
+    "scale --numel 0": "0",
 }
 
 

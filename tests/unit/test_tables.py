@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import zero_topo
+from benchmarks.scale_report import launches
 from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.tables_of_losses import TABLES, loss_sentences
 from tests.unit.test_simulator import PAPER, ratios
-from zero_topo.bench.scale_report import launches
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
     ROLES,

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology
 
 
@@ -101,39 +98,3 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
         )
     }
 )
-
-
-def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
-    """Schemes by name.
-
-    Args:
-        names: of :data:`KNOWN` or ``extra``.
-        extra: more schemes, from :func:`load_blocks`.
-
-    Raises:
-        ValueError: for an unknown name, naming the nearest, or the same twice.
-    """
-    known, wanted = {**KNOWN, **extra}, list(names)
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"unknown scheme {name!r}{did_you_mean(name, known)} (known: {list(known)})")
-    if len(set(wanted)) < len(wanted) or not wanted:
-        raise ValueError(f"schemes {wanted} must be at least one, each named once")
-    return [known[name] for name in wanted]
-
-
-def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
-    """More schemes from a JSON file: an object of name -> ``zero_topo`` block without its topology.
-
-    Raises:
-        ValueError: if the file is missing or of another form.
-    """
-    if path is None:
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"blocks {path}: {error}") from None
-    if not isinstance(data, dict) or not all(isinstance(block, dict) for block in data.values()):
-        raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
-    return {name: BenchScheme(name, block) for name, block in data.items()}

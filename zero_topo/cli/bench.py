@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,72 +48,6 @@ def quantizers(options: QuantizerOptions) -> None:
     measure(options, quantizers_report, settings.ticks(), partial(run, settings))
 
 
-@dataclass(frozen=True)
-class SparseOptions(Outputs):
-    """Of ``bench sparse``."""
-
-    modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
-    densities: Annotated[str, typer.Option(help="Shares that a rank picks, comma-separated.")] = "0.1,0.01,0.001"
-    ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
-    sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
-    numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure with each.")] = 8
-
-
-@bench.command()
-@taking(SparseOptions)
-def sparse(options: SparseOptions) -> None:
-    """Compare the sparse modes of sync on the same gradients: bytes, time, and what they leave out."""
-    from zero_topo.bench import sparse_report
-    from zero_topo.bench.sparse import MODES, SparseBench, run
-
-    wanted = SparseBench(
-        modes=tuple(words_of(options.modes)) or MODES,
-        densities=tuple(float(word) for word in words_of(options.densities)),
-        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
-        sources=tuple(words_of(options.sources)),
-        numel=read_count(options.numel, "--numel"),
-        steps=options.steps,
-    )
-    measure(options, sparse_report, wanted.ticks(), partial(run, wanted))
-
-
-@dataclass(frozen=True)
-class ScaleOptions(Outputs):
-    """Of ``bench scale``."""
-
-    ranks: Annotated[str, typer.Option(help="Of the pretended worlds, comma-separated; multiples of 8.")] = (
-        "8,16,128,384,4096,75264"
-    )
-    schemes: Annotated[str, typer.Option(help="Comma-separated.")] = (
-        "zero3,zero++,hsdp,paper,topo,topo-q8,topo-q4,oktopk,radius,tagc,scape"
-    )
-    blocks: Annotated[Path | None, typer.Option(help="JSON file with more schemes: name -> zero_topo block.")] = None
-    params: Annotated[int, typer.Option(min=1, help="Parameters of the model.")] = 32
-    numel: Annotated[str, typer.Option(help="Elements of each.")] = "131072"
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5
-    real_ranks: Annotated[int, typer.Option(min=0, help="Processes that count in DeepSpeed's engine; 0: none.")] = 8
-
-
-@bench.command()
-@taking(ScaleOptions)
-def scale(options: ScaleOptions) -> None:
-    """Count what a step launches, by scheme and number of ranks, in pretended worlds of up to 75,264 ranks."""
-    from zero_topo.bench import scale_report
-    from zero_topo.bench.scale import ScaleBench, run
-    from zero_topo.bench.schemes import load_blocks, schemes_named
-
-    wanted = ScaleBench(
-        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
-        ranks=tuple(read_count(word, "--ranks") for word in words_of(options.ranks)),
-        params=options.params,
-        numel=read_count(options.numel, "--numel"),
-        repeats=options.repeats,
-        real_ranks=options.real_ranks,
-    )
-    measure(options, scale_report, wanted.ticks(), partial(run, wanted))
-
-
 def _moved(context: typer.Context) -> None:
     """A benchmark that is run in a checkout alone."""
     raise ValueError(
@@ -122,7 +55,7 @@ def _moved(context: typer.Context) -> None:
     )
 
 
-for name in ("cluster", "convergence"):
+for name in ("cluster", "convergence", "scale", "sparse"):
     bench.command(name, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
         _moved
     )

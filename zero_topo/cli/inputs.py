@@ -81,19 +81,6 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def read_shape(text: str) -> tuple[int, int, int]:
-    """``"2x4x2"``: nodes, GPUs of a node, dies of a GPU.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    words = text.lower().split("x")
-    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"shape {text!r} is not nodes x GPUs x dies; write it as 2x2x2")
-    nodes, gpus, dies = map(int, words)
-    return nodes, gpus, dies
-
-
 def machine(setting: str | Mapping[str, Any], world_size: int | None) -> Topology:
     """The machine that an option or a config's ``topology`` names.
 

@@ -9,7 +9,7 @@ import resource
 import time
 from typing import Any
 
-from zero_topo.bench.control import Control
+from benchmarks.control import Control
 
 MEMORY = 4 << 30
 FORK_S = 0.1

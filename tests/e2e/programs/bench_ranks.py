@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Programs for the ranks of `zero_topo.bench.ranks`: one tries the ring, one measures, of one the middle rank fails."""
+"""Programs for the ranks of `benchmarks.ranks`: one tries the ring, one measures, of one the middle rank fails."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
-from zero_topo.bench.control import Control
 from zero_topo.engine.measure import measure
 from zero_topo.examples.process import leave
 

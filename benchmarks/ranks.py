@@ -22,8 +22,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import zero_topo
-from zero_topo.bench.room import check_room
+from benchmarks.room import check_room
 
 _FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _SILENCE_S = 900.0  # longer than any step
@@ -102,7 +101,7 @@ class Ranks:
         file.write_text(json.dumps(self._world), encoding="utf-8")
         self._control, theirs = Pipe()
         self._lifeline_end, self._lifeline = os.pipe()  # the parent of the ranks ends them when this end is closed
-        command = [sys.executable, "-m", "zero_topo.bench.rank_main", str(file)]
+        command = [sys.executable, "-m", "benchmarks.rank_main", str(file)]
         with open(self._log("parent"), "wb") as log:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(self._lifeline_end)],
@@ -192,7 +191,7 @@ class Ranks:
 def _environment() -> dict[str, str]:
     """Of the ranks' parent: one thread each on the CPU, and nothing that a launcher around us has set."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
-    root = Path(zero_topo.__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parent.parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), env.get("PYTHONPATH")]))
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])  # ninja
     return env | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}

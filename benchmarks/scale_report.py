@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench scale`` as tables and as a picture."""
+"""A record of ``benchmarks scale`` as tables and as a picture."""
 
 from __future__ import annotations
 

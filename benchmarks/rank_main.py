@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The parent of a benchmark's ranks: imports their program, forks them, and ends all when one fails.
 
-Started by ``ranks.py`` as ``python -m zero_topo.bench.rank_main WORLD.json CONTROL_FD LIFELINE_FD``; see Note [One
+Started by ``ranks.py`` as ``python -m benchmarks.rank_main WORLD.json CONTROL_FD LIFELINE_FD``; see Note [One
 import, many ranks] there.
 """
 
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from zero_topo.bench.control import Control
+from benchmarks.control import Control
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo bench scale``: what a step asks of a device and its host, by the number of ranks.
+"""``benchmarks scale``: what a step asks of a device and its host, by the number of ranks.
 
 Note [What is counted where]
     Every scheme runs in this process, as rank 0 of a world that is pretended, on small parameters: what a step launches
@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.bench.bare import BareStep, fake_world
-from zero_topo.bench.counting import Counts, Launches
-from zero_topo.bench.ranks import Ranks, on_loopback
+from benchmarks.bare import BareStep, fake_world
+from benchmarks.counting import Counts, Launches
+from benchmarks.ranks import Ranks, on_loopback
 from zero_topo.bench.records import GrowingRecord, Spread, Tick, record
 from zero_topo.bench.schemes import KNOWN, BenchScheme
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
-PROGRAM = "zero_topo.bench.scale_ranks:measure_all"
+PROGRAM = "benchmarks.scale_ranks:measure_all"
 GPUS, DIES = 4, 2  # of a node
 BLOCK = 64  # values
 REAL = ("stock", "zero3", "topo")
@@ -41,7 +41,7 @@ class ScaleBench:
     """What to measure.
 
     Attributes:
-        schemes: of ``bench/schemes.py`` or a file; not stock, which is measured on real ranks.
+        schemes: of ``zero_topo/bench/schemes.py`` or a file; not stock, which is measured on real ranks.
         ranks: sizes of the pretended world, 8 on each node.
         params: parameters of the model.
         numel: elements of each.

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A record of ``bench sparse`` as a table and as pictures."""
+"""A record of ``benchmarks sparse`` as a table and as pictures."""
 
 from __future__ import annotations
 

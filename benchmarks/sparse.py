@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo bench sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
+"""``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
 
 Note [What is measured]
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.bench.ranks import Ranks, on_loopback
+from benchmarks.ranks import Ranks, on_loopback
+from benchmarks.room import check_room
 from zero_topo.bench.records import GrowingRecord, Tick, record
-from zero_topo.bench.room import check_room
 from zero_topo.bench.schemes import PLAIN
 from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
-PROGRAM = "zero_topo.bench.sparse_ranks:measure_all"
+PROGRAM = "benchmarks.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
 DENSE = "dense"
 ELEMENT = 96  # bytes that a rank holds for an element: gradient, weights, residual, picks, and what a mode copies

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``bench sparse`` runs: one mode of sync after another on the same gradients."""
+"""What each rank of ``benchmarks sparse`` runs: one mode of sync after another on the same gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.bench.bare import bare_setup
-from zero_topo.bench.control import Control
+from benchmarks.bare import bare_setup
+from benchmarks.control import Control
 from zero_topo.bench.records import Spread
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 def measure_all(settings: dict[str, Any], control: Control) -> None:
-    """Measure every job of the settings; the program of ``bench sparse``."""
+    """Measure every job of the settings; the program of ``benchmarks sparse``."""
     behave()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

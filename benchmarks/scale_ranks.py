@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each real rank of ``bench scale`` runs: a step inside DeepSpeed's engine, stock or ours, with the same counting.
+"""What each real rank of ``benchmarks scale`` runs: a step in DeepSpeed's engine, stock or ours, counted alike.
 
 Note [What DeepSpeed's engine adds]
     The model is a chain of matrices, each a parameter. What plain PyTorch launches for its forward and backward pass,
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_topo
-from zero_topo.bench.control import Control
-from zero_topo.bench.counting import Counts, Launches
+from benchmarks.control import Control
+from benchmarks.counting import Counts, Launches
 from zero_topo.examples.process import behave, leave
 from zero_topo.quant.registry import select_quantizer
 
@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def measure_all(settings: dict[str, Any], control: Control) -> None:
-    """Count every job of the settings; the program of ``bench scale``."""
+    """Count every job of the settings; the program of ``benchmarks scale``."""
     behave()
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")

@@ -1,0 +1,61 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What options of benchmarks name: schemes, files of more, a machine's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from zero_topo.bench.schemes import KNOWN, BenchScheme
+from zero_topo.strict import did_you_mean
+
+
+def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = MappingProxyType({})) -> list[BenchScheme]:
+    """Schemes by name.
+
+    Args:
+        names: of :data:`KNOWN` or ``extra``.
+        extra: more schemes, from :func:`load_blocks`.
+
+    Raises:
+        ValueError: for an unknown name, naming the nearest, or the same twice.
+    """
+    known, wanted = {**KNOWN, **extra}, list(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"unknown scheme {name!r}{did_you_mean(name, known)} (known: {list(known)})")
+    if len(set(wanted)) < len(wanted) or not wanted:
+        raise ValueError(f"schemes {wanted} must be at least one, each named once")
+    return [known[name] for name in wanted]
+
+
+def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
+    """More schemes from a JSON file: an object of name -> ``zero_topo`` block without its topology.
+
+    Raises:
+        ValueError: if the file is missing or of another form.
+    """
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"blocks {path}: {error}") from None
+    if not isinstance(data, dict) or not all(isinstance(block, dict) for block in data.values()):
+        raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
+    return {name: BenchScheme(name, block) for name, block in data.items()}
+
+
+def read_shape(text: str) -> tuple[int, int, int]:
+    """``"2x4x2"``: nodes, GPUs of a node, dies of a GPU.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    words = text.lower().split("x")
+    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"shape {text!r} is not nodes x GPUs x dies; write it as 2x2x2")
+    nodes, gpus, dies = map(int, words)
+    return nodes, gpus, dies
