@@ -144,14 +144,11 @@ def _machines(options: Options) -> tuple[list[Topology], Rates]:
     machines = [machine(options.machine, count) for count in counts]
     known = known_rates(machines[0])
     rates = read_rates(options.rates, known) if known or options.rates != "{}" else rates_of(machines[0])
-    if options.latency is None:
+    if (latency := options.latency) is None:
         return machines, rates
-    links = [{name: replace(link, latency=options.latency) for name, link in m.links.items()} for m in machines]
-    rings = {
-        collective: {name: replace(ring, step=options.latency, small_step=None) for name, ring in of.items()}
-        for collective, of in rates.rings.items()
-    }
-    return [replace(m, links=of) for m, of in zip(machines, links, strict=True)], replace(rates, rings=rings)
+    links = [{name: replace(link, latency=latency) for name, link in m.links.items()} for m in machines]
+    slower = rates.with_rings(lambda ring: replace(ring, step=latency, small_step=None))
+    return [replace(m, links=of) for m, of in zip(machines, links, strict=True)], slower
 
 
 def _overlap(word: str | None) -> Overlap | None:

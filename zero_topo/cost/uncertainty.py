@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.simulator import Job, simulate
-from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Unknown
+from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
 Overlap = Literal["none", "prefetch", "full"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
@@ -96,22 +96,14 @@ def scaled(config: ResolvedConfig, rates: Rates, factors: Mapping[Unknown, float
         domain: replace(link, bandwidth=link.bandwidth * links, latency=link.latency * steps)
         for domain, link in topology.links.items()
     }
-    rings = {
-        collective: {
-            domain: replace(
-                ring,
-                bandwidth=ring.bandwidth * links,
-                step=ring.step * steps,
-                small_step=None if ring.small_step is None else ring.small_step * steps,
-            )
-            for domain, ring in of.items()
-        }
-        for collective, of in rates.rings.items()
-    }
+
+    def ring_of(ring: Ring) -> Ring:
+        small = None if ring.small_step is None else ring.small_step * steps
+        return replace(ring, bandwidth=ring.bandwidth * links, step=ring.step * steps, small_step=small)
+
     machine = replace(
-        rates,
+        rates.with_rings(ring_of),
         peak_flops=rates.peak_flops * factors.get("compute", 1.0),
         memory_bandwidth=rates.memory_bandwidth * factors.get("memory", 1.0),
-        rings=rings,
     )
     return replace(config, topology=replace(topology, links=slower)), machine

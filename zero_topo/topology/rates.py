@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -93,3 +93,8 @@ class Rates:
     def memory(self) -> float:
         """Bytes/s of memory that is reached."""
         return self.memory_bandwidth * self.memory_efficiency
+
+    def with_rings(self, changed: Callable[[Ring], Ring]) -> Rates:
+        """The same with other rings."""
+        rings = {kind: {name: changed(ring) for name, ring in of.items()} for kind, of in self.rings.items()}
+        return replace(self, rings=rings)
