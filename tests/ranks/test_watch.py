@@ -31,7 +31,9 @@ def moving() -> Callable[[], Place]:
 
 
 @contextmanager
-def watches(places: list[Callable[[], Place] | None]) -> Iterator[tuple[list[Watch], list[list[str]]]]:
+def watches(
+    places: list[Callable[[], Place] | None], patience: Patience = PATIENCE
+) -> Iterator[tuple[list[Watch], list[list[str]]]]:
     """Ranks of one store, those with a place; and what each has said."""
     store = dist.HashStore()
     said: list[list[str]] = [[] for _ in places]
@@ -39,7 +41,7 @@ def watches(places: list[Callable[[], Place] | None]) -> Iterator[tuple[list[Wat
         if place is None:  # came to the start, and was stopped there
             dist.PrefixStore("zero_topo/watch 1", store).set(f"host {rank}", f"n{rank}")
     found = [
-        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, PATIENCE)
+        Watch(store, (rank, len(places), f"n{rank}"), place, said[rank].append, patience)
         for rank, place in enumerate(places)
         if place is not None
     ]
@@ -66,6 +68,29 @@ def test_a_rank_that_does_not_answer_is_named_on_all_others() -> None:
         assert len(lines) == 1 and said[1] == said[3] == lines and said[2] == []
         assert "rank 2 of host n2 did not answer: ended, stopped, or cut off" in lines[0]
         assert "rank 0: " in lines[0] and "in backward of step 8, scatter" in lines[0]
+
+
+def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
+    """Long before the run has stood still for long, every survivor says who is gone and how this one ended."""
+    with watches([waiting(0), None, waiting(1)], Patience(60, most_look_s=0.1)) as (found, said):
+        error = RuntimeError("Connection closed\n by peer [10.0.0.7]")
+        error.add_note("zero_topo: in sync of step 3")
+        begin = time.monotonic()
+        found[0].ended(error)
+        heard([said[0], said[2]])
+        assert time.monotonic() - begin < IN_TIME_S and len(said[0]) == 1 and said[0] == said[2]
+        assert said[0][0].startswith("the run fails: rank 1 of host n1 did not answer")
+        assert "rank 0: ended by RuntimeError: Connection closed by peer [10.0.0.7], in sync of step 3" in said[0][0]
+
+
+def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
+    """It asks nobody, and the others, who fail or hang for it, say what it died of."""
+    with watches([moving(), waiting(1), moving()], Patience(60, most_look_s=0.1)) as (found, said):
+        found[1].ended(ValueError("a bad batch"))
+        assert said == [[], [], []]
+        found[0].ended(RuntimeError("Connection closed by peer"))
+        heard([said[0], said[2]])
+        assert "rank 1 of host n1 (ended by ValueError: a bad batch) did not answer" in said[2][0]
 
 
 def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:

@@ -7,10 +7,14 @@ Note [A run that stands still]
     thread is. If that has not moved for long, it asks through the store in which the ranks met; every thread answers,
     also that of a rank that computes, and one of them tells all what it found. While a run moves, a rank asks the
     store one question each time it looks, and the more ranks there are the less often it looks.
+    A rank that dies takes its neighbours with it at once where the backend notices, with an error that names nobody.
+    So a process that ends by an error leaves word in the store, and if it may come from another rank asks the others
+    before it ends. What a launcher ends has no time for that: the ranks of the node on which one died.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -26,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from zero_topo.collectives.meter import Meter
@@ -37,6 +42,8 @@ LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib")
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Of DeepSpeed's engine; what a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
+MOST_OF_ERROR = 120
+"""Characters of an error that the others are told."""
 
 
 class Place(NamedTuple):
@@ -48,13 +55,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that a rank may stand still, and that the others have to answer; it looks ``still_s / 6`` apart."""
+    """Seconds that a rank may stand still, and between two looks where ranks are few."""
 
     still_s: float = 60.0
+    most_look_s: float = 1.0
 
     def look_s(self, ranks: int) -> float:
         """Seconds from one look to the next."""
-        return max(self.still_s / 6, ranks / STORE_QUESTIONS_PER_S)
+        return max(min(self.still_s / 6, self.most_look_s), ranks / STORE_QUESTIONS_PER_S)
 
     def answer_s(self, ranks: int) -> float:
         """Seconds in which every rank that lives has looked."""
@@ -85,33 +93,62 @@ class Watch:
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", store)
         self._store.set(f"host {self._rank}", host)
         self._place, self._say, self._patience = place, say, patience
-        self._closed = threading.Event()
+        self._error, self._asks = "", False
+        self._woken, self._closed = threading.Event(), threading.Event()
+        atexit.register(self.ended)
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread; the others know that this rank left in good order."""
+        atexit.unregister(self.ended)
         with suppress(RuntimeError):  # the store went with its rank
             self._store.set(f"left {self._rank}", "")
         self._closed.set()
+        self._woken.set()
         self._thread.join()
 
+    def ended(self, error: BaseException | None = None) -> None:
+        """Before the process ends: leave word of the error that ended it, and say what the others answer.
+
+        Args:
+            error: by default the one that nobody caught, if any.
+        """
+        error = error or getattr(sys, "last_value", None)
+        if error is None:
+            return
+        said = " ".join([type(error).__name__ + ":", *str(error).split()])
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ())).replace("zero_topo: ", "")
+        self._error = f"ended by {said[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
+        self._asks = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        self._woken.set()
+        self._thread.join(4 * self._patience.answer_s(self._ranks))  # may be amid an answer; the store may be gone
+
     def _run(self) -> None:
+        try:
+            turn, told = self._look_on()
+            if self._error:
+                self._store.set(f"ended {self._rank}", self._error)
+                if self._asks and not told:
+                    self._store.set(f"asked {turn}", "")
+                    self._answer(turn, self._error)
+        except RuntimeError:
+            self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
+
+    def _look_on(self) -> tuple[int, bool]:
+        """Until somebody wakes the thread; which question is next, and whether the last one was of this standstill."""
         turn, told, seen, since = 0, False, self._place(), time.monotonic()
-        while not self._closed.wait(self._patience.look_s(self._ranks)):
+        while not self._woken.wait(self._patience.look_s(self._ranks)):
             now = self._place()
             if now.moves != seen.moves:
                 told, since = False, time.monotonic()
             seen, still = now, time.monotonic() - since
-            try:
-                if still > self._patience.still_s and not told:
-                    self._store.set(f"asked {turn}", "")
-                if self._store.check([f"asked {turn}"]):
-                    self._answer(turn, f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}")
-                    turn, told = turn + 1, True
-            except RuntimeError:
-                self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
-                return
+            if still > self._patience.still_s and not told:
+                self._store.set(f"asked {turn}", "")
+            if self._store.check([f"asked {turn}"]):
+                self._answer(turn, f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}")
+                turn, told = turn + 1, True
+        return turn, told
 
     @property
     def _look_s(self) -> float:
@@ -138,7 +175,8 @@ class Watch:
             if answers.check([f"{rank}"]):
                 places.setdefault(answers.get(f"{rank}").decode(), []).append(rank)
             elif not self._store.check([f"left {rank}"]):
-                silent.append(f"rank {rank} of host {self._host(rank)}")
+                word = f" ({self._store.get(f'ended {rank}').decode()})" if self._store.check([f"ended {rank}"]) else ""
+                silent.append(f"rank {rank} of host {self._host(rank)}{word}")
         return standstill(silent, places)
 
     def _host(self, rank: int) -> str:
@@ -157,11 +195,12 @@ def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4
     """
     shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
     where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
+    what = "the run fails" if any(words.startswith("ended") for words in places) else "the run stands still"
     if not silent:
-        return f"the run stands still, and every rank answers; {where}"
+        return f"{what}, and every rank answers; {where}"
     more = f" and {len(silent) - most} more" if len(silent) > most else ""
     return (
-        f"the run stands still: {', '.join(silent[:most])}{more} did not answer: ended, stopped, or cut off from the "
+        f"{what}: {', '.join(silent[:most])}{more} did not answer: ended, stopped, or cut off from the "
         f"network; look at it there. {where}"
     )
 
