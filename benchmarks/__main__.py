@@ -12,7 +12,17 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import cluster, cluster_report, convergence, convergence_report, scale_report, sparse, sparse_report
+from benchmarks import (
+    cluster,
+    cluster_report,
+    convergence,
+    convergence_report,
+    scale_report,
+    soak,
+    soak_report,
+    sparse,
+    sparse_report,
+)
 from benchmarks.choice import load_blocks, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
@@ -178,6 +188,26 @@ def scale_command(options: ScaleOptions) -> None:
         real_ranks=options.real_ranks,
     )
     measure(options, scale_report, wanted.ticks(), partial(run, wanted))
+
+
+@dataclass(frozen=True)
+class SoakOptions(Outputs):
+    """Of ``benchmarks soak``."""
+
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2000
+    every: Annotated[int, typer.Option(min=1, help="Steps between two counts.")] = 20
+
+
+@app.command("soak")
+@taking(SoakOptions)
+def soak_command(options: SoakOptions) -> None:
+    """Train long with everything on, and see whether any rank holds more and more."""
+    wanted = soak.Soak(options.steps, options.every)
+    content = measure(options, soak_report, options.steps, partial(soak.run, wanted))
+    grown = [row["name"] for row in content["results"] if not row["flat"]]
+    if grown:
+        typer.echo(f"zero-topo: these grew: {', '.join(grown)}", err=True)
+        raise typer.Exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A record of ``benchmarks soak`` as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from zero_topo.observe.console import figures_table, wide_console
+
+WIDTH = 84
+PICTURES = ("soak.png",)
+NOTE = "Means of the first and the last tenth after the warm-up, of the rank to which most was added."
+
+
+def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a record's table."""
+    console = wide_console(WIDTH, console)
+    console.print(f"{content['settings']['steps']} optimizer steps with everything on")
+    made = figures_table(("held", "before", "after", "added", "allowed", "flat"))
+    for row in content["results"]:
+        shares = [f"{100 * row[key]:.2f}%" for key in ("added", "allowed")]
+        made.add_row(row["name"], f"{row['before']:,.0f}", f"{row['after']:,.0f}", *shares, str(row["flat"]))
+    console.print(made)
+    console.print(NOTE)
+
+
+def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
+    """The picture, by its file's name: what each rank held, as a share of what it held after the warm-up."""
+    samples = content["samples"][len(content["samples"]) // 10 :]
+    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
+    for axes, row in zip(figure.subplots(2, 4).flat, content["results"], strict=True):
+        for rank in range(len(samples[0]["ranks"])):
+            values = [sample["ranks"][rank][row["name"]] for sample in samples]
+            axes.plot([sample["step"] for sample in samples], [value / values[0] for value in values], linewidth=1)
+        axes.set_title(row["name"], fontsize=9)
+        axes.ticklabel_format(useOffset=False)
+    return {PICTURES[0]: figure}

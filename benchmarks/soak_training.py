@@ -1,0 +1,105 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What each rank of ``benchmarks soak`` runs: the example's GPT with everything on, and a count of what it holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import zero_topo
+from benchmarks.training import Bench, build_model, engine_of, evaluate
+from benchmarks.training import prepare as prepare  # called before ranks are forked
+from zero_topo.bench.control import Control
+from zero_topo.examples.process import leave
+
+MICRO_BATCHES = 2
+
+
+def soak(settings: dict[str, Any], control: Control) -> None:
+    """Train with everything on; the program of ``benchmarks soak``.
+
+    Args:
+        settings: ``setup``, ``steps``, ``every`` and ``saved_every`` (steps from one count, and from one checkpoint, to
+            the next), ``folder`` for checkpoints, and one job.
+        control: the line to the benchmark.
+    """
+    bench = Bench.start(settings, control)
+    control.send_results(settings["jobs"], partial(train, bench, settings))
+    leave()
+
+
+def train(bench: Bench, settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """The whole run; the last evaluation's loss."""
+    every, folder = settings["every"], Path(settings["folder"])
+    config = bench.setup.deepspeed(job["block"], MICRO_BATCHES)
+    config["zero_optimization"] |= {"overlap_comm": True, "stage3_prefetch_bucket_size": 20_000}
+    config |= {"wall_clock_breakdown": True, "steps_per_print": 10 * every}
+    config["csv_monitor"] = {"enabled": True, "output_path": str(folder), "job_name": "soak"}
+    model = build_model(bench.setup, 0)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    loss = 0.0
+    with engine_of(model, config, lambda step: 1.0) as engine:
+        for step in range(1, bench.steps + 1):
+            bench.train_step(engine, step)
+            bench.control.send({"event": "step"})
+            if step % every == 0:
+                count(bench, step)
+                loss = in_between(bench, engine)
+            if step % settings["saved_every"] == 0:
+                save(engine, folder, step)
+    return {"loss": loss}
+
+
+def in_between(bench: Bench, engine: Any) -> float:
+    """What scripts do between steps: evaluate, look at weights, edit some, ask for statistics."""
+    loss = evaluate(bench, engine)
+    with deepspeed.zero.GatheredParameters(list(engine.module.norm.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            engine.module.norm.weight.data.clamp_(-4, 4)
+    deepspeed.utils.safe_get_full_fp32_param(engine.module.head.weight)
+    deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg")
+    assert zero_topo.stats(engine).steps > 0
+    return loss
+
+
+def save(engine: Any, folder: Path, step: int) -> None:
+    """Save a checkpoint, take it up again, and remove it."""
+    engine.save_checkpoint(str(folder), tag=str(step))
+    engine.load_checkpoint(str(folder))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / str(step))
+
+
+def count(bench: Bench, step: int) -> None:
+    """Tell the benchmark what each rank holds now."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, held(), bench.fence)
+    bench.control.send({"event": "held", "step": step, "ranks": ranks})
+
+
+def held() -> dict[str, int]:
+    """What this rank holds: counts by the names of ``soak.ALLOWED``."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "store_keys": dist.distributed_c10d._get_default_store().num_keys(),
+        "tensors": len(tensors),
+        "tensor_bytes": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()),
+        "objects": len(gc.get_objects()) - len(tensors),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
