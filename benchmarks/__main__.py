@@ -17,6 +17,8 @@ from benchmarks import (
     cluster_report,
     convergence,
     convergence_report,
+    faults,
+    faults_report,
     scale_report,
     soak,
     soak_report,
@@ -188,6 +190,25 @@ def scale_command(options: ScaleOptions) -> None:
         real_ranks=options.real_ranks,
     )
     measure(options, scale_report, wanted.ticks(), partial(run, wanted))
+
+
+@dataclass(frozen=True)
+class FaultsOptions(Outputs):
+    """Of ``benchmarks faults``."""
+
+    rounds: Annotated[int, typer.Option(min=1, help="Faults, one after the other.")] = 20
+    seed: Annotated[int, typer.Option(help="Of their phases, steps and ranks.")] = 0
+
+
+@app.command("faults")
+@taking(FaultsOptions)
+def faults_command(options: FaultsOptions) -> None:
+    """Kill, stop, slow down, cut off ranks of an emulated cluster: who says so, and are the bits equal (needs root)?"""
+    network.require()
+    content = measure(options, faults_report, options.rounds, partial(faults.run, options.rounds, options.seed))
+    if not all(row["equal"] for row in content["results"]):
+        typer.echo("zero-topo: a run did not compute what the undisturbed one did", err=True)
+        raise typer.Exit(FAILED)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
             print(f"rank {rank} of {len(world['places'])} cannot be started ({error}): take fewer, or raise the limit")
             return _end(children)
         if pid == 0:
-            _die_with(parent)
+            die_with(parent)
             os.close(lifeline)
             _become(rank, place, file.parent)
             _run(program, world["settings"], _control(control_fd, rank))
@@ -72,7 +72,7 @@ def _load(name: str) -> Program:
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """End this process when its parent is gone, even if that was killed and could tell nobody."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

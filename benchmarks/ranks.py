@@ -105,7 +105,7 @@ class Ranks:
         with open(self._log("parent"), "wb") as log:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(self._lifeline_end)],
-                env=_environment(),
+                env=environment(),
                 pass_fds=(theirs.fileno(), self._lifeline_end),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -188,7 +188,7 @@ class Ranks:
         return Path(self._folder.name) / f"{who}.log"
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of the ranks' parent: one thread each on the CPU, and nothing that a launcher around us has set."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     root = Path(__file__).resolve().parent.parent

@@ -32,7 +32,7 @@ def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     """The picture, by its file's name: what each rank held, as a share of what it held after the warm-up."""
     samples = content["samples"][len(content["samples"]) // 10 :]
     figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
-    for axes, row in zip(figure.subplots(2, 4).flat, content["results"], strict=True):
+    for axes, row in zip(figure.subplots(2, 5).flat, content["results"], strict=True):
         for rank in range(len(samples[0]["ranks"])):
             values = [sample["ranks"][rank][row["name"]] for sample in samples]
             axes.plot([sample["step"] for sample in samples], [value / values[0] for value in values], linewidth=1)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from zero_topo.bench.control import Control
 from zero_topo.examples.process import leave
 
 MICRO_BATCHES = 2
+MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 def soak(settings: dict[str, Any], control: Control) -> None:
@@ -88,6 +91,20 @@ def count(bench: Bench, step: int) -> None:
     bench.control.send({"event": "held", "step": step, "ranks": ranks})
 
 
+class MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: bytes mapped for single allocations, and bytes in use of all others."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO.split())
+
+
+def in_use() -> int:
+    """Bytes that C and C++ hold of ``malloc``."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    info = mallinfo()
+    return int(info.hblkhd + info.uordblks)
+
+
 def held() -> dict[str, int]:
     """What this rank holds: counts by the names of ``soak.ALLOWED``."""
     gc.collect()
@@ -101,5 +118,7 @@ def held() -> dict[str, int]:
         "tensors": len(tensors),
         "tensor_bytes": sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()),
         "objects": len(gc.get_objects()) - len(tensors),
+        "blocks": sys.getallocatedblocks(),
+        "malloc_bytes": in_use(),
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
     }

@@ -68,6 +68,16 @@ class EmulatedNetwork:
         for command in commands.limits(self.spec, self.prefix, rates):
             _run(command)
 
+    @contextmanager
+    def cut(self, node: int) -> Iterator[None]:
+        """A node's uplink is down within the block."""
+        link = ("ip", "-n", commands.fabric(self.prefix), "link", "set", f"node{node}-up")
+        _run((*link, "down"))
+        try:
+            yield
+        finally:
+            _run((*link, "up"))
+
     def snapshot(self) -> Snapshot:
         """All counters now."""
         links = _run(("ip", "-n", commands.fabric(self.prefix), "-s", "-j", "link"))

@@ -1,43 +1,36 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A rank dies, stops or is slow: the other says so in time, and a restart goes on bit for bit."""
+"""A rank dies, stops or is slow: the others say so in time, and a restart goes on bit for bit."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.emulated_cluster import network
+from benchmarks.faults import PHASES, Cluster, Fault, Steps, cluster, meet, steps, whole
 from tests.launching import ROOT, Launch, LaunchSettings, launch
 
-PROGRAM = ROOT / "tests/e2e/programs/faults.py"
+PROGRAM = ROOT / "benchmarks/faulty_training.py"
 TIMEOUT_S = 240.0
 WATCH_S = 3.0
 TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
-KILLED = ("forward", "backward", "gather_forward", "scatter", "sync", "publish", "save")
 OFTEN = ("sync", "save")
-Steps = dict[int, list[Any]]
 
 
 def run(folder: Path, kind: str, phase: str) -> Launch:
     """Two ranks in the folder; what they wrote there before is taken up."""
     folder.mkdir(exist_ok=True)
-    words = [str(PROGRAM), str(folder), kind, phase, TREE.get(phase, "dies")]
+    words = [str(PROGRAM), str(folder), kind, phase, "3", "1", TREE.get(phase, "dies")]
     logs = folder / f"logs {len(list(folder.glob('logs*')))}"
     env = {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
     return launch(words, LaunchSettings(logs, 2, TIMEOUT_S, env=env, forked=["deepspeed", "zero_topo"]))
-
-
-def steps(folder: Path) -> Steps:
-    """Loss and digest of the weights after each step, of the last run that took it."""
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    return {step: bits for step, *bits in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     return found
 
 
-@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.long) for p in KILLED])
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.long) for p in PHASES])
 def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
     phase: str, tmp_path: Path, undisturbed: dict[str, Steps]
 ) -> None:
@@ -112,4 +105,42 @@ def test_a_slow_rank_is_told_from_a_dead_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.tails()
     for rank in (0, 1):
         assert "every rank answers" in done.log(rank) and "did not answer" not in done.log(rank)
-        assert "faults.py:" in done.log(rank)
+        assert "faulty_training.py:" in done.log(rank)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Two nodes of two ranks, each with a launcher of its own."""
+    with cluster() as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def undisturbed_nodes(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """The run there that nothing happens to."""
+    return whole(nodes, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+NAMED = {
+    Fault("killed", "publish", 2, 2): "rank 2 of host",
+    Fault("killed", "sync", 2, 1): "rank 1 of host",
+    Fault("stopped", "scatter", 2, 0): "rank 0 of host",
+    Fault("cut", "sync", 2, 3): "rank 3 of host",
+}
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.skipif(network.refusal() is not None, reason="the emulated cluster needs root, ip and tc")
+@pytest.mark.parametrize("fault", NAMED, ids=lambda fault: f"{fault.kind} in {fault.phase}")
+def test_on_two_nodes_every_survivor_says_who_in_time(
+    fault: Fault, nodes: Cluster, undisturbed_nodes: Steps, tmp_path: Path
+) -> None:
+    """Each rank that no launcher ended names the rank that is gone; a network that comes back changes no bit."""
+    row = meet(nodes, tmp_path / "run", fault, undisturbed_nodes)
+    assert row["equal"] and row["restarted"] == (fault.kind == "killed")
+    assert len(row["told_s"]) >= 2 and max(row["told_s"].values()) < 20 * WATCH_S, "in time, on a busy machine"
+    for rank in row["told_s"]:
+        log = (tmp_path / f"run/logs 0/{rank // 2}/{rank % 2}.log").read_text()
+        (line,) = [line for line in log.splitlines() if "did not answer" in line]
+        assert NAMED[fault] in line and "of step 2" in line

@@ -93,6 +93,18 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
         assert "rank 1 of host n1 (ended by ValueError: a bad batch) did not answer" in said[2][0]
 
 
+def test_an_engine_destroyed_for_an_error_leaves_word_of_it() -> None:
+    """As a `finally` does: that is no good order."""
+    with watches([moving(), waiting(1)], Patience(60, most_look_s=0.1)) as (found, said):
+        try:
+            raise KeyError("lost")
+        except KeyError:
+            found[1].close()
+        found[0].ended(RuntimeError("Connection closed by peer"))
+        heard(said[:1])
+        assert "rank 1 of host n1 (ended by KeyError: 'lost') did not answer" in said[0][0]
+
+
 def test_a_rank_that_died_before_it_said_its_host_holds_nobody_up() -> None:
     """Nor does one that died while it was to tell the others; the store would wait for either's word."""
     store = dist.HashStore()

@@ -38,7 +38,7 @@ from zero_topo.collectives.meter import Meter
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
 """How long a run may stand still before its ranks ask each other; 0 turns the watch off."""
-LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib")
+LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib", "typing_extensions")
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Of DeepSpeed's engine; what a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
@@ -100,10 +100,13 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the others know that this rank left in good order."""
+        """End the thread; the others know that this rank left in good order, or of the error that is being handled."""
         atexit.unregister(self.ended)
-        with suppress(RuntimeError):  # the store went with its rank
-            self._store.set(f"left {self._rank}", "")
+        if error := sys.exc_info()[1]:
+            self.ended(error)
+        else:
+            with suppress(RuntimeError):  # the store went with its rank
+                self._store.set(f"left {self._rank}", "")
         self._closed.set()
         self._woken.set()
         self._thread.join()
