@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_cluster.network import EmulatedNetwork
+from benchmarks.emulated_cluster.network import EmulatedNetwork, signal_handled
 from benchmarks.emulated_cluster.spec import LinkRates, Spec
 from zero_topo.bench.ranks import Address, environment, place
 from zero_topo.bench.records import GrowingRecord, Tick, record
@@ -184,6 +184,7 @@ def cluster() -> Iterator[Cluster]:
     command = [sys.executable, "-m", "benchmarks.faulty_nodes"]
     env = environment() | {"ZERO_TOPO_WATCH_S": str(WATCH_S)}
     with (
+        signal_handled(signal.SIGTERM, signal.default_int_handler),  # so that the network is taken down
         EmulatedNetwork(SPEC) as network,
         subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
     ):
