@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -21,11 +21,23 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     console = wide_console(WIDTH, console)
     console.print(f"{content['settings']['steps']} optimizer steps with everything on")
     made = figures_table(("held", "before", "after", "added", "allowed", "flat"))
-    for row in content["results"]:
-        shares = [f"{100 * row[key]:.2f}%" for key in ("added", "allowed")]
-        made.add_row(row["name"], f"{row['before']:,.0f}", f"{row['after']:,.0f}", *shares, str(row["flat"]))
+    for cells in rows(content["results"]):
+        made.add_row(*cells)
     console.print(made)
     console.print(NOTE)
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of cells for each thing that is counted."""
+    return [
+        [
+            row["name"].replace("_", " "),
+            *(f"{row[key]:,.0f}" for key in ("before", "after")),
+            *(f"{100 * row[key]:.2f}%" for key in ("added", "allowed")),
+            str(row["flat"]),
+        ]
+        for row in results
+    ]
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:

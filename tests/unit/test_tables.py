@@ -7,12 +7,14 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zero_topo
+from benchmarks import faults, faults_report, soak, soak_report
 from benchmarks.scale_report import launches
 from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, record, row, tables
@@ -165,6 +167,16 @@ def paper_rows() -> list[str]:
     return rows
 
 
+def fault_rows() -> list[str]:
+    """The table of faults, from the record committed."""
+    return [row(cells) for cells in faults_report.rows(record("faults")["results"])]
+
+
+def soak_rows() -> list[str]:
+    """The table of the long run, from the record committed."""
+    return [row(cells[:-1]) for cells in soak_report.rows(record("soak")["results"])]
+
+
 def feature_rows() -> list[str]:
     """The matrix of features and schemes, from the record committed."""
     return [
@@ -225,6 +237,8 @@ def refusal(changed: dict[str, Any]) -> str:
         ("quantizers", quantizer_rows),
         ("scale", scale_rows),
         ("refusals", refusal_rows),
+        ("faults", fault_rows),
+        ("soak", soak_rows),
         ("features", feature_rows),
         ("features, refused", refused_feature_rows),
         *TABLES.items(),
@@ -307,6 +321,34 @@ def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Cal
     """A new record changes the words beside its table too."""
     text = " ".join(page.read_text().split())
     assert not [sentence for sentence in sentences() if sentence not in text]
+
+
+def test_faults_twenty_in_a_row_changed_no_bit() -> None:
+    """Each kind is among them; every rank that could, said so, and no launch of a killed rank had to be ended."""
+    content = record("faults")
+    drawn = faults.drawn(content["settings"]["rounds"], content["settings"]["seed"])
+    assert len(drawn) == len(content["results"]) >= 20
+    for fault, found in zip(drawn, content["results"], strict=True):
+        assert {key: found[key] for key in ("kind", "phase", "step", "rank")} == asdict(fault)
+        assert found["equal"] and (found["ended_s"] is not None) == (fault.kind == "killed")
+        assert len(found["told_s"]) >= {"killed": 2, "stopped": 3, "nan": 0}.get(fault.kind, 4)
+    assert {fault.kind for fault in drawn} == set(faults.KINDS)
+
+
+def test_nothing_grew_in_the_long_run() -> None:
+    """Of two thousand steps, by the samples of the record, and by the bounds of today."""
+    content = record("soak")
+    assert content["settings"]["steps"] == content["samples"][-1]["step"] == 2000
+    assert content["results"] == soak.growth(content["samples"])
+    assert all(row["flat"] for row in content["results"])
+
+
+def test_what_grows_in_the_long_run_is_not_flat() -> None:
+    """One descriptor is enough, on one rank."""
+    samples = [{"ranks": [dict.fromkeys(soak.ALLOWED, 1000) for _ in range(2)]} for _ in range(20)]
+    assert all(row["flat"] for row in soak.growth(samples))
+    samples[-1]["ranks"][1]["descriptors"] += 1
+    assert [row["name"] for row in soak.growth(samples) if not row["flat"]] == ["descriptors"]
 
 
 @pytest.mark.parametrize("name", ["convergence", "sparse-training", *(f"sparse-aged-{nodes}" for nodes in (2, 4, 8))])
