@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "gather_forward", "scatter", "sync", "publish",
 STEPS = (1, 2, 3)  # of five: after, before and after a checkpoint
 WATCH_S = 2.0
 CUT_S = 5.0
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 PORT = 29500
 SAID = re.compile("the run .*did not answer|rank 0, .*does not answer")
 SLOW = re.compile("every rank answers; .*faulty_training")  # at the line that sleeps
@@ -87,7 +87,7 @@ def run(rounds: int, seed: int, tick: Tick) -> GrowingRecord:
     settings = {"rounds": rounds, "seed": seed, "spec": SPEC.to_json(), "watch_s": WATCH_S, "cut_s": CUT_S}
     results: list[dict[str, Any]] = []
     tick("building the network, starting Python", 0)
-    with cluster() as nodes, tempfile.TemporaryDirectory(prefix="zero-topo-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="zero-topo-faults-") as folder, cluster() as nodes:
         tick("the run that nothing happens to", 0)
         undisturbed = whole(nodes, Path(folder) / "undisturbed")
         for number, fault in enumerate(drawn(rounds, seed)):

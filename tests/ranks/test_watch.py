@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from tests.launching import ROOT
 from zero_topo.collectives.meter import Meter
 from zero_topo.engine.watch import Patience, Place, Watch, main_thread_place, standstill
 
@@ -91,6 +94,20 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
         found[0].ended(RuntimeError("Connection closed by peer"))
         heard([said[0], said[2]])
         assert "rank 1 of host n1 (ended by ValueError: a bad batch) did not answer" in said[2][0]
+
+
+DIES = """
+import torch.distributed as dist
+from zero_topo.engine.watch import Patience, Place, Watch
+Watch(dist.HashStore(), (0, 2, "n0"), lambda: Place("in step", ()), print, Patience(60, most_look_s=0.1))
+raise RuntimeError("Connection closed by peer")
+"""
+
+
+def test_an_error_that_nobody_caught_is_one() -> None:
+    """A script that does not destroy its engine, as most do not, asks before its process ends."""
+    done = subprocess.run([sys.executable, "-c", DIES], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "the run fails: rank 1 of host unknown did not answer" in done.stdout, done.stderr
 
 
 def test_an_engine_destroyed_for_an_error_leaves_word_of_it() -> None:
