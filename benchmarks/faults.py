@@ -127,7 +127,8 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
             next((look for look in looks if launch.happened), None)
             with nodes.network.cut(fault.rank // SPEC.ranks_per_node):
                 (folder / "cut").touch()
-                time.sleep(CUT_S)
+                end = time.monotonic() + CUT_S
+                next((look for look in looks if time.monotonic() > end), None)
         if fault.kind == "stopped":
             next((look for look in looks if len(launch.told) == SPEC.world_size - 1), None)
             os.kill(int((folder / "faulty").read_text()), signal.SIGCONT)
