@@ -110,6 +110,8 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     part, found = len(samples) // PART, []
     kept = samples[max(part, SAVED_EVERY + 1) :]
     for name, allowed in ALLOWED.items():
+        if name not in kept[0]["ranks"][0]:  # of a record of before it was counted
+            continue
         by_rank = [[sample["ranks"][rank][name] for sample in kept] for rank in range(len(kept[0]["ranks"]))]
         ends = [(sum(counts[:part]) / part, sum(counts[-part:]) / part) for counts in by_rank]
         before, after = max(ends, key=lambda pair: pair[1] / pair[0])
