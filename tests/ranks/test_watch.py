@@ -169,6 +169,16 @@ def test_a_run_that_goes_on_and_stands_still_again_says_so_again() -> None:
         assert [len(lines) for lines in said] == [2, 2]
 
 
+def test_a_rank_that_answered_and_is_gone_now_is_named_later() -> None:
+    """The others still stand where they stood, so that nothing they see has changed."""
+    with watches([waiting(0), waiting(1)]) as (found, said):
+        heard(said)
+        assert "every rank answers" in said[0][0]
+        found[1]._woken.set()  # its thread ends without a word, as if it was stopped
+        heard(said[:1], 2)
+        assert "rank 1 of host n1 did not answer" in said[0][1]
+
+
 def test_the_end_of_the_store_is_told() -> None:
     """It is on rank 0; its thread must not die with a traceback instead."""
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

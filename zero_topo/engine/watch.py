@@ -42,6 +42,9 @@ LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib", "typing_extensions
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Of DeepSpeed's engine; what a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
+AGAIN = 4
+"""A run that still stands still after so many times as long is asked again: a rank that answered may have died since."""
+FAILS = "the run fails"
 MOST_OF_ERROR = 120
 """Characters of an error that the others are told."""
 
@@ -129,35 +132,37 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            turn, told = self._look_on()
+            turn, found = self._look_on()
             if self._error:
                 self._store.set(f"ended {self._rank}", self._error)
-                if self._asks and not told:
+                if self._asks and not found.startswith(FAILS):  # else another one that fails has just asked
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
         except RuntimeError:
             self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
 
-    def _look_on(self) -> tuple[int, bool]:
-        """Until somebody wakes the thread; which question is next, and whether the last one was of this standstill."""
-        turn, told, seen, since = 0, False, self._place(), time.monotonic()
+    def _look_on(self) -> tuple[int, str]:
+        """Until somebody wakes the thread; which question is next, and what was found at this standstill."""
+        turn, found, due = 0, "", self._patience.still_s
+        seen, since = self._place(), time.monotonic()
         while not self._woken.wait(self._patience.look_s(self._ranks)):
             now = self._place()
             if now.moves != seen.moves:
-                told, since = False, time.monotonic()
+                found, due, since = "", self._patience.still_s, time.monotonic()
             seen, still = now, time.monotonic() - since
-            if still > self._patience.still_s and not told:
+            if still > due:
                 self._store.set(f"asked {turn}", "")
             if self._store.check([f"asked {turn}"]):
-                self._answer(turn, f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}")
-                turn, told = turn + 1, True
-        return turn, told
+                words = f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}"
+                found = self._answer(turn, words)
+                turn, due = turn + 1, AGAIN * max(still, self._patience.still_s)
+        return turn, found
 
     @property
     def _look_s(self) -> float:
         return 1.5 * self._patience.look_s(self._ranks)
 
-    def _answer(self, turn: int, words: str) -> None:
+    def _answer(self, turn: int, words: str) -> str:
         """Say where this rank is, wait for the others' answers, and print what one of them makes of all."""
         answers = dist.PrefixStore(f"{turn}", self._store)
         answers.set(f"{self._rank}", words)
@@ -168,8 +173,10 @@ class Watch:
         end = time.monotonic() + answer_s
         while not (told := answers.check(["told"])) and time.monotonic() < end:
             if self._closed.wait(answer_s / 20):
-                return
-        self._say(answers.get("told").decode() if told else self._verdict(answers))  # the teller may have died
+                return ""
+        found = answers.get("told").decode() if told else self._verdict(answers)  # the teller may have died
+        self._say(found)
+        return found
 
     def _verdict(self, answers: dist.Store) -> str:
         places: dict[str, list[int]] = {}
@@ -198,7 +205,7 @@ def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4
     """
     shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
     where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
-    what = "the run fails" if any(words.startswith("ended") for words in places) else "the run stands still"
+    what = FAILS if any(words.startswith("ended") for words in places) else "the run stands still"
     if not silent:
         return f"{what}, and every rank answers; {where}"
     more = f" and {len(silent) - most} more" if len(silent) > most else ""
