@@ -43,8 +43,10 @@ METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", 
 """Of DeepSpeed's engine; what a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
 AGAIN = 4
-"""A run that still stands still after so many times as long is asked again: a rank that answered may have died since."""
+"""Still at a standstill after so many times as long, ranks are asked again: one that answered may have died since."""
 FAILS = "the run fails"
+SLACK_S = 10.0
+"""On a busy machine."""
 MOST_OF_ERROR = 120
 """Characters of an error that the others are told."""
 
@@ -128,7 +130,7 @@ class Watch:
         self._error = f"ended by {said[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
         self._asks = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         self._woken.set()
-        self._thread.join(4 * self._patience.answer_s(self._ranks))  # may be amid an answer; the store may be gone
+        self._thread.join(SLACK_S + 4 * self._patience.answer_s(self._ranks))  # for ever, were the store cut off
 
     def _run(self) -> None:
         try:
@@ -138,6 +140,8 @@ class Watch:
                 if self._asks and not found.startswith(FAILS):  # else another one that fails has just asked
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
+                    # let the node's other ranks say so too: its launcher ends them once this one has ended
+                    self._closed.wait(self._patience.answer_s(self._ranks) / 4)
         except RuntimeError:
             self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
 
