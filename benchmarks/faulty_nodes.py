@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faulty_training import start
+from benchmarks.rank_main import die_with, enter_network
 from benchmarks.training import prepare
-from zero_topo.bench.rank_main import die_with, enter_network
 
 
 def main() -> None:

@@ -25,9 +25,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from benchmarks.control import Control
 from benchmarks.training import Bench, build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.control import Control
 from zero_topo.collectives.meter import Meter
 from zero_topo.examples.process import leave
 

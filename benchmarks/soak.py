@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.ranks import Ranks, on_loopback
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.ranks import Ranks, on_loopback
 from zero_topo.bench.records import GrowingRecord, Tick, record
 from zero_topo.bench.schemes import KNOWN
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import zero_topo
+from benchmarks.control import Control
 from benchmarks.training import Bench, build_model, engine_of, evaluate
 from benchmarks.training import prepare as prepare  # called before ranks are forked
-from zero_topo.bench.control import Control
 from zero_topo.examples.process import leave
 
 MICRO_BATCHES = 2
