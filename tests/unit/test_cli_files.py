@@ -11,15 +11,15 @@ from tests.commands import Run
 
 SMALL = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2")
 PLAN = ("plan", "--params", "1B", "--machine", "frontier", "--world-size", "16")
-BENCH = ("bench", "scale", "--ranks", "8", "--schemes", "topo", "--params", "2", "--repeats", "1", "--real-ranks", "0")
+BENCH = ("bench", "quantizers", *"--size 4096 --repeats 1 --threads 1 --dtypes fp32 --blocks 64".split())
 COMMANDS = {
     "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
     "trace": ((*SMALL, "--trace"), "x.json", "x.json"),
     "picture beside the trace": ((*SMALL, "--trace"), "x.json", "x.png"),
     "memory": ((*PLAN, "--plot"), "x.png", "x.png"),
     "record": ((*BENCH, "--plots", "pictures", "--record"), "x.json", "x.json"),
-    "pictures": ((*BENCH, "--record", "record.json", "--plots"), "folder", "folder/scale.png"),
-    "pictures beside the record": ((*BENCH, "--record"), "folder/x.json", "folder/scale.png"),
+    "pictures": ((*BENCH, "--record", "record.json", "--plots"), "folder", "folder/quantizers.png"),
+    "pictures beside the record": ((*BENCH, "--record"), "folder/x.json", "folder/quantizers.png"),
     "schema": (("schema", "--output"), "x.json", "x.json"),
 }
 
