@@ -75,6 +75,8 @@ def tell(what: str, python: Path, release: str, env: dict[str, str]) -> None:
     done = subprocess.run([str(python), "-c", SEAM], cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True)
     versions = done.stdout.splitlines()[-1]
     assert versions.split()[1] == release, versions
+    # Ahead of tests, which have time limits. Its Python is not this one, nor may its kernels be.
+    subprocess.run([str(python), "-m", "zero_topo.cli", "build"], cwd=ROOT, env=env, check=True)
     pytest = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     files = [*(f"tests/unit/test_{name}.py" for name in UNITS), *(f"tests/ranks/test_{name}.py" for name in RANKS)]
     subprocess.run([*pytest, *files], cwd=ROOT, env=env, check=True)
