@@ -63,6 +63,13 @@ def test_no_page_is_wider_than_its_window(tmp_path: Path) -> None:
     assert not {page: look for page, look in found.items() if look["wide"] > look["window"]}
 
 
+def test_a_page_wider_than_a_window_is_found(tmp_path: Path) -> None:
+    """Else the other two would hold for nothing: a line of 100 letters fits a desktop's window, not a telephone's."""
+    (tmp_path / "wide.html").write_text(f"<pre>{'x' * 100}</pre>")
+    found = shown(tmp_path, ["wide.html"])
+    assert {name for name, look in found.items() if look["wide"] > look["window"]} == {"wide.html at 390"}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_report_fits_shows_its_pictures_and_obeys_nothing(folder: Path, scheme: str) -> None:
     """At both widths, light and dark, all parts open; a title full of tags and a long word change nothing."""
@@ -85,7 +92,7 @@ def shown(site: Path, names: list[str], *options: str) -> dict[str, dict[str, An
     usual = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--allow-file-access-from-files"]
     how = [f"--user-data-dir={site}/profile", "--virtual-time-budget=20000", "--dump-dom"]
     command = [str(BROWSER), *usual, *options, *how, probe.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     body = re.search(r"<body>(\{.*\})</body>", done.stdout, re.DOTALL)
     assert body is not None, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, dict[str, Any]] = json.loads(html.unescape(body[1]))

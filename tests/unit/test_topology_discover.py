@@ -57,6 +57,11 @@ def test_each_launcher_gives_its_tree(
     assert ("warning" in topology.sources) == (name == "plain")
 
 
+def test_what_accelerate_sets_on_cpus_is_not_torchruns() -> None:
+    """LOCAL_WORLD_SIZE=1 beside the deepspeed launcher, which would put each rank on a node of its own."""
+    assert shape(discover({**DEEPSPEED, "LOCAL_WORLD_SIZE": "1"})) == (2, 8, 1)
+
+
 def test_every_sample_is_tested() -> None:
     parameters = test_each_launcher_gives_its_tree.pytestmark[0].args[1]  # type: ignore[attr-defined]
     assert {path.stem for path in SAMPLES.glob("*.env")} == {name for name, *_ in parameters}
@@ -132,7 +137,7 @@ def test_every_rank_discovers_the_same(name: str) -> None:
         ("slurm_env_script", "LOCAL_SIZE=1", "1 ranks per node (deepspeed: LOCAL_SIZE) but 2"),
         ("slurm_torchrun", "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)", "8 ranks (torchrun: WORLD"),
         ("deepspeed", "LOCAL_SIZE=4", "of 16 ranks (WORLD_SIZE) on 2 nodes (CROSS_SIZE), this node, number 1"),
-        ("deepspeed", "LOCAL_WORLD_SIZE=16", "rank 9 has local rank 1"),
+        ("deepspeed", "LOCAL_WORLD_SIZE=16 GROUP_RANK=0", "rank 9 has local rank 1"),
         ("deepspeed", "WORLD_SIZE=sixteen", "WORLD_SIZE is 'sixteen'"),
         ("deepspeed", "RANK=16", "rank 16 (deepspeed: RANK) is out of range"),
         ("deepspeed", "RANK=1", "rank 1 has node 1 (deepspeed: CROSS_RANK)"),

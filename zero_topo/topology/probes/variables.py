@@ -22,7 +22,9 @@ from zero_topo.topology.probes import LauncherView, first_int
 class Variables:
     """The names under which a launcher passes its numbers; of several names the first that is set counts.
 
-    One that a launcher sets for each process it starts, if there is such a name, is ``always``.
+    One that a launcher sets for each process it starts, if there is such a name, is ``always``. Beside ``others`` that
+    says nothing without a node's number: under the deepspeed launcher on CPUs Hugging Face's Accelerate sets
+    LOCAL_WORLD_SIZE to 1.
     """
 
     source: str
@@ -33,6 +35,12 @@ class Variables:
     ranks_per_node: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     always: str = ""
+    others: str = ""
+
+    def started(self, env: Mapping[str, str]) -> bool:
+        """Whether this may be the launcher of a process with such an environment."""
+        foreign = self.others in env and not any(name in env for name in self.node)
+        return not self.always or bool(env.get(self.always) and not foreign)
 
 
 _TORCH = Variables(source="environment", world_size=("WORLD_SIZE",), rank=("RANK",), local_rank=("LOCAL_RANK",))
@@ -44,6 +52,7 @@ CLOSEST = (
         ranks_per_node=("LOCAL_WORLD_SIZE",),
         nodes=("GROUP_WORLD_SIZE",),
         always="LOCAL_WORLD_SIZE",
+        others="LOCAL_SIZE",
     ),
     replace(
         _TORCH,
@@ -86,7 +95,7 @@ MPI = (
 
 def probe(env: Mapping[str, str], launchers: Sequence[Variables]) -> LauncherView | None:
     """What the first of some launchers says that started the process and set a world size, or None."""
-    views = (read_view(env, names) for names in launchers if not names.always or env.get(names.always))
+    views = (read_view(env, names) for names in launchers if names.started(env))
     return next((view for view in views if view is not None), None)
 
 
