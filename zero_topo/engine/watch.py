@@ -140,10 +140,10 @@ class Watch:
                 if self._asks and not found.startswith(FAILS):  # else another one that fails has just asked
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
-                    # let the node's other ranks say so too: its launcher ends them once this one has ended
-                    self._closed.wait(self._patience.answer_s(self._ranks) / 4)
         except RuntimeError:
             self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
+        if self._asks:  # let the node's other ranks say so too: its launcher ends them once this one has ended
+            self._closed.wait(self._patience.answer_s(self._ranks))
 
     def _look_on(self) -> tuple[int, str]:
         """Until somebody wakes the thread; which question is next, and what was found at this standstill."""
