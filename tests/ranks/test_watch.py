@@ -86,6 +86,13 @@ def test_an_error_that_may_come_from_another_rank_asks_at_once() -> None:
         assert "rank 0: ended by RuntimeError: Connection closed by peer [10.0.0.7], in sync of step 3" in said[0][0]
 
 
+def test_a_rank_that_fails_lets_its_neighbours_speak_first() -> None:
+    """Its launcher ends them as soon as it has ended; they look as seldom as it does."""
+    with watches([waiting(0), None, waiting(1)], Patience(60, most_look_s=0.5)) as (found, said):
+        found[0].ended(RuntimeError("Connection closed by peer"))
+        assert len(said[0]) == len(said[2]) == 1
+
+
 def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
     """It asks nobody, and the others, who fail or hang for it, say what it died of."""
     with watches([moving(), waiting(1), moving()], Patience(60, most_look_s=0.1)) as (found, said):
