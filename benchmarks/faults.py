@@ -36,7 +36,7 @@ WATCH_S = 2.0
 CUT_S = 5.0
 PATIENCE_S = 900.0
 PORT = 29500
-SAID = re.compile("the run .*did not answer|rank 0, .*does not answer")
+SAID = re.compile("the run .*did not answer|rank 0, .*(does not answer|has not answered)")
 SLOW = re.compile("every rank answers; .*faulty_training")  # at the line that sleeps
 Steps = dict[int, list[Any]]
 

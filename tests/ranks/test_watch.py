@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -184,6 +185,16 @@ def test_a_rank_that_answered_and_is_gone_now_is_named_later() -> None:
         found[1]._woken.set()  # its thread ends without a word, as if it was stopped
         heard(said[:1], 2)
         assert "rank 1 of host n1 did not answer" in said[0][1]
+
+
+def test_a_store_that_is_stopped_is_told() -> None:
+    """It does not fail and does not answer: the thread that asked it hangs, and another one says so."""
+    with watches([moving(), moving()]) as (found, said):
+        resumed = threading.Event()
+        found[1]._store = Mock(check=lambda _: resumed.wait() and False)
+        heard(said[1:])
+        resumed.set()
+        assert "rank 0, which holds the store in which the ranks met, has not answered for" in said[1][0]
 
 
 def test_the_end_of_the_store_is_told() -> None:

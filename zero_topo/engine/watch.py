@@ -45,6 +45,7 @@ STORE_QUESTIONS_PER_S = 1000.0
 AGAIN = 4
 """Still at a standstill after so many times as long, ranks are asked again: one that answered may have died since."""
 FAILS = "the run fails"
+STORE = "rank 0, which holds the store in which the ranks met,"
 SLACK_S = 10.0
 """On a busy machine."""
 MOST_OF_ERROR = 120
@@ -101,8 +102,10 @@ class Watch:
         self._error, self._asks = "", False
         self._woken, self._closed = threading.Event(), threading.Event()
         atexit.register(self.ended)
+        self._asking_since = 0.0
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="zero_topo watch of the store", daemon=True).start()
 
     def close(self) -> None:
         """End the thread; the others know that this rank left in good order, or of the error that is being handled."""
@@ -132,6 +135,15 @@ class Watch:
         self._woken.set()
         self._thread.join(SLACK_S + 4 * self._patience.answer_s(self._ranks))  # for ever, were the store cut off
 
+    def _guard(self) -> None:
+        """Say it, once, if the store leaves a question open for long: its process may be stopped, or cut off."""
+        most_s = self._patience.still_s + 4 * self._patience.answer_s(self._ranks)
+        while not self._closed.wait(self._patience.look_s(self._ranks)):
+            if (since := self._asking_since) and time.monotonic() - since > most_s:
+                return self._say(
+                    f"{STORE} has not answered for {most_s:.0f} s: it is stopped, or cut off; look at it there"
+                )
+
     def _run(self) -> None:
         try:
             turn, found = self._look_on()
@@ -141,7 +153,7 @@ class Watch:
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
         except RuntimeError:
-            self._say("rank 0, which holds the store in which the ranks met, does not answer: it ended or died")
+            self._say(f"{STORE} does not answer: it ended or died")
         if self._asks:  # let the node's other ranks say so too: its launcher ends them once this one has ended
             self._closed.wait(self._patience.answer_s(self._ranks))
 
@@ -154,12 +166,14 @@ class Watch:
             if now.moves != seen.moves:
                 found, due, since = "", self._patience.still_s, time.monotonic()
             seen, still = now, time.monotonic() - since
+            self._asking_since = time.monotonic()
             if still > due:
                 self._store.set(f"asked {turn}", "")
             if self._store.check([f"asked {turn}"]):
                 words = f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}"
                 found = self._answer(turn, words)
                 turn, due = turn + 1, AGAIN * max(still, self._patience.still_s)
+            self._asking_since = 0.0
         return turn, found
 
     @property
