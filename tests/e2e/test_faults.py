@@ -123,8 +123,8 @@ def undisturbed_nodes(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) 
 
 NAMED = {
     Fault("killed", "publish", 2, 2): "rank 2 of host",
-    Fault("killed", "sync", 2, 1): "rank 1 of host",
-    Fault("stopped", "scatter", 2, 0): "rank 0 of host",
+    Fault("killed", "sync", 2, 3): "rank 3 of host",
+    Fault("stopped", "scatter", 2, 1): "rank 1 of host",
     Fault("cut", "sync", 2, 3): "rank 3 of host",
 }
 
