@@ -261,10 +261,10 @@ def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
         raise ValueError(
             f"{role} degree {degree} does not divide the world of {world} ranks; choose one of {divisors(world)}"
         )
-    for unit in ("gpu", "node"):
-        size = topology.degree(unit)
+    sizes = {unit: topology.degree(unit) for unit in ("gpu", "node")}
+    for unit, size in sizes.items():
         if degree % size and size % degree:
-            fitting = [d for d in divisors(world) if d % size == 0 or size % d == 0]
+            fitting = [d for d in divisors(world) if not any(d % n and n % d for n in sizes.values())]
             raise ValueError(
                 f"{role} degree {degree} cuts across the {unit}s of this machine ({size} ranks each); "
                 f"choose one of {fitting}"

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.plan import Plan, coded_slots, divisors
+from zero_topo.plan import PHASES, Plan, coded_slots, divisors, packed_runs
 from zero_topo.topology.model import Topology
 
 
@@ -61,25 +64,57 @@ def test_a_hop_is_the_transpose_its_note_says(plan: Plan) -> None:
         ((8, 2, None, 8, 4), "gradients degree 8 does not divide optimizer degree 4"),
         ((8, 0, None, 8, 8), "weights degree 0"),
         ((12, 6, 4, 12, 12), "secondary degree 4 and weights degree 6"),
+        ((0, 1, None, 1, 1), "world size 0 is not a positive number"),
+        ((8, 2, None, 4, 8, None, 3), "inner degree 3 does not divide the world of 8 ranks; choose one of"),
+        ((17, 1, None, 1, 17, (0,) * 17), "order \\[0(, 0){15}] is not a permutation of 0..16"),
     ],
 )
-def test_a_broken_plan_is_refused_with_the_numbers(plan: tuple[int, int, int | None, int, int], message: str) -> None:
+def test_a_broken_plan_is_refused_with_the_numbers(plan: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(*plan)
 
 
 def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
     machine = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
-    with pytest.raises(ValueError, match="gradients degree 4 cuts across the nodes"):
+    with pytest.raises(
+        ValueError, match=r"gradients degree 4 cuts across the nodes.*one of \[1, 2, 6, 12, 24]$"
+    ):
         Plan.build(machine, (2, None, 4, "world"))
+    with pytest.raises(ValueError, match="weights degree 5 does not divide the world of 24"):
+        Plan.build(machine, (5, None, 6, "world"))
     found = Plan.build(machine, ("gpu", "node", "node", 12)).degrees()
     assert found == {"weights": 2, "secondary": 6, "gradients": 6, "optimizer": 12}
 
 
 def test_two_hops_go_through_the_node() -> None:
+    """Unless they are turned off, what spans nodes goes through the node, if its members nest in it."""
     machine = Topology("m", nodes=4, gpus_per_node=2, ranks_per_gpu=2)
-    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=True).route(1, 16) == [(1, 4), (4, 16)]
-    assert Plan.build(machine, ("gpu", "node", "node", "world"), two_hop=True).route(1, 4) == [(1, 4)]
+    plan = Plan.build(machine, ("world", "node", "world", "world"))
+    assert [plan.route(lo, 16) for lo in (1, 2, 4, 8)] == [[(1, 4), (4, 16)], [(2, 4), (4, 16)], [(4, 16)], [(8, 16)]]
+    assert Plan.build(machine, ("gpu", "node", "node", "world")).route(1, 4) == [(1, 4)]
+    assert Plan.build(machine, ("world", "node", "world", "world"), two_hop=False).route(1, 16) == [(1, 16)]
+    through = Plan(24, 1, None, 1, 24, inner=6)
+    assert [through.route(lo, hi) for lo, hi in ((4, 24), (3, 8), (1, 8))] == [[(4, 24)], [(3, 8)], [(1, 8)]]
+
+
+@pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
+def test_each_phase_takes_its_hop(weights: int, secondary: int | None, copy: int) -> None:
+    """Backward gathers from the secondary copy, if there is one of weights that are cut at all."""
+    hops = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (weights, 16)]
+    assert [Plan(32, weights, secondary, 8, 16).hop(phase) for phase in PHASES] == hops
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.none() | st.integers(1, 12))
+def test_runs_are_as_long_as_the_limit_allows(sizes: list[int], limit: int | None) -> None:
+    """They hold all items in order; no item that begins a run had still fit into the run before."""
+    runs = packed_runs(sizes, limit)
+    assert [index for run in runs for index in run] == list(range(len(sizes))) and all(runs)
+    totals = [sum(sizes[index] for index in run) for run in runs]
+    assert limit is not None or len(runs) <= 1
+    for run, total in zip(runs, totals, strict=True):
+        assert limit is None or total <= limit or len(run) == 1
+    for (_, run), total in zip(pairwise(runs), totals, strict=False):
+        assert limit is not None and total + sizes[run.start] > limit
 
 
 def test_codes_are_held_of_large_matrices_alone() -> None:
@@ -95,5 +130,6 @@ def test_codes_are_held_of_large_matrices_alone() -> None:
     }
     numels, flags = tuple(rows), (False,) * len(rows)
     assert coded_slots(plan, numels, (2,) * len(rows), flags, block) == tuple(rows.values())
+    assert coded_slots(plan, numels, (3,) * len(rows), flags, block) == tuple(rows.values())
     assert not any(coded_slots(plan, numels, (1,) * len(rows), flags, block))
     assert not any(coded_slots(plan, numels, (3,) * len(rows), (True,) * len(rows), block))
