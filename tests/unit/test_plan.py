@@ -76,9 +76,7 @@ def test_a_broken_plan_is_refused_with_the_numbers(plan: tuple[Any, ...], messag
 
 def test_a_degree_that_cuts_across_nodes_is_refused() -> None:
     machine = Topology("m", nodes=4, gpus_per_node=3, ranks_per_gpu=2)
-    with pytest.raises(
-        ValueError, match=r"gradients degree 4 cuts across the nodes.*one of \[1, 2, 6, 12, 24]$"
-    ):
+    with pytest.raises(ValueError, match=r"gradients degree 4 cuts across the nodes.*one of \[1, 2, 6, 12, 24]$"):
         Plan.build(machine, (2, None, 4, "world"))
     with pytest.raises(ValueError, match="weights degree 5 does not divide the world of 24"):
         Plan.build(machine, (5, None, 6, "world"))
