@@ -14,6 +14,8 @@ import torch.distributed as dist
 from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
+from zero_topo.collectives.all_gather import all_gather_rows
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
@@ -40,6 +42,21 @@ def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
         assert [(hop.lo, hop.hi) for hop in publish.hops] == [(2, 8), (8, machine.world_size)]
         assert [hop.domain for hop in (pair, node, across)] == ["gpu", "node", "world"]
     assert time.monotonic() - start < 20
+
+
+def test_rows_are_gathered_in_chunks() -> None:
+    """Columns do not fill whole chunks, and outnumber the rows: all of them arrive."""
+    machine = emulated(2, 1, 2)
+    plan = Plan.build(machine, ("world", None, "world", "world"))
+
+    def rank_main(rank: int) -> torch.Tensor:
+        mesh, rows = Mesh(plan, machine, plan.hops()), torch.full((4, 7), -1.0)
+        rows[rank] = torch.arange(7) + 10.0 * rank
+        all_gather_rows(mesh.route(1, 4), rows, Counted(Meter(), "publish"), chunk_numel=9)
+        return rows
+
+    expected = torch.arange(7) + 10.0 * torch.arange(4)[:, None]
+    assert all(torch.equal(rows, expected) for rows in run_threads(4, rank_main))
 
 
 @either_placement

@@ -136,8 +136,9 @@ def test_a_union_too_dense_for_the_ratio_falls_back(theta: float, ratio: int, ca
     for found in results:
         assert [seen.report["fallbacks"] for seen in found] == [1, 2, 3]
         assert [seen.report["ratio"] for seen in found] == [ratio] * 3
-    said = [record.getMessage() for record in caplog.records if record.name == "zero_topo.sync.tagc"]
-    assert len(said) == 1 and (f"takes {ratio}x" if ratio else "without a sketch") in said[0]
+    (said,) = [record for record in caplog.records if record.name == "zero_topo.sync.tagc"]
+    assert said.threadName == "rank 0"
+    assert (f"takes {ratio}x" if ratio else "without a sketch") in said.getMessage()
 
 
 def test_one_crowded_row_makes_all_fall_back() -> None:

@@ -15,8 +15,8 @@ from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Exchange, Meter
 from zero_topo.engine.comms_log import NAMES, CommsLog, row
 
-GATHER = Exchange("all_gather", "gather_forward", "node", 4, 300)
-SCATTER = Exchange("all_to_all", "scatter", "node", 4, 300)
+GATHER = Exchange("all_gather", "gather_forward", "node", 4, 300, True)
+SCATTER = Exchange("all_to_all", "scatter", "node", 4, 300, True)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
     import deepspeed.comm
     from deepspeed.utils.comms_logging import calc_bw_log
 
-    ours = row(Exchange(op, "sync", "world", members, (members - 1) * part), milliseconds / 1e3)
+    ours = row(Exchange(op, "sync", "world", members, (members - 1) * part, True), milliseconds / 1e3)
     passed = part if op == "all_gather" else members * part
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed.comm, "get_world_size", lambda: members)

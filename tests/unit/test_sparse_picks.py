@@ -116,11 +116,15 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
 
 
 def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 100."""
+    """The same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
     whole, bound = largest(x, 120), kth_largest(x, 120)
-    monkeypatch.setattr(picks, "LONGEST", 100)
+    monkeypatch.setattr(picks, "LONGEST", 200)
+    topk, lengths = torch.topk, list[int]()
+    monkeypatch.setattr(torch, "topk", lambda y, *rest, **more: lengths.append(len(y)) or topk(y, *rest, **more))
+    few = largest(x, 20)
+    assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
     cut = largest(x, 120)
     assert torch.equal(cut.indices, whole.indices) and torch.equal(cut.values, whole.values)
     assert torch.equal(kth_largest(x, 120), bound)

@@ -39,7 +39,7 @@ class Exchange:
     domain: str
     members: int
     nbytes: int
-    even: bool = True
+    even: bool
 
 
 class Listener(Protocol):
