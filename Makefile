@@ -33,7 +33,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards gpu-wheels gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards test-coverage test-mutants gpu-wheels gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
+	@echo 'make test-coverage           which lines units and ranks run, and which tests run each (.coverage)'
+	@echo 'make test-mutants            then break a sample of operators, numbers, branches at random, for hours'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
 	@echo 'make test-versions           seam, units, ranks, a launch with the oldest, newest, pinned torch and DeepSpeed'
@@ -141,6 +143,17 @@ test-launcher: unlock ops
 
 test-hazards: unlock ops
 	python -m tests.hazards $(K)
+
+$(VENV)/bin/cosmic-ray: $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -e '.[mutants]'
+
+test-coverage: ops $(VENV)/bin/cosmic-ray
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' --cov=zero_topo --cov-context=test \
+		--cov-report=term:skip-covered tests/unit tests/ranks tests/kernels
+
+test-mutants: ops $(VENV)/bin/cosmic-ray
+	@test -e .coverage || $(MAKE) --no-print-directory test-coverage
+	python -m tests.mutants $(ARGS)
 
 release-check: unlock ops
 	@python -m tests.release

@@ -8,11 +8,14 @@ from typing import Any, Literal
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_topo.collectives import peers as module
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.meter import Exchange, Meter
+from zero_topo.collectives.meter import Counted, Exchange, Meter
+from zero_topo.collectives.peers import Peers, as_bytes
 from zero_topo.engine.comms_log import NAMES, CommsLog, row
 
 GATHER = Exchange("all_gather", "gather_forward", "node", 4, 300, True)
@@ -49,6 +52,27 @@ def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
         algorithm, bus = calc_bw_log(NAMES[op], passed, milliseconds)
     assert ours.size == passed
     assert [ours.milliseconds, ours.algorithm, ours.bus] == pytest.approx([milliseconds, algorithm, bus])
+
+
+def test_messages_that_may_differ_between_ranks_say_so() -> None:
+    """Those of known sizes do; what all send alike does not."""
+    told: list[Exchange] = []
+    meter = Meter()
+    meter.listener = SimpleNamespace(listens=told.append)  # type: ignore[assignment]
+    hop: Any = SimpleNamespace(size=2, index=0, domain="world")
+    peers, table = Peers(hop, Counted(meter, "sync")), torch.zeros(2, 3)
+    sent = Handle(None, (), lambda: as_bytes(table).view(2, -1))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("to_all", "to_each", "to_each_uneven"):
+            patch.setattr(module, name, lambda *_: sent)
+        peers.scatter(table)
+        peers.gather(table[0])
+        peers.scatter_known(table, [1, 1], [1, 1])
+    assert [(exchange.op, exchange.even, exchange.nbytes) for exchange in told] == [
+        ("all_to_all", True, 12),
+        ("all_gather", True, 12),
+        ("all_to_all", False, 12),
+    ]
 
 
 def test_messages_that_differ_between_ranks_share_one_size() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from zero_topo.quant import reference, registry
 from zero_topo.quant.ops import Backend, BackendUnavailable
+from zero_topo.quant.pieces import pieces_to_read
 
 CPU = torch.device("cpu")
 
@@ -70,3 +71,10 @@ def test_every_backend_says_what_it_serves() -> None:
     with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
         registry.BACKENDS["native"](torch.device("meta"))
     assert registry.BACKENDS["reference"](CPU) is reference
+
+
+def test_a_tensor_of_unusual_strides_is_read_as_a_copy() -> None:
+    """All of it, in the order in which it is read."""
+    x = torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0)
+    (piece,) = pieces_to_read(x)
+    assert (piece.members, piece.rows, piece.columns) == (1, 1, 24) and torch.equal(piece.flat, x.reshape(-1))

@@ -20,6 +20,7 @@ from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
+from tests.mutants import figures
 from tests.tables_of_losses import TABLES, loss_sentences
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.inputs import machine
@@ -283,6 +284,16 @@ def scale_sentences() -> list[str]:
     ]
 
 
+def mutant_sentences() -> list[str]:
+    """What CONTRIBUTING says of the sample of mutants, from its record."""
+    content = json.loads((ROOT / "tests/data/mutants.json").read_text())
+    rooms = [f"{killed} of {ran} in `{room}`" for room, (killed, ran) in figures(content).items()]
+    left = [row for room in content["rooms"].values() for row in room["left"] if row["outcome"] != "waits"]
+    judged = sum(bool(row["judgement"]) for row in left)
+    killed = f"killed were {', '.join(rooms)}"
+    return [f"On {content['when']} {killed}; of the {len(left)} others {judged} are judged in the record."]
+
+
 def _median(result: Any) -> float:
     return float(result["step_s"]["median"])
 
@@ -315,6 +326,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (README, loss_sentences),
+        (ROOT / "CONTRIBUTING.md", mutant_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:
