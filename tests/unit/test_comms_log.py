@@ -58,7 +58,7 @@ def test_messages_that_may_differ_between_ranks_say_so() -> None:
     """Those of known sizes do; what all send alike does not."""
     told: list[Exchange] = []
     meter = Meter()
-    meter.listener = SimpleNamespace(listens=told.append)  # type: ignore[assignment]
+    meter.listener = SimpleNamespace(listens=told.append)
     hop: Any = SimpleNamespace(size=2, index=0, domain="world")
     peers, table = Peers(hop, Counted(meter, "sync")), torch.zeros(2, 3)
     sent = Handle(None, (), lambda: as_bytes(table).view(2, -1))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,12 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
     whole, bound = largest(x, 120), kth_largest(x, 120)
     monkeypatch.setattr(picks, "LONGEST", 200)
     topk, lengths = torch.topk, list[int]()
-    monkeypatch.setattr(torch, "topk", lambda y, *rest, **more: lengths.append(len(y)) or topk(y, *rest, **more))
+
+    def counted(y: Tensor, *rest: Any, **more: Any) -> Any:
+        lengths.append(len(y))
+        return topk(y, *rest, **more)
+
+    monkeypatch.setattr(torch, "topk", counted)
     few = largest(x, 20)
     assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
     cut = largest(x, 120)

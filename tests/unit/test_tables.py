@@ -15,13 +15,13 @@ import pytest
 
 import zero_topo
 from benchmarks import faults, faults_report, soak, soak_report
-from benchmarks.scale_report import launches
 from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.mutants import figures
 from tests.tables_of_losses import TABLES, loss_sentences
+from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
@@ -70,89 +70,6 @@ def scheme_rows(short: bool = False) -> list[str]:
     """The table of schemes; in short without the secondary copy and what is sent inside a node."""
     found = [scheme_cells(name) for name in ROWS]
     return [row([*cells[:2], *cells[3:6], cells[8]] if short else cells) for cells in found]
-
-
-def cluster_rows() -> list[str]:
-    """The table of the emulated cluster, from the record committed."""
-    rows = []
-    for (name, count), (result, faster) in _cluster().items():
-        step = result["step_s"]
-        spread = f"{step['median']:.2f} s ({step['min']:.2f} - {step['max']:.2f})"
-        rows.append(
-            row([str(count), f"`{name}`", spread, faster, format_bytes(result["uplink_bytes_per_step_per_node"])])
-        )
-    return rows
-
-
-def cluster_rows_in_short() -> list[str]:
-    """The same, a row for each scheme."""
-    rows: dict[str, list[str]] = {}
-    for (name, _), (result, faster) in _cluster().items():
-        rows.setdefault(name, [f"`{name}`"]).extend([f"{result['step_s']['median']:.2f} s", faster])
-    return [row(cells) for cells in rows.values()]
-
-
-def codes_rows() -> list[str]:
-    """The table of codes at a large model's learning rate; what a rank holds is by the formula."""
-    content = record("cluster-t8-codes")
-    blocks = {job["scheme"]: job["block"] for job in content["settings"]["jobs"]}
-    rows = []
-    for (name, count), (result, faster) in _cluster("cluster-t8-codes", "zero++").items():
-        block = ZeroTopoConfig.parse(blocks[name])
-        work = Workload.uniform([content["message_bytes"] // 2])
-        held = sum(memory_bytes(resolve_config(block, machine(block.topology, 8)), work, 2).values())
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([str(count), f"`{name}`", f"{_median(result):.2f} s", faster, sent, format_bytes(held)]))
-    return rows
-
-
-def sparse_cluster_rows() -> list[str]:
-    """The table of sparse sync on the emulated cluster, from the record committed."""
-    optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-sparse")["settings"]["jobs"]}
-    rows = []
-    for (name, _), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
-        sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", optimizers[name], f"{_median(result):.2f} s", faster, sent]))
-    return rows
-
-
-def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
-    """Scheme and micro-batches -> result, and times faster than the slowest."""
-    found = {(result["scheme"], result["micro_batches"]): result for result in record(name)["results"]}
-    median = {key: result["step_s"]["median"] for key, result in found.items()}
-    return {key: (result, f"{median[slowest, key[1]] / median[key]:.2f}") for key, result in found.items()}
-
-
-def quantizer_rows() -> list[str]:
-    """The table of the kernels' speed, from the record committed."""
-    results = record("quantizers-cpu")["results"]
-    single = [row for row in results if row["threads"] == 1]
-
-    def cell(row: dict[str, Any]) -> str:
-        return f"{row['gb_per_s']:.1f} ({row['memcpy_ratio']:.2f})"
-
-    rows = []
-    for kind in dict.fromkeys((r["dtype"], r["bits"], r["block_size"]) for r in single):
-        same = [r for r in single if (r["dtype"], r["bits"], r["block_size"]) == kind]
-        cells = []
-        for op in ("quantize", "dequantize", "dequantize_reduce"):
-            found = sorted((row for row in same if row["op"] == op), key=lambda row: -row["gb_per_s"])
-            (own,) = (row for row in found if row["backend"] == "native")
-            others = [row for row in found if row["backend"] not in ("native", "reference")]
-            cells += [cell(own), f"{cell(others[0])} {others[0]['backend']}" if others else "-"]
-        dtype, bits, block = kind
-        rows.append(f"| {dtype.upper()} to INT{bits}, {block} | {' | '.join(cells)} |")
-    return rows
-
-
-def scale_rows() -> list[str]:
-    """The table of launches, from the record committed."""
-    results = record("scale")["results"]
-    found = {(row["scheme"], row["ranks"]): row["launches_per_parameter"] for row in results}
-    return [
-        f"| `{scheme}` | {' | '.join(f'{found[scheme, ranks]:.1f}' for ranks in (16, 384, 75264))} |"
-        for scheme in dict.fromkeys(row["scheme"] for row in results)
-    ]
 
 
 def paper_rows() -> list[str]:
@@ -231,57 +148,18 @@ def refusal(changed: dict[str, Any]) -> str:
         ("paper", paper_rows),
         ("schemes", scheme_rows),
         ("schemes, short", lambda: scheme_rows(short=True)),
-        ("cluster", cluster_rows),
-        ("cluster, short", cluster_rows_in_short),
-        ("cluster, codes", codes_rows),
-        ("cluster, sparse", sparse_cluster_rows),
-        ("quantizers", quantizer_rows),
-        ("scale", scale_rows),
         ("refusals", refusal_rows),
         ("faults", fault_rows),
         ("soak", soak_rows),
         ("features", feature_rows),
         ("features, refused", refused_feature_rows),
         *TABLES.items(),
+        *SPEEDS.items(),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:
     """What is promised is computed, what was measured was recorded; on failure, paste the rows printed."""
     assert tables()[table] == rows(), "\n" + "\n".join(rows())
-
-
-def cluster_sentences() -> list[str]:
-    """What the text beside the table of the emulated cluster says, from the records."""
-    few, zero3 = _cluster()["topo-q4", 8][0], _cluster()["zero3", 8][0]
-    stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
-    grown = {}
-    for ranks in (8, 16, 32):
-        found = record(f"cluster-t{ranks}")["results"]
-        grown[ranks] = next(row for row in found if (row["scheme"], row["micro_batches"]) == ("topo-q4", 1))
-    seconds, links = ([one(grown[ranks]) for ranks in (16, 32)] for one in (_median, _floor))
-    share = [f"{row['cpu_s_per_step'] / ranks:.2f}" for ranks, row in grown.items()]
-    return [
-        f"its floor with 8 micro-batches is {_floor(zero3):.1f} s",
-        f"of its {_median(few):.1f} s the links need {_floor(few):.1f} s",
-        f"and {few['cpu_s_per_step']:.0f} s of processor time on two cores",
-        f"would allow a factor of {_floor(zero3) / _floor(few):.0f} there",
-        f"took {stock['stock']:.2f} s on gloo",
-        f"{stock['stock-ring']:.2f} s with a ring in its place, and `zero3` {stock['zero3']:.2f} s",
-        f"`topo-q4` takes {seconds[0]:.2f} and {seconds[1]:.2f} s",
-        f"the links need {links[0]:.1f} and {links[1]:.1f} s",
-        f"of each rank is {share[0]}, {share[1]} and {share[2]} s",
-    ]
-
-
-def scale_sentences() -> list[str]:
-    """What the text below the table of launches says of real ranks, from the record."""
-    content = record("scale")
-    stock, topo = (next(row for row in content["real"] if row["scheme"] == name) for name in ("stock", "topo"))
-    per = content["settings"]["params"]
-    added, own, ours = (launches(row) / per for row in (stock["phases"], stock["plain"], topo["phases"]))
-    return [
-        f"adds {added:.1f} launches for each parameter to the model's and AdamW's {own:.1f}, and `topo` {ours:.1f},"
-    ]
 
 
 def mutant_sentences() -> list[str]:
@@ -292,14 +170,6 @@ def mutant_sentences() -> list[str]:
     judged = sum(bool(row["judgement"]) for row in left)
     killed = f"killed were {', '.join(rooms)}"
     return [f"On {content['when']} {killed}; of the {len(left)} others {judged} are judged in the record."]
-
-
-def _median(result: Any) -> float:
-    return float(result["step_s"]["median"])
-
-
-def _floor(result: Any) -> float:
-    return float(result["floor_s"]["serial"])
 
 
 def scheme_sentences() -> list[str]:
