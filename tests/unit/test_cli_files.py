@@ -11,7 +11,7 @@ from tests.commands import Run
 
 SMALL = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2")
 PLAN = ("plan", "--params", "1B", "--machine", "frontier", "--world-size", "16")
-BENCH = ("bench", "quantizers", *"--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 64".split())  # noqa: SIM905
+BENCH = ("bench", "quantizers", *"--size 100K --repeats 1 --threads 1 --dtypes fp32 --blocks 64".split())  # noqa: SIM905
 COMMANDS = {
     "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
     "trace": ((*SMALL, "--trace"), "x.json", "x.json"),

@@ -143,7 +143,7 @@ class _Job(ctypes.Structure):
 
 
 def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
-    """Convert, multiply, add: the sum of ``SOURCES`` INT4 shards as one would first write it, one thread.
+    """Convert, multiply, add: the sum of ``SOURCES`` INT4 shards as one would first write it, one thread, whole blocks.
 
     Raises:
         ValueError: where its bits are not those of the reference.
@@ -151,12 +151,13 @@ def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(x.dtype)
     if kind is None or torch.get_num_threads() > 1:
         return []
-    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec(4, block)) for block in (256, 2048)]
+    blocks = [block for block in (256, 2048) if len(x) >= SOURCES * block]
+    return [_loop(getattr(library, f"{how}_{kind}"), x, BlockSpec(4, block)) for block in blocks]
 
 
 def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
     reference = Quantizer("reference", BACKENDS["reference"](x.device))
-    parts = x.chunk(SOURCES)
+    parts = x[: len(x) // (SOURCES * spec.block_size) * SOURCES * spec.block_size].chunk(SOURCES)
     messages = torch.stack([reference.quantize(part, spec) for part in parts])
     out, expected = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
     pointers = (ctypes.c_void_p * SOURCES)(*(message.data_ptr() for message in messages))
