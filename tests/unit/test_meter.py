@@ -25,6 +25,17 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Wait:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
+def test_collectives_that_send_are_counted(enabled: bool) -> None:
+    """One by one, by their phase, as long as the meter lives; those without a byte are none."""
+    meter = Meter(enabled)
+    for nbytes in (5, 0, 7):
+        meter.record("sync", "world", nbytes)
+        meter.end_step()
+    meter.record("publish", "world", 1)
+    assert meter.calls == ({"sync": 2, "publish": 1} if enabled else {})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
 def test_a_second_belongs_to_the_innermost_phase(wait: Wait, enabled: bool) -> None:
     """A phase inside another stops the outer one's clock; outside of all, or of a meter that is off, it is lost."""
     meter = Meter(enabled)
