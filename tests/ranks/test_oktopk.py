@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.documents import README
@@ -13,7 +15,9 @@ from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, sparse_world
 from tests.ranks.worlds import World, synced
 from zero_topo.examples.gpt import GPT, GPTConfig
-from zero_topo.sync.picks import share
+from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.sync import oktopk
+from zero_topo.sync.picks import Picked, above, share
 
 CONFIG = GPTConfig(layers=1, width=32, context=32)
 NUMEL = sum(p.numel() for p in GPT(CONFIG).parameters())
@@ -82,3 +86,25 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     plain = trained(world_of("topk_a"), steps)
     carried = sum(found[0][step].energy for step in reused) / sum(words)
     assert carried > sum(plain[0][step].energy / (plain[0][step].sent / 4) for step in reused) / len(reused)
+
+
+def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds all as picks."""
+    taken: list[int] = []
+
+    def counted(x: Tensor, at: float, count: int, ops: SparseOps) -> Picked:
+        taken.append(count)
+        return above(x, at, count, ops)
+
+    monkeypatch.setattr(oktopk, "above", counted)
+    w = sparse_world(DATA_PARALLEL, 2, "oktopk", (5000,), density=DENSITY, tau_prime=4)
+    grads = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def rank_main(rank: int) -> None:
+        engine = w.engine()
+        for size in (1.0,) * 6 + (100.0,):
+            synced(engine, [size * grads[rank]])
+            engine.end_step(skipped=False)
+
+    run_threads(2, rank_main)
+    assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5

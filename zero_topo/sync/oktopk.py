@@ -13,9 +13,10 @@ Note [Thresholds]
     reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. After a reuse a
     threshold moves by the fourth root of its count over k, as if counts fell with its fourth power. A rank that finds
     less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of what
-    it found; if that is not k either, the threshold is found anew. Of the sums no more than 5/4 k are chosen, which
-    bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than 4/5 k reach
-    the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks have there.
+    it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
+    chosen, which bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than
+    4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks
+    have there.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
@@ -54,6 +55,7 @@ from zero_topo.sync.sparse import Outcome, Sparse
 CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
 MOST_MOVED = 2.0  # a threshold in a step
+MOST_TAKEN = 8  # times k: of more than that the largest are found in place, which holds less
 NEAR, NEAR_SUMS = 1.2, 1.5  # times as low as a threshold: where more are if few reach it; of sums most are zero
 
 
@@ -144,14 +146,15 @@ class OkTopk(Sparse[OkTopkState]):
             at, low, ops = state.local, max(state.local / NEAR, TINY), self.context.sparse
             found, near = self.look(ops.count_above(total, at), ops.count_above(total, low))
             few = 5 * found < 4 * self.k
-            if near >= self.k:
-                picked = above(total, low if few else at, near if few else found, ops)
+            count = near if few else found
+            if self.k <= near and count <= MOST_TAKEN * self.k:
+                picked = above(total, low if few else at, count, ops)
                 if few or 4 * found > 5 * self.k:
                     picked = picked.where(largest(picked.values, self.k).indices)
                 return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
         bound = kth_largest(total, self.k)
-        threshold, count = self.look(bound, count_reaching(total, bound))
-        return above(total, threshold, int(count), self.context.sparse).rounded(self.dtype), threshold, True
+        threshold, reaching = self.look(bound, count_reaching(total, bound))
+        return above(total, threshold, int(reaching), self.context.sparse).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
         """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
