@@ -4,8 +4,9 @@
 python -m tests.mutants [--rooms ROOM,...] [--draw N] [--jobs N] [TEST...]
 
 Cosmic Ray makes the mutants. `.coverage`, which `make test-coverage` leaves, says which tests run a line: they are what
-a mutant of that line is run against, the most specific first. Without `--draw`, what is left in the record is run: what
-waits, and what survived and is not judged. It can be ended at any time. What launched ranks alone see is judged.
+a mutant of that line is run against, the most specific first; launches, if none of those that the coverage saw did.
+Without `--draw`, what is left in the record is run: what waits, and what survived and is not judged. It can be ended at
+any time.
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ ALSO = {"quant": "quant/trits.py"}
 SEED = 17
 TESTS = 60
 """At most so many tests for one mutant."""
+LAUNCHED = {
+    "engine/measure.py": ("tests/e2e/test_measure.py",),
+    "collectives/mpi.py": ("tests/e2e/test_mpi.py",),
+    "": (
+        "tests/e2e/test_launcher_suite.py",
+        "--launcher-ranks=4",
+        "--launcher-k=test_parity or test_monitor or test_saving or test_accounting",
+    ),
+}
+"""The tests of what launched ranks alone run, by how a file's name ends."""
 CPU_SECONDS, SECONDS, BYTES = 120, 900, 24 << 30
 """Limits of one mutant's tests."""
 
@@ -159,6 +170,11 @@ def tests_of(mutant: Mutant) -> list[str]:
     return sorted(next(filter(None, found), ()), key=lambda test: (-ran[test] / every[test], test))[:TESTS]
 
 
+def launched(mutant: Mutant) -> list[str]:
+    """The launches that run its file."""
+    return list(next(words for name, words in LAUNCHED.items() if mutant.file.endswith(name)))
+
+
 def whole(node: ast.stmt) -> range:
     """The lines of a statement, from its first decorator on."""
     decorators = getattr(node, "decorator_list", [])
@@ -202,7 +218,7 @@ def started(tree: Path, words: Sequence[str]) -> int:
 
 
 def outcomes(mutants: Sequence[Mutant], jobs: int, words: Sequence[str]) -> Iterator[tuple[Mutant, str]]:
-    """Each mutant, as it ends: `killed`, `survived`, `not run` by any test, or `unclear`: tests fail without it."""
+    """Each mutant, as it ends: `killed`, `survived`, or `unclear`: tests fail without it."""
     for name in ("torch", "deepspeed", "pytest", "hypothesis", "numpy", "pydantic", "typer", "rich.console"):
         importlib.import_module(name)
     gc.freeze()
@@ -212,10 +228,7 @@ def outcomes(mutants: Sequence[Mutant], jobs: int, words: Sequence[str]) -> Iter
         while waiting or running:
             while waiting and trees:
                 mutant = waiting.pop()
-                tests = [*words] or tests_of(mutant)
-                if not tests:
-                    yield mutant, "not run"
-                    continue
+                tests = [*words] or tests_of(mutant) or launched(mutant)
                 tree = trees.pop()
                 (tree / mutant.file).write_text(mutant.text())
                 running[started(tree, tests)] = mutant, tree, tests, time.monotonic() + SECONDS

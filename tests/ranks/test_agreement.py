@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from tests.harness import run_threads
 from tests.ranks.worlds import world
 from zero_topo.engine import agreement, start
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.model import Topology
 from zero_topo.topology.seats import Seat
 
@@ -103,6 +105,27 @@ def test_misplaced_ranks_are_told_by_the_names_of_their_hosts() -> None:
     with patch.object(agreement, "own_seat", lambda machine, device: Seat(f"host{dist.get_rank() % 2}")):
         (said,) = set(run_threads(4, rank_main))
     assert "puts ranks 0-1 on node 0, but of these host 'host1' runs 1 and host 'host0' others" in said
+
+
+def test_a_gpu_says_its_address_and_its_package() -> None:
+    """The package where ranks share GPUs; nothing of a device where the machine is emulated, and on a CPU."""
+    device = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
+    tree = DeviceTree("rocm-smi", 1, packages=(3,), bus_ids=("0001:c1:00.0",))
+    seats = []
+    with (
+        patch.object(torch.cuda, "get_device_properties", lambda _: device),
+        patch.object(agreement, "ask_tools", lambda: SimpleNamespace(tree=tree)),
+    ):
+        for gpu, ranks_per_gpu, emulates in [
+            ("cuda", 2, False),
+            ("cuda", 1, False),
+            ("cuda", 2, True),
+            ("cpu", 2, False),
+        ]:
+            machine = Topology("tree", 1, 2, ranks_per_gpu, emulated=emulates)
+            seats.append(agreement.own_seat(machine, torch.device(gpu)))
+    found = [(seat.bus_id, seat.package) for seat in seats]
+    assert found == [("0001:c1:00.0", 3), ("0001:c1:00.0", None), (None, None), (None, None)]
 
 
 def test_seventy_five_thousand_ranks_agree_in_megabytes() -> None:

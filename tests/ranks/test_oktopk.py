@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.documents import README
 from tests.harness import run_threads
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, sparse_world
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
 from tests.ranks.worlds import World, synced
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.quant.sparse_ops import SparseOps
@@ -108,3 +108,36 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_threads(2, rank_main)
     assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5
+
+
+def test_regions_fit_the_picks_from_the_first_step_on() -> None:
+    """Where all that is large lies in one rank's quarter, all four reduce a part of it, and tell as much each."""
+    w = world_of("oktopk")
+    quiet = torch.ones(NUMEL).index_fill_(0, torch.arange(NUMEL // 4, NUMEL), 1e-6)
+    sent = [steps[0].sent for steps in run(w, 1, lambda rank, _: [w.grads(rank)[0] * quiet])]
+    assert max(sent) < 1.1 * min(sent)
+
+
+def test_sums_that_crowd_on_one_rank_are_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions are of an earlier step: where one rank has far more sums than its share, others tell equal parts of them,
+    and the result has the same bits as if that rank told all."""
+    parts: list[tuple[list[int], list[int]]] = []
+    spread = oktopk.OkTopk._spread
+
+    def seen(mode: oktopk.OkTopk, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
+        part, sizes = spread(mode, own, counts)
+        parts.append((counts, sizes))
+        return part, sizes
+
+    w = sparse_world(DATA_PARALLEL, 8, "oktopk", (16_000,), density=DENSITY, tau_prime=3)
+    end = torch.where(torch.arange(16_000) < 1_000, 1.0, 1e-6)
+
+    def moving(rank: int, step: int) -> list[Tensor]:
+        """In the fifth step, the first that reuses thresholds, the large elements are at the other end."""
+        return [w.grads(rank, step)[0] * (end.flip(0) if step == 4 else end)]
+
+    alone = run(w, 5, moving)
+    monkeypatch.setattr(oktopk.OkTopk, "_spread", seen)
+    monkeypatch.setattr(oktopk, "CROWDED", 1)
+    assert all(torch.equal(a[4].rows, b[4].rows) for a, b in zip(run(w, 5, moving), alone, strict=True))
+    assert parts and all(max(sizes) <= max(counts) // 4 and sum(sizes) == sum(counts) for counts, sizes in parts)

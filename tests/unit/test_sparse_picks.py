@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,12 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
+from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=1, max_size=200).map(torch.tensor)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+NORMAL = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
 NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
 
 
@@ -146,3 +149,27 @@ def test_positions_are_those_of_a_mask(x: Tensor) -> None:
 def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -> None:
     """However small: a rank always says something."""
     assert share(density, numel) == k
+
+
+@pytest.mark.parametrize(
+    "x",
+    [NORMAL, NORMAL + 0.3, NORMAL - 1, NORMAL**3, NORMAL.sign()],
+    ids=["normal", "shifted", "far", "heavy", "alike"],
+)
+def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
+    """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half above 4/3 k."""
+    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)))
+    bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
+    for _ in range(FITTING_STEPS):
+        passed = int((x.abs() >= bound).sum())
+        bound *= 0.5 if passed < 2 / 3 * mode.k else 1.5 if passed > 4 / 3 * mode.k else 1
+    found, count = GaussianK.threshold(mode, x)
+    assert float(found) == pytest.approx(bound, rel=1e-5) and int(count) == int((x.abs() >= float(found)).sum())
+
+
+def test_sketches_are_of_vectors() -> None:
+    """Of one, or of a row for each member."""
+    ops = SparseOps("reference", BACKENDS["reference"](torch.device("cpu")))  # type: ignore[arg-type]
+    for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
+        with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
+            ops.sketch(wrong, 1, 3)

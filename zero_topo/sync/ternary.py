@@ -1,11 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Ternary sync: the largest elements of each block, as signs with one scale, a third of a bit per element.
 
-1. A rank cuts each owner's row of its gradient plus residual into blocks, and picks the largest elements of each.
+1. A rank cuts the other owners' rows of its gradient plus residual into blocks, and picks the largest elements of each.
 2. Their mean magnitude is the block's scale; the owner gets it, the positions, and a sign for each.
 3. What was sent, ``+scale`` or ``-scale``, is taken from the residual: an element that is larger comes again soon, one
    that is smaller owes the other way.
-4. Where all ranks need all rows, an owner tells them its sums in the same way; what that leaves is in its residual.
+4. An owner adds what came to its own row of gradient plus residual, of which nothing had to travel, and tells the sums
+   in the same way: to all ranks, or to its own optimizer alone. What that leaves stays in its residual, so that an
+   element comes when the sum of all peers is large, and seldom: each peer's picks by themselves would come in many
+   steps in small parts, and Adam would take each part for the whole.
 
 A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/ternary_config.py``), and
 then the scales. No length depends on the data, so the host asks the device for nothing.
@@ -43,20 +46,20 @@ class Ternary(Unseen[None]):
         """Nothing."""
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """Signs go to the owners of their rows, who add them up; and once more to all, if all ranks need the sums."""
+        """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs once more."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
-        blocks = pad(total.view(size, columns), (0, self._blocks * BLOCK - columns)).view(-1, BLOCK)
-        messages, count = self._taken_from(blocks)
-        sums = added_rows(self._decoded(self.peers.scatter(messages)))
-        if self.everywhere:
-            told = self.peers.gather(self._taken_from(sums.view(-1, BLOCK))[0][0])
-            blocks.view(size, -1)[own] += sums
-            sums = self._decoded(told)
-        reduced = sums.view(-1, self._blocks * BLOCK)[:, :columns].reshape(-1).contiguous()
-        total.view(size, columns).copy_(blocks.view(size, -1)[:, :columns])
+        table = pad(total.view(size, columns), (0, self._blocks * BLOCK - columns)).view(size, -1, BLOCK)
+        before, picks_before = self._taken_from(table[:own].flatten(0, 1))
+        after, picks_after = self._taken_from(table[own + 1 :].flatten(0, 1))
+        came = self.peers.scatter(torch.cat([before, before.new_zeros(1, before.shape[1]), after]))
+        table[own].view(-1).add_(added_rows(self._decoded(torch.cat([came[:own], came[own + 1 :]]))))
+        told, _ = self._taken_from(table[own])
+        sums = self._decoded(self.peers.gather(told[0]) if self.everywhere else told)
+        reduced = sums[:, :columns].reshape(-1).contiguous()
+        total.view(size, columns).copy_(table.view(size, -1)[:, :columns])
         report: dict[str, float | Tensor] = {
             "density_asked": self.config.density,
-            "density": count.double() / self.numel,
+            "density": (picks_before + picks_after).double() / (self.numel - columns),
             "union": reduced.count_nonzero().double() / len(reduced),
         }
         return Outcome(reduced, total, None, report)
@@ -84,13 +87,15 @@ class Ternary(Unseen[None]):
         ones = (index >> low) + torch.arange(self.config.picks, device=device)
         high = torch.zeros(len(index), self.config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
         lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
-        flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
-        bits = self.context.sparse.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
-        return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
+        by_row = (rows, self._blocks)
+        flags = torch.cat([part.bool().unflatten(0, by_row).flatten(1) for part in (high, lows, signs)], dim=1)
+        flags = pad(flags, (0, -flags.shape[1] % 8))
+        bits = self.context.sparse.pack(flags.view(-1)).view(rows, flags.shape[1] // 8)
+        return torch.cat([bits, scale.view(by_row).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
-        """What came from each peer, FP32 ``[P, blocks of a row * 4096]``."""
-        size, config, device = self.peers.size, self.config, messages.device
+        """What some rows' messages say, FP32 ``[rows, blocks of a row * 4096]``."""
+        size, config, device = len(messages), self.config, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
         flags = self.context.sparse.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
@@ -101,7 +106,7 @@ class Ternary(Unseen[None]):
         places = torch.arange(config.low_bits, dtype=torch.int16, device=device)
         index = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2)
         index += (ones - torch.arange(picks, device=device)) << config.low_bits
-        scale = scales.contiguous().view(self.dtype).float().view(blocks, 1)
+        scale = scales.clone(memory_format=torch.contiguous_format).view(self.dtype).float().view(blocks, 1)
         values = _signed(signs.reshape(blocks, picks), scale)
         return torch.zeros(blocks, BLOCK, device=device).scatter_(1, index, values).view(size, -1)
 
