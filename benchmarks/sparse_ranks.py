@@ -101,7 +101,7 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     clock = _Clock(engine)
     times, exchanges, errors, sent = [], [], [], 0.0
     for step in range(settings["warmup"] + settings["steps"]):
-        engine.gradients.scatter(range(len(source.numels)), source.gradients(step))
+        engine.gradients.scatter(range(len(source.numels)), source.gradients(step), last=False)
         wanted = _wanted(engine)
         dist.barrier()
         clock.reset()

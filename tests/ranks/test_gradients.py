@@ -89,7 +89,7 @@ def test_accumulation_is_fp32_before_its_one_rounding() -> None:
         engine = w.engine(torch.bfloat16)
         value = 1.0 if rank == 0 else 2.0**-8  # vanishes in a BF16 sum, counts in an FP32 one
         grads = [torch.full((n,), value, dtype=torch.bfloat16) for n in w.numels]
-        engine.gradients.scatter(SLOTS, grads)
+        engine.gradients.scatter(SLOTS, grads, last=False)
         return engine.gradients.buffer[0, -1].clone()
 
     exact = torch.tensor((1.0 + 7 * 2.0**-8) / 8).bfloat16()

@@ -102,7 +102,7 @@ def test_state_goes_to_a_checkpoint_and_back(setting: str, dtype: torch.dtype) -
         engine, _ = train(w, rank, 2, dtype=dtype)
         saved, debt = copy.deepcopy(engine.state_dict()), residual(engine)
         fresh, _ = train(w, rank, 3, dtype=dtype)
-        fresh.gradients.scatter(SLOTS, w.grads(rank, 5, dtype))  # which the load drops
+        fresh.gradients.scatter(SLOTS, w.grads(rank, 5, dtype), last=False)  # which the load drops
         fresh.load_state_dict(saved)
         fresh.restart(torch.zeros(w.columns, dtype=dtype))
         same = torch.equal(debt, residual(fresh)) and bool(debt.any()) and not owned(fresh).any()
@@ -120,7 +120,7 @@ def test_a_save_between_backward_and_step_leaves_out_what_is_owed(caplog: pytest
 
     def rank_main(rank: int, dtype: torch.dtype) -> dict[str, Any]:
         engine, _ = train(w, rank, 2, dtype=dtype)
-        engine.gradients.scatter(SLOTS, w.grads(rank, 5, dtype))
+        engine.gradients.scatter(SLOTS, w.grads(rank, 5, dtype), last=False)
         return engine.state_dict()
 
     assert not any(run_threads(w.size, rank_main, torch.float32))

@@ -164,6 +164,9 @@ def test_deepspeed_gets_the_config_without_the_keys(
     assert switched_on(seen[0]) == {} and seen[0]["zero_topo"]["secondary"] == 8
     assert carried_by != "args" or given["args"].deepspeed_config == str(path)
     assert len(said) == 3 and all("is taken as" in line for line in said)
+    monkeypatch.setenv("RANK", "1")
+    checked_first(initialize)(**given)
+    assert len(said) == 3, "another rank says nothing"
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------

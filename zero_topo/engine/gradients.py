@@ -87,7 +87,7 @@ class Gradients:
         self._shown = False  # the own row, which its reader may have written to
         self._current = True  # the own row is the synced gradient: nothing came since
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool = False) -> None:
+    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> None:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
         1. each destination's message holds its shards of the bucket's gradients, read where they lie;
