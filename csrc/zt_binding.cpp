@@ -335,6 +335,12 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
     return number(std::accumulate(counts.begin(), counts.end(), total));
 }
 
+void row_largest(const at::Tensor &x, const at::Tensor &indices, Stream) {
+    split(x.size(0), kGrain / x.size(1), [&](zt_range rows) {
+        return zt_cpu_row_largest(x.data_ptr<float>(), x.size(1), indices.size(1), indices.data_ptr<int64_t>(), rows);
+    });
+}
+
 void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream) {
     const int64_t n = x.size(1), rows = sketch.size(1);
     for (int64_t member = 0; member < x.size(0); ++member)
@@ -379,6 +385,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     ZT_EXPORT(codes_emit);
     ZT_EXPORT(codes_apply);
 #ifndef ZT_FOR_GPU
+    ZT_EXPORT(row_largest);
     m.def("best_level", &zt_cpu_best_level);
 #endif
 }

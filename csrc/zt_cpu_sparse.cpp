@@ -2,7 +2,11 @@
  *
  * Masks, threshold selection and count sketches on CPUs: checks the arguments and chooses the instruction set.
  */
-#include "zt_cpu.h"
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "zt_cpu_checks.h"
 
 using namespace zt;
 
@@ -32,6 +36,34 @@ int check_sketch(const void *x, int64_t n, const void *table, int64_t rows, zt_r
     const bool sizes = n >= 0 && n <= int64_t{1} << 40 && rows >= 3 && rows < int64_t{1} << 31;
     if (!sizes || !table || (n > 0 && !x)) return ZT_BAD_SIZE;
     return inside(lanes, ZT_SKETCH_LANES) ? ZT_OK : ZT_BAD_RANGE;
+}
+
+/* Note [The k-th largest]
+ *     Magnitudes compare as the integers of their bits. A histogram of their upper bits says in which bin the k-th
+ *     largest lies, and a selection among the few of that bin, which it is: twice through a row that stays in the
+ *     first cache, where a selection among all would move them.
+ */
+constexpr int kLowBits = 20;
+
+uint32_t magnitude(const float *x) {
+    uint32_t bits;
+    memcpy(&bits, x, 4);
+    return bits & 0x7fffffff;
+}
+
+/* The k-th largest of n magnitudes, and how many of those that equal it are among the k. */
+uint32_t kth_largest(const float *x, int64_t n, int64_t k, std::vector<uint32_t> &bin, int64_t *equal) {
+    uint32_t counts[1 << (31 - kLowBits)] = {};
+    for (int64_t i = 0; i < n; ++i) ++counts[magnitude(x + i) >> kLowBits];
+    uint32_t upper = (1 << (31 - kLowBits)) - 1;
+    while (counts[upper] < k) k -= counts[upper--];
+    bin.clear();
+    for (int64_t i = 0; i < n; ++i)
+        if (magnitude(x + i) >> kLowBits == upper) bin.push_back(magnitude(x + i));
+    std::nth_element(bin.begin(), bin.begin() + (k - 1), bin.end(), std::greater<uint32_t>());
+    const uint32_t kth = bin[static_cast<size_t>(k - 1)];
+    *equal = k - std::count_if(bin.begin(), bin.end(), [&](uint32_t other) { return other > kth; });
+    return kth;
 }
 
 }  // namespace
@@ -105,6 +137,23 @@ extern "C" int zt_cpu_compact_above(const void *x, int32_t dtype, float threshol
     uint8_t *data = static_cast<uint8_t *>(const_cast<void *>(x));
     const Picks picks = {indices, static_cast<uint8_t *>(values), capacity};
     *found = elements.end > elements.begin ? chosen->compact_above({data, dtype}, elements, threshold, picks) : 0;
+    return ZT_OK;
+}
+
+extern "C" int zt_cpu_row_largest(const float *x, int64_t columns, int64_t k, int64_t *indices, zt_range rows) {
+    if (columns < 1 || columns > kMost || k < 1 || k > columns) return ZT_BAD_SIZE;
+    if (!inside(rows, kMost / columns)) return ZT_BAD_RANGE;
+    if (rows.end > rows.begin && (!x || !indices)) return ZT_BAD_SIZE;
+    std::vector<uint32_t> bin;
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const float *own = x + row * columns;
+        int64_t *out = indices + row * k, equal = 0;
+        const uint32_t kth = kth_largest(own, columns, k, bin, &equal);
+        for (int64_t i = 0; i < columns; ++i) {
+            const uint32_t size = magnitude(own + i);
+            if (size > kth || (size == kth && equal-- > 0)) *out++ = i;
+        }
+    }
     return ZT_OK;
 }
 

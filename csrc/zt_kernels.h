@@ -146,6 +146,10 @@ int zt_cpu_count_above(const void *x, int32_t dtype, float threshold, zt_range e
 int zt_cpu_compact_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t capacity,
                          int64_t *indices, void *values, int64_t *found, int32_t level);
 
+/* Of each row of FP32 [rows, columns] in the range the k largest magnitudes, NaN above all, the first of equal ones:
+ * their columns in ascending order, [rows, k]. */
+int zt_cpu_row_largest(const float *x, int64_t columns, int64_t k, int64_t *indices, zt_range rows);
+
 /* A count sketch of n FP32 elements: blocks of ZT_SKETCH_LANES elements, `rows` >= 3 rows of as many lanes. Block b
  * goes into rows zt_sketch_row(seed, b, j, rows), j = 0, 1, 2, one in each third of the rows, each time with
  * zt_sketch_sign; its lane stays. Sums are FP32, blocks in ascending order. */

@@ -67,6 +67,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "zt_cpu_mask_unpack": [_PTR, _I64, _PTR, Range],
     "zt_cpu_count_above": [_PTR, _I32, _F32, Range, _PTR, _I32],
     "zt_cpu_compact_above": [_PTR, _I32, _F32, Range, _I64, _PTR, _PTR, _PTR, _I32],
+    "zt_cpu_row_largest": [_PTR, _I64, _I64, _PTR, Range],
     "zt_cpu_sketch_insert": [_PTR, _I64, _U64, _I64, _PTR, Range],
     "zt_cpu_sketch_peel": [_PTR, _PTR, _I64, _U64, _I64, _PTR, Range, _PTR, _PTR],
     "zt_cpu_codes_assess": [CMasters, CCodes, CPart, _PTR, _PTR, Range, _I32],
@@ -199,6 +200,11 @@ class CpuKernels:
             self._call("compact_above", x.data_ptr(), DTYPES[x.dtype], threshold, part, *targets, self.level)
             total += found.value
         return torch.tensor([total])
+
+    def row_largest(self, x: Tensor, indices: Tensor) -> None:
+        """As the reference's."""
+        for part in self._ranges(len(x)):
+            self._call("row_largest", x.data_ptr(), x.shape[1], indices.shape[1], indices.data_ptr(), part)
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """As the reference's."""

@@ -277,6 +277,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
 def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Masks, sketches, and picks of these dtypes."""
     check_masks(backend, device)
+    check_rows(backend, device)
     check_sketch(backend, device)
     for dtype in dtypes:
         check_selection(backend, dtype, device)
@@ -320,6 +321,17 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
             assert int(total) == found
             assert_same(actual[0].cpu(), wanted[0], f"indices {n} {threshold} {room}")
             assert_same(actual[1].cpu(), wanted[1], f"values {n} {threshold} {room}")
+
+
+def check_rows(backend: Any, device: str = "cpu") -> None:
+    """The largest of each row: NaN and infinity before all, of equal magnitudes the first, all of a row."""
+    for rows, columns, k in ((1, 1, 1), (3, 64, 5), (2, 4096, 205), (5, 4097, 1), (2, 300, 300), (70, 4096, 41)):
+        x = values(rows * columns, torch.float32, rows).view(rows, columns)
+        for case in (x, x.round(), x.sign(), torch.zeros_like(x), torch.where(x > 1, torch.nan, x)):
+            wanted, actual = (torch.full((rows, k), -7, device=at) for at in ("cpu", device))
+            sparse_reference.row_largest(case, wanted)
+            backend.row_largest(case.to(device), actual)
+            assert_same(actual.cpu(), wanted, f"row_largest {rows} {columns} {k}")
 
 
 def check_sketch(backend: Any, device: str = "cpu") -> None:

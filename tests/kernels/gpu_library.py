@@ -40,6 +40,7 @@ from tests.kernels.c_types import (
     c_pieces,
     c_spec,
 )
+from zero_topo.quant import sparse_reference
 from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
@@ -194,6 +195,10 @@ class GpuLibrary:
         c = x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, offsets.data_ptr()
         self.call("compact_above", *c, indices.numel(), indices.data_ptr(), values.data_ptr())
         return partial.sum().view(1)
+
+    def row_largest(self, x: Tensor, indices: Tensor) -> None:
+        """Torch's own selection, as on a GPU."""
+        sparse_reference.row_largest(x, indices)
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """Sketch of x."""

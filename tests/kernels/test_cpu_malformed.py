@@ -60,7 +60,8 @@ def valid_call(library: ctypes.CDLL, function: str) -> Call:
     x, sketch, picked = torch.ones(n), torch.zeros(rows, 1024), torch.zeros(7)
     mask, bits = torch.ones(n, dtype=torch.uint8), torch.full((-(-n // 8),), 255, dtype=torch.uint8)
     work = buffer(library.zt_test_sketch_work(n, rows))
-    memory = [came, out, floats, x, mask, bits, sketch, work, found, indices, picked]
+    rows_of = torch.zeros(20 * 7, dtype=torch.int64)
+    memory = [rows_of, came, out, floats, x, mask, bits, sketch, work, found, indices, picked]
     pointer = {"x": x, "mask": mask, "bits": bits, "sketch": sketch, "work": work, "found": found}
     at = {name: tensor.data_ptr() for name, tensor in pointer.items()}
     piece = Piece(floats.view(torch.float32), 3, NUMEL // 3, NUMEL // 3, MEMBERS, NUMEL)
@@ -84,6 +85,13 @@ def valid_call(library: ctypes.CDLL, function: str) -> Call:
         "zt_cpu_mask_unpack": {"bits": at["bits"], "n": n, "mask": at["mask"], **some},
         "zt_cpu_count_above": {**chosen, **counted},
         "zt_cpu_compact_above": {**chosen, **room, **counted},
+        "zt_cpu_row_largest": {
+            "x": at["x"],
+            "columns": 100,
+            "k": 7,
+            "indices": rows_of.data_ptr(),
+            "twenty": Range(3, 20),
+        },
         "zt_cpu_sketch_insert": {"x": at["x"], **sketched, "sketch": at["sketch"], **lanes},
         "zt_cpu_sketch_peel": {"sketch": at["sketch"], "bits": at["bits"], **peeled},
     }
@@ -168,6 +176,9 @@ PLAIN: dict[str, list[tuple[int, st.SearchStrategy[Any]]]] = {
         (BAD_RANGE, st.builds(Range, st.just(8), st.just(13))),
         outside(2100),
     ],
+    "columns": [(BAD_SIZE, st.integers(-(2**63), 6)), (BAD_SIZE, st.integers(2**56 + 1, 2**63 - 1))],
+    "k": [(BAD_SIZE, st.integers(-(2**63), 0)), (BAD_SIZE, st.integers(101, 2**63 - 1))],
+    "twenty": [(BAD_RANGE, st.builds(Range, NEGATIVE, st.just(16))), (BAD_RANGE, st.builds(Range, st.just(8), FAR))],
     "lanes": [outside(1024)],
     "elements": [outside(2**60)],
 }

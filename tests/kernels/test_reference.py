@@ -44,7 +44,7 @@ def flipped(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
 
 
 WRITES = {"quantize": 2, "dequantize_reduce": 2, "requantize": 3, "mask_pack": 1, "mask_unpack": 1}
-WRITES |= {"compact_above": 3, "sketch_insert": 2, "sketch_peel": 3}
+WRITES |= {"compact_above": 3, "row_largest": 1, "sketch_insert": 2, "sketch_peel": 3}
 
 
 @pytest.mark.parametrize("name", WRITES)

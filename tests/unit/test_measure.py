@@ -47,5 +47,6 @@ def test_pairs_are_timed_again_while_their_tree_is_not_regular(irregular: int, m
         with pytest.raises(ValueError, match="no regular tree"):
             measure._tree(prober, ["a", "a"], lambda *_: None)
     else:
-        assert measure._tree(prober, ["a", "a"], lambda *_: None)[0] == "tree"
+        found: Any = measure._tree(prober, ["a", "a"], lambda *_: None)[0]
+        assert found == "tree"
     assert seen == [1, 2, 3][: irregular + 1]

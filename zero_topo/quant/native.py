@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from zero_topo.quant import sparse_reference
 from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.ops import BackendUnavailable
@@ -91,6 +92,13 @@ class Native:
         """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
         found: Tensor = self._module.compact_above(x, threshold, indices, values, self._stream())
         return found
+
+    def row_largest(self, x: Tensor, indices: Tensor) -> None:
+        """The columns of each row's largest magnitudes; on a GPU torch's own selection serves."""
+        if x.is_cuda:
+            sparse_reference.row_largest(x, indices)
+        else:
+            self._module.row_largest(x, indices, self._stream())
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """FP32 ``[members, n]`` -> count sketches ``[members, rows, 1024]``."""

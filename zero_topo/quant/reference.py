@@ -27,6 +27,7 @@ from zero_topo.quant.sparse_reference import (  # noqa: F401
     count_above,
     mask_pack,
     mask_unpack,
+    row_largest,
     sketch_insert,
     sketch_peel,
 )

@@ -28,6 +28,9 @@ class SparseBackend(Protocol):
     def compact_above(self, x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
         """Large elements."""
 
+    def row_largest(self, x: Tensor, indices: Tensor) -> None:
+        """Largest elements of each row."""
+
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """Vector -> count sketch."""
 
@@ -107,6 +110,24 @@ class SparseOps:
         values = torch.empty(room, dtype=x.dtype, device=x.device)
         found = self._backend.compact_above(x, threshold, indices, values) if x.numel() else _zero(x)
         return Picks(indices, values, found)
+
+    def row_largest(self, x: Tensor, k: int) -> Tensor:
+        """The columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
+
+        Args:
+            x: FP32 ``[rows, n]``, contiguous; NaN is larger than all, and of equal ones the first are taken.
+            k: at most ``n``.
+
+        Raises:
+            ValueError: for another dtype or layout, or a ``k`` that a row does not have.
+        """
+        _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+        if x.dim() != 2 or not 1 <= k <= x.shape[1]:
+            raise ValueError(f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they have")
+        indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
+        if x.numel():
+            self._backend.row_largest(x, indices)
+        return indices
 
     def sketch(self, x: Tensor, seed: int, rows: int) -> Tensor:
         """The count sketches of the rows of ``x``; those of one seed and size add up.

@@ -50,6 +50,19 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
     return torch.tensor([found.numel()], device=x.device)
 
 
+def row_largest(x: Tensor, indices: Tensor) -> None:
+    """Of each row of ``x`` (FP32 ``[rows, n]``) the columns of the ``k`` largest magnitudes, int64 ``[rows, k]``.
+
+    Ascending; NaN is larger than all, and of equal ones the first are taken.
+    """
+    size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
+    kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    above, equal = size > kth, size == kth
+    room = k - above.sum(dim=1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(dim=1) <= room))
+    indices.copy_(torch.nonzero_static(taken, size=indices.numel())[:, 1].view_as(indices))
+
+
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with those of ``x`` (FP32 ``[members, n]``).
 

@@ -10,6 +10,7 @@ import torch
 
 from zero_topo.quant.messages import Messages, to_members
 from zero_topo.quant.pieces import DTYPES, Piece, total_numel
+from zero_topo.quant.sparse_reference import row_largest  # noqa: F401  (torch's own selection serves GPUs)
 from zero_topo.quant.spec import Cast, Format, Reduce, Total
 from zero_topo.quant.triton_blocks import (
     ALIGNED,

@@ -46,7 +46,7 @@ class Ternary(Unseen[None]):
         """Nothing."""
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs once more."""
+        """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs again."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
         table = pad(total.view(size, columns), (0, self._blocks * BLOCK - columns)).view(size, -1, BLOCK)
         before, picks_before = self._taken_from(table[:own].flatten(0, 1))
@@ -69,7 +69,7 @@ class Ternary(Unseen[None]):
 
         And how many elements that are, int64 ``[]``.
         """
-        index = blocks.abs().topk(self.config.picks, dim=1, sorted=False).indices.sort(dim=1).values
+        index = self.context.sparse.row_largest(blocks, self.config.picks)
         sizes = blocks.gather(1, index).abs_()
         count = sizes.count_nonzero(dim=1)[:, None]
         scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)

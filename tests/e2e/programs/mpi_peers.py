@@ -37,7 +37,7 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     found = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)
-        engine.gradients.scatter([0], [torch.randn(NUMEL, generator=generator) ** 3])
+        engine.gradients.scatter([0], [torch.randn(NUMEL, generator=generator) ** 3], last=False)
         engine.gradients.sync()
         found.append(engine.gradients.optimizer_rows().clone())
         engine.end_step(skipped=False)
