@@ -104,6 +104,7 @@ class ConvergenceOptions(Outputs):
     schemes: Annotated[str, typer.Option(help="Comma-separated.")] = "zero3,zero++,paper,topo-scatter4,topo,topo-q4"
     steps: Annotated[int, typer.Option(min=10, help="Optimizer steps of each run.")] = 300
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each scheme.")] = 3
+    floors: Annotated[int, typer.Option(min=1, help="Of them with the chaos floor.")] = 3
     micro_batches: Annotated[int, typer.Option(min=1, help="Per optimizer step.")] = 1
     params: Params = "400e3"
     layers: Layers = 2
@@ -124,6 +125,7 @@ def convergence_command(options: ConvergenceOptions) -> None:
         setup=TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr),
         steps=options.steps,
         seeds=tuple(range(options.seeds)),
+        floors=options.floors,
         micro_batches=options.micro_batches,
         shape=read_shape(options.shape),
     )

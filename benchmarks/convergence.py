@@ -38,6 +38,7 @@ class Convergence:
         warmup: steps until the full learning rate.
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, dies of a GPU.
+        floors: the first so many seeds also train the chaos floor.
 
     Raises:
         ValueError: for a scheme that the config refuses, or too few steps or seeds.
@@ -50,6 +51,7 @@ class Convergence:
     warmup: int = 10
     micro_batches: int = 1
     shape: tuple[int, int, int] = (2, 2, 2)
+    floors: int = 3
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
@@ -69,15 +71,16 @@ class Convergence:
         topology = {"emulated": {"nodes": nodes, "gpus_per_node": gpus, "gcds_per_gpu": dies}}
         jobs = [
             {**scheme.job_on(topology), "seed": seed, "change": change}
-            for seed in self.seeds
+            for index, seed in enumerate(self.seeds)
             for scheme, change in self.runs()
+            if not change or index < self.floors
         ]
         common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
         return {"setup": asdict(self.setup), **common, "jobs": jobs}
 
     def ticks(self) -> int:
         """Optimizer steps that :func:`run` announces, one tick each."""
-        return self.steps * len(self.seeds) * len(self.runs())
+        return self.steps * len(self.settings()["jobs"])
 
 
 def run(wanted: Convergence, tick: Tick) -> GrowingRecord:

@@ -104,16 +104,20 @@ def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str,
         count: steps taken, this one included.
     """
     p, g, mean, square, age = chunk
-    came = g != 0
-    few = g.device.type == "cpu" and FEW * int(came.sum()) < len(g)
-    index = came.nonzero()[:, 0] if few else None
+    few = g.device.type == "cpu" and FEW * int(g.count_nonzero()) < len(g)
+    index = g.nonzero()[:, 0] if few else None
     if group["weight_decay"]:
         p.mul_(1 - float(group["lr"]) * group["weight_decay"])
     parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
     steps = parts.pop(0).int().add_(1)
-    age.add_(age < OLDEST).masked_fill_(came, 0)
-    _updated(parts, steps.mul_(came) if index is None else steps, table, group, count)
-    if index is not None:
+    age.clamp_(max=OLDEST - 1).add_(1)
+    if index is None:
+        came = g != 0
+        age.masked_fill_(came, 0)
+        _updated(parts, steps.mul_(came), table, group, count)
+    else:
+        age.index_fill_(0, index, 0)
+        _updated(parts, steps, table, group, count)
         for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
             whole.index_copy_(0, index, part)
 

@@ -48,7 +48,10 @@ class Ternary(Unseen[None]):
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs again."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
-        table = pad(total.view(size, columns), (0, self._blocks * BLOCK - columns)).view(size, -1, BLOCK)
+        table = total.new_empty(size, self._blocks, BLOCK)
+        rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
+        rows.copy_(total.view(size, columns))
+        padding.zero_()
         before, picks_before = self._taken_from(table[:own].flatten(0, 1))
         after, picks_after = self._taken_from(table[own + 1 :].flatten(0, 1))
         came = self.peers.scatter(torch.cat([before, before.new_zeros(1, before.shape[1]), after]))
@@ -56,7 +59,7 @@ class Ternary(Unseen[None]):
         told, _ = self._taken_from(table[own])
         sums = self._decoded(self.peers.gather(told[0]) if self.everywhere else told)
         reduced = sums[:, :columns].reshape(-1).contiguous()
-        total.view(size, columns).copy_(table.view(size, -1)[:, :columns])
+        total.view(size, columns).copy_(rows)
         report: dict[str, float | Tensor] = {
             "density_asked": self.config.density,
             "density": (picks_before + picks_after).double() / (self.numel - columns),
