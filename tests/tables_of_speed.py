@@ -53,9 +53,9 @@ def sparse_cluster_rows() -> list[str]:
     """The table of sparse sync on the emulated cluster, from the record committed."""
     optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-sparse")["settings"]["jobs"]}
     rows = []
-    for (name, _), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
+    for (name, count), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([f"`{name}`", optimizers[name], f"{_median(result):.2f} s", faster, sent]))
+        rows.append(row([str(count), f"`{name}`", optimizers[name], f"{_median(result):.2f} s", faster, sent]))
     return rows
 
 
