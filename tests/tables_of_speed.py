@@ -52,11 +52,11 @@ def codes_rows() -> list[str]:
 def sparse_cluster_rows() -> list[str]:
     """The table of sparse sync on the emulated cluster, from the record committed."""
     optimizers = {job["scheme"]: job["optimizer"] for job in record("cluster-t8-sparse")["settings"]["jobs"]}
-    rows = []
-    for (name, count), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
+    rows: dict[str, list[str]] = {}
+    for (name, _), (result, faster) in _cluster("cluster-t8-sparse", "topo").items():
         sent = format_bytes(result["uplink_bytes_per_step_per_node"])
-        rows.append(row([str(count), f"`{name}`", optimizers[name], f"{_median(result):.2f} s", faster, sent]))
-    return rows
+        rows.setdefault(name, [f"`{name}`", optimizers[name], sent]).extend([f"{_median(result):.2f} s", faster])
+    return [row(cells) for cells in rows.values()]
 
 
 def _cluster(name: str = "cluster-t8", slowest: str = "zero3") -> dict[tuple[str, int], tuple[Any, str]]:
