@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import PLACES, mode_of
-from tests.ranks.worlds import PLAIN, World, shuffled, synced, world
+from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
-from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry
+from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry, restore
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -82,6 +82,44 @@ def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) ->
         torch.testing.assert_close(sums.get(name, torch.zeros_like(value)), value, atol=1e-6, rtol=1e-6)
         for after in afters:
             torch.testing.assert_close(after[name], value, atol=1e-6, rtol=1e-6)
+
+
+def test_a_mask_starts_anew_and_its_first_step_delivers_all_that_is_owed(tmp_path: Path) -> None:
+    """On other ranks, where no mask of the old run fits: what waited off it arrives with the first step's gradients."""
+    universal = tmp_path / "universal"
+    universal.mkdir()
+    before = owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
+    assert any(owed.any() for owed in before.values())
+    carry(tmp_path, universal)
+    w = sparse("data parallel", emulated(3, 1, 1), "radius")
+
+    def rank_main(rank: int) -> None:
+        engine = w.engine()
+        engine.load_state_dict({}, str(universal))
+        synced(engine, w.grads(rank))
+        own = owned(engine)
+        engine.end_step(skipped=False)
+        assert mode_of(engine).report()["resampled"] == 1 and not mode_of(engine).residual.any()
+        torch.testing.assert_close(own, w.own_mean(rank, 0) + w.own_columns(rank, list(before.values())))
+
+    run_threads(w.size, rank_main)
+
+
+def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """As many ranks, other degrees: residuals are dropped and the mask begins anew, which is said."""
+    owed_after(sparse("topo", emulated(2, 2, 2), "radius"), None, 4, tmp_path)
+    w = sparse("gradients in a GPU", emulated(2, 2, 2), "radius")
+
+    def rank_main(rank: int) -> str | None:
+        (path,) = tmp_path.glob(f"*_rank_{rank}_mp*")
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"][STATE_KEY]
+        engine = w.engine()
+        said = restore(engine.gradients.mode, saved, w.config.plan)
+        assert not mode_of(engine).state_dict()["mask"].any()
+        return said
+
+    for said in run_threads(w.size, rank_main):
+        assert said is not None and "masks and thresholds start anew" in said
 
 
 def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
