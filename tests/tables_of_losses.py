@@ -53,8 +53,7 @@ def drift_rows() -> list[str]:
 
 def sparse_training_rows() -> list[str]:
     """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
-    # Ok-Topk has other thresholds since; `aged_rows` has what it does with them.
-    return [row(cells) for cells in _trainings("sparse-training") if cells[0] != "`oktopk`"]
+    return [row(cells) for cells in _trainings("sparse-training")]
 
 
 def aged_rows() -> list[str]:

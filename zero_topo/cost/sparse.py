@@ -165,11 +165,11 @@ def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
 
 @mode_bytes.register
 def _(mode: TernarySync, columns: int, plan: Plan, peers: int) -> float:
-    """Blocks, filled up; what all peers sent, taken apart and then in its place; sums, twice if all need them."""
+    """Blocks, filled up; what others sent, taken apart and then in its place; sums, twice if all need them."""
     row = -(-columns // BLOCK)
     sums, apart = 4 * BLOCK * row, peers * row * (1.125 * mode.block_bits + 28 * mode.picks)
     everywhere = plan.optimizer < plan.world_size
-    return 8 * BLOCK * peers * row + (sums + apart if everywhere else max(sums, apart))
+    return 4 * BLOCK * (2 * peers - 1) * row + (sums + apart if everywhere else max(sums, apart))
 
 
 @residual_elements.register

@@ -57,9 +57,10 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     """
     size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
     kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    above, equal = size > kth, size == kth
-    room = k - above.sum(dim=1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(dim=1) <= room))
+    taken, equal = size > kth, size == kth
+    del size
+    counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
+    taken |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - taken.sum(dim=1, keepdim=True))
     indices.copy_(torch.nonzero_static(taken, size=indices.numel())[:, 1].view_as(indices))
 
 

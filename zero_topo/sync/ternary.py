@@ -54,7 +54,8 @@ class Ternary(Unseen[None]):
         padding.zero_()
         before, picks_before = self._taken_from(table[:own].flatten(0, 1))
         after, picks_after = self._taken_from(table[own + 1 :].flatten(0, 1))
-        came = self.peers.scatter(torch.cat([before, before.new_zeros(1, before.shape[1]), after]))
+        unread = torch.cat([before[:1], after[:1]])[:1]  # in the place of this rank's own
+        came = self.peers.scatter(torch.cat([before, unread, after]))
         table[own].view(-1).add_(added_rows(self._decoded(torch.cat([came[:own], came[own + 1 :]]))))
         told, _ = self._taken_from(table[own])
         sums = self._decoded(self.peers.gather(told[0]) if self.everywhere else told)
