@@ -236,36 +236,6 @@ def test_patterns_choose_the_parameters() -> None:
         assert numel == 2 * sum(plan.shard_numel(n) for n in NUMELS[2:4])
 
 
-def test_what_does_not_take_part_costs_nothing() -> None:
-    """Without a parameter, a peer or feedback no residual is kept; what takes no part is reduced densely, exactly."""
-    w = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, exclude=["*"])
-    forgets = sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, error_feedback=False)
-    alone = world({**HIERARCHY["topo"], "quantize": PLAIN, "sync": {"mode": "topk_a"}}, emulated(1, 1, 2))
-
-    def rank_main(rank: int) -> Tensor:
-        engine = w.engine()
-        synced(engine, w.grads(rank))
-        assert mode_of(engine).numel == 0 and not mode_of(engine).active
-        assert [mode_of(of).state_bytes() for of in (engine, forgets.engine(), alone.engine())] == [0, 0, 0]
-        return owned(engine)
-
-    for rank, own in enumerate(run_threads(w.size, rank_main)):
-        torch.testing.assert_close(own, w.own_mean(rank, 0), atol=1e-6, rtol=1e-6)
-
-
-def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
-    """What a mode takes in one exchange is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
-    dense = world({**DATA_PARALLEL, "quantize": PLAIN}, emulated(2, 1, 1))
-    worlds = (sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS), dense)
-
-    def rank_main(rank: int) -> list[int | None]:
-        engines = [w.engine(chunk=640) for w in worlds]
-        assert [engine.gradients.mode.wants_updates for engine in engines] == [False, False]
-        return [engine.run_numel for engine in engines]
-
-    assert run_threads(2, rank_main) == [[None, 640]] * 2
-
-
 def test_an_optimizer_that_counts_waits_needs_something_that_waits() -> None:
     """AgedAdamW, however it comes to the engine: refused where a zero is a gradient, not a sum still to come."""
     w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS)
