@@ -43,7 +43,7 @@ help:
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
-	@echo 'make test-coverage           which lines units and ranks run, and which tests run each (.coverage)'
+	@echo 'make test-coverage           which lines units, ranks and launches run, and which tests run each (.coverage)'
 	@echo 'make test-mutants            then break a sample of operators, numbers, branches at random, for hours'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
@@ -149,7 +149,9 @@ $(VENV)/bin/cosmic-ray: $(STAMP)
 
 test-coverage: ops $(VENV)/bin/cosmic-ray
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' --cov=zero_topo --cov-context=test \
-		--cov-report=term:skip-covered tests/unit tests/ranks tests/kernels
+		--cov-report= tests/unit tests/ranks tests/kernels
+	pytest $(PYTEST_ARGS) --cov=zero_topo --cov-append --cov-report=term:skip-covered tests/e2e/test_launcher_suite.py \
+		tests/e2e/test_measure.py tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
 
 test-mutants: ops $(VENV)/bin/cosmic-ray
 	@test -e .coverage || $(MAKE) --no-print-directory test-coverage

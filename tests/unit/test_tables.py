@@ -167,9 +167,12 @@ def mutant_sentences() -> list[str]:
     content = json.loads((ROOT / "tests/data/mutants.json").read_text())
     rooms = [f"{killed} of {ran} in `{room}`" for room, (killed, ran) in figures(content).items()]
     left = [row for room in content["rooms"].values() for row in room["left"] if row["outcome"] != "waits"]
-    judged = sum(bool(row["judgement"]) for row in left)
     killed = f"killed were {', '.join(rooms)}"
-    return [f"On {content['when']} {killed}; of the {len(left)} others {judged} are judged in the record."]
+    lines = content["coverage"]
+    share = f"{1 - lines['missed'] / lines['lines']:.0%} of the package's lines are run by {lines['ran']}"
+    judged = sum(bool(row["judgement"]) for row in left)
+    judgements = f"{'all' if judged == len(left) else f'{judged} of'} {len(left)} others are judged in the record"
+    return [f"On {content['when']} {killed}; {judgements}.", f"{share}; Triton's kernels, which no coverage sees, are not."]
 
 
 def scheme_sentences() -> list[str]:
