@@ -94,11 +94,11 @@ class Native:
         return found
 
     def row_largest(self, x: Tensor, indices: Tensor) -> None:
-        """The columns of each row's largest magnitudes; on a GPU torch's own selection serves."""
-        if x.is_cuda:
-            sparse_reference.row_largest(x, indices)
-        else:
+        """The columns of each row's largest magnitudes; for GPUs nothing is compiled, torch's own selection serves."""
+        if hasattr(self._module, "row_largest"):
             self._module.row_largest(x, indices, self._stream())
+        else:
+            sparse_reference.row_largest(x, indices)
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """FP32 ``[members, n]`` -> count sketches ``[members, rows, 1024]``."""
