@@ -21,7 +21,7 @@ PROGRAM = ROOT / "benchmarks/faulty_training.py"
 TIMEOUT_S = 240.0
 WATCH_S = 3.0
 TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
-OFTEN = ("sync", "save")
+OFTEN = ("sync",)
 
 
 def run(folder: Path, kind: str, phase: str) -> Launch:

@@ -84,7 +84,6 @@ def _library(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "which"),
     [
-        ("test_cpu.py", "members or more_than_a_few or sparse or split_work or millions and not casts"),
         pytest.param("test_cpu.py", "not clang", marks=pytest.mark.long),
         ("test_cpu_malformed.py", "not clang"),
         ("test_cpu_codes.py", "mixed and 9 or trits or refused or any"),

@@ -27,7 +27,7 @@ from op_builder.jit import cache_dir
 from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.gpu_library import LIBRARY, SIGNATURES, GpuLibrary, Step, built, kernel_sources
 
-NVIDIA = ("80", "90")
+NVIDIA = (pytest.param("80", marks=pytest.mark.long), "90")
 AMD = "gfx90a"
 EXPECTED = {"zt_quantize_kernel": 6, "zt_requantize_kernel": 12, "zt_reduce_kernel": 8}
 """Block kernels by how many units, bits and symmetries they are instantiated for."""

@@ -52,7 +52,7 @@ class TestElsewhere:
 
     __test__ = not INTERPRETED
 
-    @pytest.mark.parametrize("which", ["operations", "not operations"])
+    @pytest.mark.parametrize("which", ["operations", pytest.param("not operations", marks=pytest.mark.long)])
     def test_the_interpreter_runs_these_tests(self, which: str) -> None:
         """Every check of this file passes on CPU tensors, in Triton's interpreter; halves of them for two workers."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]

@@ -169,10 +169,11 @@ def mutant_sentences() -> list[str]:
     left = [row for room in content["rooms"].values() for row in room["left"] if row["outcome"] != "waits"]
     killed = f"killed were {', '.join(rooms)}"
     lines = content["coverage"]
-    share = f"{1 - lines['missed'] / lines['lines']:.0%} of the package's lines are run by {lines['ran']}"
+    share = f"{1 - lines['missed'] / lines['lines']:.0%} of the package's lines are run by {lines['ran']}; "
     judged = sum(bool(row["judgement"]) for row in left)
     judgements = f"{'all' if judged == len(left) else f'{judged} of'} {len(left)} others are judged in the record"
-    return [f"On {content['when']} {killed}; {judgements}.", f"{share}; Triton's kernels, which no coverage sees, are not."]
+    unseen = "Triton's kernels, which no coverage sees, are not."
+    return [f"On {content['when']} {killed}; {judgements}.", share + unseen]
 
 
 def scheme_sentences() -> list[str]:
