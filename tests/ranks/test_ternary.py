@@ -63,6 +63,14 @@ def test_the_largest_of_each_block_travel_as_signs_of_their_mean(plan: str, dens
             assert not (told * row < 0).any() and not told[row == 0].any()
 
 
+def test_the_sums_are_the_same_in_every_plan() -> None:
+    """What an owner tells its own optimizer is what it tells all, step by step, residuals and all."""
+    worlds = [sparse_world(plan, 3, "ternary", (30_000,)) for plan in PLANS.values()]
+    for sharded, everywhere in zip(*(run(w, 3) for w in worlds), strict=True):
+        for one, other in zip(sharded, everywhere, strict=True):
+            assert torch.equal(one.own, other.own) and torch.equal(one.debts[0][1], other.debts[0][1])
+
+
 @pytest.mark.parametrize(
     ("plan", "peers", "numel"), [("sharded", 2, 20_000), ("sharded", 5, 300_000), ("everywhere", 3, 50_001)]
 )
