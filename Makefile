@@ -133,6 +133,7 @@ test-programs: unlock ops
 test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) -m long tests/e2e
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='eight_ranks and long'
 	python -m tests.matrix
 
 test-fast: ops
