@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("zero_topo", "tests", "configs", "pyproject.toml")
+PARTS = ("benchmarks", "zero_topo", "tests", "configs", "pyproject.toml")
 
 
 class Hazard(NamedTuple):
