@@ -35,6 +35,7 @@ from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=1, max_size=200).map(torch.tensor)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+OPS = SparseOps("reference", BACKENDS["reference"](torch.device("cpu")))  # type: ignore[arg-type]
 NORMAL = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
 NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
 
@@ -108,10 +109,9 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     k = share(density, x.numel())
     assert 1 <= k <= x.numel()
     bound = kth_largest(x, k)
-    ops = SparseOps("reference", BACKENDS["reference"](x.device))  # type: ignore[arg-type]
     count = int(count_reaching(x, bound))
-    assert count == int(ops.count_above(x, float(bound)))
-    passed = above(x, float(bound), count, ops)
+    assert count == int(OPS.count_above(x, float(bound)))
+    passed = above(x, float(bound), count, OPS)
     assert len(passed) >= min(k, int((x.abs() >= TINY).sum()))
     assert bound == TINY or int((x.abs() > bound).sum()) < k
     best = largest(x, k)
@@ -167,9 +167,30 @@ def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
     assert float(found) == pytest.approx(bound, rel=1e-5) and int(count) == int((x.abs() >= float(found)).sum())
 
 
+@given(VECTORS, st.integers(1, 5), st.data())
+def test_the_largest_of_a_row_are_those_of_a_sort(x: Tensor, rows: int, data: st.DataObject) -> None:
+    """Of equal magnitudes the first; NaN before all."""
+    table = torch.stack([x.roll(row).round() for row in range(rows)])
+    table[0, 0] = torch.nan
+    k = data.draw(st.integers(1, len(x)))
+    sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
+    wanted = [sorted(sorted(range(len(x)), key=lambda i, row=row: (-row[i], i))[:k]) for row in sizes.tolist()]  # type: ignore[misc]
+    assert OPS.row_largest(table, k).tolist() == wanted
+
+
+def test_rows_are_of_a_table() -> None:
+    """Of FP32, with as many elements in a row as are asked for."""
+    for wrong, k in ((torch.ones(4), 1), (torch.ones(4, 4).T[:2], 1), (torch.ones(2, 4).half(), 1)):
+        with pytest.raises(ValueError, match=r"must be|of each row"):
+            OPS.row_largest(wrong, k)
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=rf"{k} elements of each row of \(2, 4\)"):
+            OPS.row_largest(torch.ones(2, 4), k)
+    assert OPS.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
+
+
 def test_sketches_are_of_vectors() -> None:
     """Of one, or of a row for each member."""
-    ops = SparseOps("reference", BACKENDS["reference"](torch.device("cpu")))  # type: ignore[arg-type]
     for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
         with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
-            ops.sketch(wrong, 1, 3)
+            OPS.sketch(wrong, 1, 3)

@@ -113,11 +113,12 @@ def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str,
     age.clamp_(max=OLDEST - 1).add_(1)
     if index is None:
         came = g != 0
+        steps.mul_(came)
         age.masked_fill_(came, 0)
-        _updated(parts, steps.mul_(came), table, group, count)
     else:
         age.index_fill_(0, index, 0)
-        _updated(parts, steps, table, group, count)
+    _updated(parts, steps, table, group, count)
+    if index is not None:
         for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
             whole.index_copy_(0, index, part)
 

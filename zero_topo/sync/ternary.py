@@ -50,20 +50,21 @@ class Ternary(Unseen[None]):
         size, own, columns = self.peers.size, self.peers.index, self._columns
         table = total.new_empty(size, self._blocks, BLOCK)
         rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
-        rows.copy_(total.view(size, columns))
+        turned = ((slice(own, None), slice(size - own)), (slice(own), slice(size - own, None)))  # the own row first
+        for there, here in turned:
+            rows[here].copy_(total.view(size, columns)[there])
         padding.zero_()
-        before, picks_before = self._taken_from(table[:own].flatten(0, 1))
-        after, picks_after = self._taken_from(table[own + 1 :].flatten(0, 1))
-        unread = torch.cat([before[:1], after[:1]])[:1]  # in the place of this rank's own
-        came = self.peers.scatter(torch.cat([before, unread, after]))
-        table[own].view(-1).add_(added_rows(self._decoded(torch.cat([came[:own], came[own + 1 :]]))))
-        told, _ = self._taken_from(table[own])
+        sent, count = self._taken_from(table[1:].flatten(0, 1))
+        came = self.peers.scatter(torch.cat([sent[:1], sent]).roll(own, 0))  # nobody reads the own entry
+        table[0].view(-1).add_(added_rows(self._decoded(torch.cat([came[:own], came[own + 1 :]]))))
+        told, _ = self._taken_from(table[0])
         sums = self._decoded(self.peers.gather(told[0]) if self.everywhere else told)
         reduced = sums[:, :columns].reshape(-1).contiguous()
-        total.view(size, columns).copy_(rows)
+        for there, here in turned:
+            total.view(size, columns)[there].copy_(rows[here])
         report: dict[str, float | Tensor] = {
             "density_asked": self.config.density,
-            "density": (picks_before + picks_after).double() / (self.numel - columns),
+            "density": count.double() / (self.numel - columns),
             "union": reduced.count_nonzero().double() / len(reduced),
         }
         return Outcome(reduced, total, None, report)
@@ -91,11 +92,9 @@ class Ternary(Unseen[None]):
         ones = (index >> low) + torch.arange(self.config.picks, device=device)
         high = torch.zeros(len(index), self.config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
         lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
-        by_row = (rows, self._blocks)
-        flags = torch.cat([part.bool().unflatten(0, by_row).flatten(1) for part in (high, lows, signs)], dim=1)
-        flags = pad(flags, (0, -flags.shape[1] % 8))
-        bits = self.context.sparse.pack(flags.view(-1)).view(rows, flags.shape[1] // 8)
-        return torch.cat([bits, scale.view(by_row).view(torch.uint8)], dim=1)
+        flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
+        bits = self.context.sparse.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
+        return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
         """What some rows' messages say, FP32 ``[rows, blocks of a row * 4096]``."""

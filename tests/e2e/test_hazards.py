@@ -1,0 +1,12 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""`make test-hazards` takes an hour; that it still can break a copy of the package is asked of one row."""
+
+from __future__ import annotations
+
+from tests.hazards import listed, passes
+
+
+def test_a_copy_of_the_package_is_broken() -> None:
+    """The test of a row passes in the copy as it is, and fails in the one without what the row takes away."""
+    hazard = next(row for row in listed() if row.test.startswith("tests/ranks/test_ternary.py"))
+    assert passes(hazard.test) and not passes(hazard.test, hazard)
