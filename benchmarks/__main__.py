@@ -25,7 +25,7 @@ from benchmarks import (
     sparse,
     sparse_report,
 )
-from benchmarks.choice import load_blocks, read_shape, schemes_named
+from benchmarks.choice import load_blocks, load_record, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.training_setup import TrainingSetup, width_for
@@ -113,6 +113,7 @@ class ConvergenceOptions(Outputs):
     lr: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 2e-3
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
     blocks: Blocks = None
+    more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
 
 
 @app.command("convergence")
@@ -128,6 +129,7 @@ def convergence_command(options: ConvergenceOptions) -> None:
         floors=options.floors,
         micro_batches=options.micro_batches,
         shape=read_shape(options.shape),
+        before=load_record(options.record, "convergence") if options.more else None,
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
 

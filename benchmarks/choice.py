@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from zero_topo.bench.schemes import KNOWN, BenchScheme
 from zero_topo.strict import did_you_mean
@@ -39,13 +40,24 @@ def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
     """
     if path is None:
         return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"blocks {path}: {error}") from None
+    data = _read("blocks", path)
     if not isinstance(data, dict) or not all(isinstance(block, dict) for block in data.values()):
         raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
     return {name: BenchScheme(name, block) for name, block in data.items()}
+
+
+def load_record(path: Path | None, benchmark: str) -> dict[str, Any]:
+    """A record that an earlier run of a benchmark wrote.
+
+    Raises:
+        ValueError: if no file is named, or it is missing or something else.
+    """
+    if path is None:
+        raise ValueError("name the record to go on with: --record FILE")
+    data = _read("record", path)
+    if not isinstance(data, dict) or data.get("benchmark") != benchmark:
+        raise ValueError(f"record {path}: was not written by python -m benchmarks {benchmark}")
+    return data
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
@@ -59,3 +71,10 @@ def read_shape(text: str) -> tuple[int, int, int]:
         raise ValueError(f"shape {text!r} is not nodes x GPUs x dies; write it as 2x2x2")
     nodes, gpus, dies = map(int, words)
     return nodes, gpus, dies
+
+
+def _read(what: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what} {path}: {error}") from None

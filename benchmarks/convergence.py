@@ -39,9 +39,10 @@ class Convergence:
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, dies of a GPU.
         floors: the first so many seeds also train the chaos floor.
+        before: a record of the same trainings with fewer seeds, whose whole seeds are kept and not trained again.
 
     Raises:
-        ValueError: for a scheme that the config refuses, or too few steps or seeds.
+        ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of other trainings.
     """
 
     schemes: tuple[BenchScheme, ...]
@@ -52,12 +53,23 @@ class Convergence:
     micro_batches: int = 1
     shape: tuple[int, int, int] = (2, 2, 2)
     floors: int = 3
+    before: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
             raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
         for scheme in self.schemes:
             scheme.resolve(emulated(*self.shape))
+        if self.before is not None:
+            mine, kept = self.settings(), self.before["settings"]
+            other = [key for key in mine if key != "jobs" and mine[key] != kept.get(key)]
+            other += ["schemes"] * (_first_jobs(mine["jobs"]) != _first_jobs(kept["jobs"]))
+            if other:
+                raise ValueError(
+                    f"the record is of other trainings, its {', '.join(other)} differ: give the same again"
+                )
+            if not self.left():
+                raise ValueError(f"the record has all {len(self.seeds)} seeds: ask for more of them")
 
     def runs(self) -> list[tuple[BenchScheme, float]]:
         """Each scheme with the change of its initial weights."""
@@ -78,9 +90,15 @@ class Convergence:
         common = {"steps": self.steps, "warmup": self.warmup, "micro_batches": self.micro_batches}
         return {"setup": asdict(self.setup), **common, "jobs": jobs}
 
+    def left(self) -> list[dict[str, Any]]:
+        """The jobs of seeds that :attr:`before` has not."""
+        jobs: list[dict[str, Any]] = self.settings()["jobs"]
+        kept = self.before["curves"][STOCK] if self.before else {}
+        return [job for job in jobs if str(job["seed"]) not in kept]
+
     def ticks(self) -> int:
         """Optimizer steps that :func:`run` announces, one tick each."""
-        return self.steps * len(self.settings()["jobs"])
+        return self.steps * len(self.left())
 
 
 def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
@@ -91,29 +109,67 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
         tick: called after each step, with a few words and the steps done since.
 
     Yields:
-        The record so far, after each run: ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and
-        how it was measured.
+        The record so far, after each run of the first seed and after each further seed (to parts of one nothing could be
+        added): ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
 
     Raises:
         ValueError: if a scheme is refused.
         RuntimeError: if a rank fails.
     """
     settings = wanted.settings()
+    jobs = wanted.left()
     curves: dict[str, dict[int, dict[str, Any]]] = {}
     nodes, gpus, dies = wanted.shape
+    done = 0
 
     def stepped(job: Mapping[str, Any], event: str) -> None:
         tick(f"{job['scheme']}, seed {job['seed']}", 1)
 
     tick("starting the ranks", 0)
-    with Ranks(PROGRAM, settings, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
-        for job, curve in ranks.results(settings["jobs"], stepped):
+    with Ranks(PROGRAM, settings | {"jobs": jobs}, on_loopback(nodes * gpus * dies, gpus * dies)) as ranks:
+        for job, curve in ranks.results(jobs, stepped):
             curves.setdefault(job["scheme"], {})[job["seed"]] = curve
+            done += 1
+            first = wanted.before is None and job["seed"] == jobs[0]["seed"]
+            if not first and done < len(jobs) and jobs[done]["seed"] == job["seed"]:
+                continue
             losses = {
                 scheme: {str(seed): found["losses"] for seed, found in seeds.items()}
                 for scheme, seeds in curves.items()
             }
-            yield record("convergence", settings, {"results": compare(curves), "curves": losses})
+            made = record("convergence", settings, {"results": compare(curves), "curves": losses})
+            yield made if wanted.before is None else joined(wanted.before, made)
+
+
+def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Two records of the same trainings with other seeds as one, its head the newer's; the older's in ``before``."""
+    newer = {row["scheme"]: row for row in made["results"]}
+    results = [_joined_row(row, newer.pop(row["scheme"], None)) for row in before["results"]]
+    curves = {name: before["curves"].get(name, {}) | made["curves"].get(name, {}) for name in before["curves"] | newer}
+    head = {key: before[key] for key in ("when", "machine", "versions")}
+    heads = [*before.get("before", []), head]
+    return {**made, "results": [*results, *newer.values()], "curves": curves, "before": heads}
+
+
+def _joined_row(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
+    if new is None:
+        return dict(old)
+    kept, come = (len(row["last"]["difference"]["by_seed"]) for row in (old, new))
+
+    def weighed(one: float, other: float) -> float:
+        return (kept * one + come * other) / (kept + come)
+
+    row: dict[str, Any] = {"scheme": old["scheme"]}
+    for name in ("last", "overall", "evaluation"):
+        by_seed = old[name]["difference"]["by_seed"] | new[name]["difference"]["by_seed"]
+        row[name] = {"loss": weighed(old[name]["loss"], new[name]["loss"]), "difference": _difference(by_seed)}
+    crossing = (old["crossing_bytes"], new["crossing_bytes"])
+    return {**row, "crossing_bytes": None if None in crossing else weighed(*crossing)}
+
+
+def _difference(by_seed: Mapping[Any, float]) -> dict[str, Any]:
+    values = list(by_seed.values())
+    return {"mean": _mean(values), "worst": max(values, key=abs), "by_seed": dict(by_seed)}
 
 
 def compare(curves: Curves) -> list[dict[str, Any]]:
@@ -137,17 +193,17 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
     for scheme, seeds in curves.items():
         row: dict[str, Any] = {"scheme": scheme}
         for name, measure in measures.items():
-            by_seed = {seed: measure(run) / measure(curves[STOCK][seed]) - 1 for seed, run in seeds.items()}
-            difference: dict[str, Any] = {
-                "mean": _mean(list(by_seed.values())),
-                "worst": max(by_seed.values(), key=abs),
-            }
-            row[name] = {"loss": _mean([measure(run) for run in seeds.values()]), "difference": difference}
-            difference["by_seed"] = by_seed
+            by_seed = {str(seed): measure(run) / measure(curves[STOCK][seed]) - 1 for seed, run in seeds.items()}
+            row[name] = {"loss": _mean([measure(run) for run in seeds.values()]), "difference": _difference(by_seed)}
         crossing = [run["crossing_bytes"] for run in seeds.values()]
         row["crossing_bytes"] = None if None in crossing else _mean(crossing)
         results.append(row)
     return results
+
+
+def _first_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of the first seed."""
+    return [job for job in jobs if job["seed"] == jobs[0]["seed"]]
 
 
 def _mean(values: Sequence[float]) -> float:

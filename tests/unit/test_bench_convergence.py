@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks import convergence_report
 from benchmarks.choice import schemes_named
-from benchmarks.convergence import CHANGE, Convergence, compare
+from benchmarks.convergence import CHANGE, Convergence, compare, joined
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
@@ -52,7 +53,7 @@ def test_differences_are_paired_by_seed() -> None:
     worse = {0: curve(1.0, 1.01, 1.01, evaluation=0.99), 1: curve(3.0, 3.03, 3.03, evaluation=3.06)}
     stock, topo = compare({"stock": {0: curve(1.0), 1: curve(3.0)}, "topo": worse})
     assert stock["last"]["difference"]["worst"] == 0 and stock["last"]["loss"] == 2.0
-    assert topo["last"]["difference"]["by_seed"] == pytest.approx({0: 0.01, 1: 0.01})
+    assert topo["last"]["difference"]["by_seed"] == pytest.approx({"0": 0.01, "1": 0.01})
     assert topo["overall"]["difference"]["mean"] == pytest.approx(0.001)
     assert topo["evaluation"]["difference"]["mean"] == pytest.approx(0.005)
     assert topo["evaluation"]["difference"]["worst"] == pytest.approx(0.02)
@@ -62,6 +63,53 @@ def test_the_worst_difference_keeps_its_sign() -> None:
     """A scheme that is far better in one run is as suspicious as one that is far worse."""
     curves = {"stock": dict.fromkeys((0, 1), curve(1.0)), "topo": {0: curve(0.9), 1: curve(1.05)}}
     assert compare(curves)[1]["last"]["difference"]["worst"] == pytest.approx(-0.1)
+
+
+def made(curves: dict[str, dict[int, dict[str, Any]]], when: str = "now") -> dict[str, Any]:
+    """A record of some runs."""
+    losses = {name: {str(seed): run["losses"] for seed, run in seeds.items()} for name, seeds in curves.items()}
+    settings = wanted("topo", seeds=tuple(curves["stock"])).settings()
+    head = {"when": when, "machine": {"cores": len(when)}, "versions": {}, "settings": settings}
+    return {**head, "results": compare(curves), "curves": losses}
+
+
+def test_seeds_are_added_to_a_record() -> None:
+    """As if all had been trained at once; a scheme with fewer seeds keeps them; each part's machine is told."""
+    runs = {
+        "stock": {seed: curve(1.0 + seed) for seed in range(3)},
+        "chaos": {0: curve(1.001)},
+        "topo": {0: curve(1.01), 1: curve(2.5, 2.0), 2: curve(3.3, evaluation=2.9)},
+    }
+    older, newer = (
+        {name: {seed: run for seed, run in found.items() if seed in seeds} for name, found in runs.items()}
+        for seeds in ((0, 1), (2,))
+    )
+    del newer["chaos"]
+    content, whole = joined(made(older, "before"), made(newer)), made(runs)
+    assert content["curves"] == whole["curves"] and [run["machine"]["cores"] for run in content["before"]] == [6]
+    for row, expected in zip(content["results"], whole["results"], strict=True):
+        assert row["crossing_bytes"] is None and row["scheme"] == expected["scheme"]
+        for name in ("last", "overall", "evaluation"):
+            assert row[name]["loss"] == pytest.approx(expected[name]["loss"])
+            assert row[name]["difference"]["by_seed"] == expected[name]["difference"]["by_seed"]
+            assert row[name]["difference"]["worst"] == expected[name]["difference"]["worst"]
+    assert len(joined(content, made({name: {3: curve(1.0)} for name in ("stock", "topo")}))["before"]) == 2
+
+
+def test_only_seeds_that_lack_are_trained() -> None:
+    """To a record of the same trainings; to another's none can be added."""
+    before = made({name: {0: curve(1.0)} for name in ("stock", "chaos", "topo")})
+    more = replace(wanted("topo", seeds=(0, 1, 2)), before=before, floors=2)
+    assert [(job["scheme"], job["seed"]) for job in more.left()] == [
+        ("stock", 1), ("chaos", 1), ("topo", 1), ("stock", 2), ("topo", 2)
+    ]  # fmt: skip
+    assert more.ticks() == 20 * 5
+    with pytest.raises(ValueError, match="other trainings, its schemes differ"):
+        replace(wanted("paper"), before=before)
+    with pytest.raises(ValueError, match="other trainings, its steps differ"):
+        replace(wanted("topo"), before=before, steps=30)
+    with pytest.raises(ValueError, match="has all 1 seeds"):
+        replace(wanted("topo", seeds=(0,)), before=before)
 
 
 def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
