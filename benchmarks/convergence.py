@@ -109,7 +109,7 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
         tick: called after each step, with a few words and the steps done since.
 
     Yields:
-        The record so far, after each run of the first seed and after each further seed (to parts of one nothing could be
+        The record so far, after each run of the first seed and each further seed (to parts of one nothing could be
         added): ``results``, one for each scheme; ``curves``, scheme -> seed -> losses; and how it was measured.
 
     Raises:
