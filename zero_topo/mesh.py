@@ -162,12 +162,14 @@ class Mesh:
         return own
 
     def words(self, env: Mapping[str, str] = os.environ) -> str:
-        """How many communicators this rank has in its groups, and what NCCL's hold; one line for the log.
+        """How many communicators this rank has in its groups, and what NCCL's hold; one line for the log, or none.
 
         Args:
             env: where NCCL reads the size of its buffers.
         """
         sizes = [group.size() for group in self._created]
+        if not sizes:
+            return ""
         set_by_user = env.get("NCCL_BUFFSIZE", "")
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
         held = buffer * sum(min(2, size - 1) for size in sizes)  # both neighbours of a ring

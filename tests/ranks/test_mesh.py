@@ -119,6 +119,7 @@ def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
         assert mesh.calls == len(world.splits) == len(travelled) == 4
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
+        assert not Mesh(Plan.build(machine, ("rank", "rank", "world", "world")), machine, []).words({})
         assert "4 communicators" in mesh.words({}) and "created in 4 calls" in mesh.words({})
 
 

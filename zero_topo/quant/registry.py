@@ -50,8 +50,15 @@ BACKENDS: Mapping[str, Callable[[torch.device], Backend]] = MappingProxyType(
 )
 
 
-def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> Quantizer:
+def select_quantizer(
+    device: torch.device = CPU, env: Mapping[str, str] = os.environ, *, needed: bool = True
+) -> Quantizer:
     """The best backend that loads for a device, or the one ``ZERO_TOPO_QUANT`` forces; logs one line for either.
+
+    Args:
+        device: where values lie.
+        env: where the variable is.
+        needed: whether anything will be quantized; if not, nothing is compiled, and no line says by what.
 
     Raises:
         ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist or does not load.
@@ -59,6 +66,8 @@ def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.env
     forced = env.get(VARIABLE)
     if forced:
         return _forced(forced, device)
+    if not needed:
+        return Quantizer("reference", reference)
     skipped = []
     for name, load in BACKENDS.items():
         try:
