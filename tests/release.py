@@ -96,6 +96,14 @@ class Fresh:
         self.run("-m", "zero_topo.cli", "enable")
 
 
+def build(what: str, dist: Path, source: Path) -> None:
+    """Make an sdist or a wheel; what setuptools says is told if it fails."""
+    command = [sys.executable, "-c", BUILD, f"build_{what}", str(dist)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the {what} could not be built:\n{done.stdout}\n{done.stderr}")
+
+
 def main() -> int:
     """Build, install, use, uninstall; the exit status."""
     with tempfile.TemporaryDirectory() as made:
@@ -103,18 +111,11 @@ def main() -> int:
         shutil.copytree(ROOT, folder / "source", ignore=NOT_RELEASED)
         dist = folder / "dist"
         dist.mkdir()
-        subprocess.run(
-            [sys.executable, "-c", BUILD, "build_sdist", str(dist)],
-            cwd=folder / "source",
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        build("sdist", dist, folder / "source")
         (sdist,) = dist.glob("*.tar.gz")
         shutil.unpack_archive(sdist, folder / "unpacked")
         (unpacked,) = (folder / "unpacked").iterdir()
-        subprocess.run(
-            [sys.executable, "-c", BUILD, "build_wheel", str(dist)], cwd=unpacked, check=True, stdout=subprocess.DEVNULL
-        )
+        build("wheel", dist, unpacked)
         (wheel,) = dist.glob("*.whl")
         shutil.rmtree(folder / "source" / "zero_topo")  # tests must find the installed one
         for package in (wheel, sdist):
