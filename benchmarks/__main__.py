@@ -25,7 +25,7 @@ from benchmarks import (
     sparse,
     sparse_report,
 )
-from benchmarks.choice import load_blocks, load_record, read_shape, schemes_named
+from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
 from benchmarks.training_setup import TrainingSetup, width_for
@@ -110,7 +110,8 @@ class ConvergenceOptions(Outputs):
     layers: Layers = 2
     context: Annotated[int, typer.Option(min=1, help="Bytes of each sample.")] = 64
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
-    lr: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 2e-3
+    lr: Annotated[float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")] = 2e-3
+    rates: Annotated[str, typer.Option(help="Of the others instead, each at each, comma-separated.")] = ""
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
@@ -121,8 +122,10 @@ class ConvergenceOptions(Outputs):
 def convergence_command(options: ConvergenceOptions) -> None:
     """Train every scheme and stock ZeRO-3 on the same data, and show how far their losses differ."""
     width = width_for(read_count(options.params, "--params", LIKE_PARAMS), options.layers)
+    schemes = schemes_named(words_of(options.schemes), load_blocks(options.blocks))
+    rates = [read_rate(word) for word in words_of(options.rates)]
     wanted = convergence.Convergence(
-        schemes=tuple(schemes_named(words_of(options.schemes), load_blocks(options.blocks))),
+        schemes=tuple(scheme.at(rate) for scheme in schemes for rate in rates) if rates else tuple(schemes),
         setup=TrainingSetup(options.layers, width, options.context, options.batch, lr=options.lr),
         steps=options.steps,
         seeds=tuple(range(options.seeds)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -35,15 +36,23 @@ def schemes_named(names: Iterable[str], extra: Mapping[str, BenchScheme] = Mappi
 def load_blocks(path: Path | None) -> dict[str, BenchScheme]:
     """More schemes from a JSON file: an object of name -> ``zero_topo`` block without its topology.
 
+    Where another optimizer than AdamW steps: name -> ``{"block": the block, "optimizer": its type}``.
+
     Raises:
         ValueError: if the file is missing or of another form.
     """
     if path is None:
         return {}
     data = _read("blocks", path)
-    if not isinstance(data, dict) or not all(isinstance(block, dict) for block in data.values()):
+    if not isinstance(data, dict) or not all(isinstance(entry, dict) for entry in data.values()):
         raise ValueError(f"blocks {path}: must be an object of name -> zero_topo block, got {data!r}")
-    return {name: BenchScheme(name, block) for name, block in data.items()}
+    return {name: _scheme(name, entry) for name, entry in data.items()}
+
+
+def _scheme(name: str, entry: dict[str, Any]) -> BenchScheme:
+    if entry.keys() == {"block", "optimizer"} and isinstance(entry["block"], dict):
+        return BenchScheme(name, entry["block"], optimizer=str(entry["optimizer"]))
+    return BenchScheme(name, entry)
 
 
 def load_record(path: Path | None, benchmark: str) -> dict[str, Any]:
@@ -71,6 +80,21 @@ def read_shape(text: str) -> tuple[int, int, int]:
         raise ValueError(f"shape {text!r} is not nodes x GPUs x dies; write it as 2x2x2")
     nodes, gpus, dies = map(int, words)
     return nodes, gpus, dies
+
+
+def read_rate(text: str) -> float:
+    """``"1e-3"``: a learning rate.
+
+    Raises:
+        ValueError: for anything that is not positive.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate {text!r} is not a positive number; write it as 1e-3")
+    return rate
 
 
 def _read(what: str, path: Path) -> Any:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -244,7 +244,8 @@ def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, An
     """One run: the mean loss of each step over ranks and micro-batches, and the evaluation loss at the end."""
     model = build_model(bench.setup, job["seed"])
     change(model, job["change"], job["seed"])
-    config = bench.setup.deepspeed(job["block"], micro_batches, job["optimizer"])
+    setup = replace(bench.setup, lr=job.get("lr", bench.setup.lr))
+    config = setup.deepspeed(job["block"], micro_batches, job["optimizer"])
     values = []
     with engine_of(model, config, partial(warm_up_and_cosine, bench.steps, bench.warmup)) as engine:
         for step in range(bench.steps):

@@ -226,6 +226,15 @@ def test_a_block_is_refused_by_the_config_itself(tmp_path: Path) -> None:
         ClusterBench(TINY, tuple(mine), (1,), SETUP)
 
 
+def test_a_block_may_name_its_optimizer(tmp_path: Path) -> None:
+    """Beside the block, whose own "optimizer" is a degree."""
+    path = tmp_path / "blocks.json"
+    block = {"scheme": "topo", "optimizer": "node", "sync": {"mode": "ternary"}}
+    path.write_text(json.dumps({"mine": {"block": block, "optimizer": "AgedAdamW"}, "plain": block}))
+    mine, plain = schemes_named(["mine", "plain"], load_blocks(path))
+    assert mine == BenchScheme("mine", block, optimizer="AgedAdamW") and plain == BenchScheme("plain", block)
+
+
 @pytest.mark.parametrize("scheme", KNOWN.values(), ids=KNOWN)
 def test_the_known_schemes_are_accepted(scheme: BenchScheme) -> None:
     """Every block of the table is one that the config takes, on both presets."""

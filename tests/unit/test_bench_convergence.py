@@ -42,6 +42,18 @@ def test_stock_and_the_chaos_floor_are_always_trained() -> None:
     assert wanted("topo").ticks() == 20 * 2 * 3
 
 
+def test_a_scheme_may_have_a_rate_of_its_own() -> None:
+    """Which its name tells; stock and the others keep the benchmark's."""
+    (scheme,) = schemes_named(["adams"])
+    jobs = replace(wanted("topo"), schemes=(scheme.at(7e-4), scheme), floors=0).settings()["jobs"][:3]
+    assert [(job["scheme"], job.get("lr")) for job in jobs] == [
+        ("stock", None),
+        ("adams@0.0007", 7e-4),
+        ("adams", None),
+    ]
+    assert jobs[1]["block"] == jobs[2]["block"]
+
+
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:
     """A run of twenty losses, of which some are the last, and an evaluation, at the losses' level if not given."""
     losses = [level] * (20 - len(last)) + list(last)

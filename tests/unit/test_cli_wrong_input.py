@@ -142,6 +142,8 @@ WRONG_BENCHMARKS = {
     "cluster --params many": "not a positive whole number",
     "convergence --steps 3": "greater than or equal to 10",
     "convergence --schemes tpo": "did you mean",
+    "convergence --rates 1e-3,fast": "rate 'fast' is not a positive number; write it as 1e-3",
+    "convergence --rates -1": "rate '-1' is not a positive number",
     "convergence --more": "name the record to go on with: --record FILE",
     "convergence --more --record README.md": "record README.md: Expecting value",
     "convergence --more --record benchmarks/records/soak.json": "was not written by python -m benchmarks convergence",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,17 +21,24 @@ class BenchScheme:
         block: the ``zero_topo`` block without its topology; None is stock ZeRO-3.
         ring: replace gloo's reduce-scatter, see ``emulated_cluster/ring.py``; for stock only.
         optimizer: ``optimizer.type`` of the DeepSpeed config.
+        lr: its learning rate; None is the benchmark's.
     """
 
     name: str
     block: Mapping[str, Any] | None
     ring: bool = False
     optimizer: str = "AdamW"
+    lr: float | None = None
+
+    def at(self, lr: float) -> BenchScheme:
+        """The same with a learning rate of its own, which its name tells."""
+        return replace(self, name=f"{self.name}@{lr:g}", lr=lr)
 
     def job_on(self, topology: Mapping[str, Any]) -> dict[str, Any]:
-        """In JSON types, for a machine given as its ``topology`` key: ``scheme``, ``block`` and ``optimizer``."""
+        """In JSON types, on a machine (its ``topology`` key): ``scheme``, ``block``, ``optimizer`` and any ``lr``."""
         block = None if self.block is None else {"topology": dict(topology), **self.block}
-        return {"scheme": self.name, "block": block, "optimizer": self.optimizer}
+        job = {"scheme": self.name, "block": block, "optimizer": self.optimizer}
+        return job if self.lr is None else {**job, "lr": self.lr}
 
     def resolve(self, topology: Topology) -> ResolvedConfig | None:
         """Plan and formats on a machine; None for stock.
