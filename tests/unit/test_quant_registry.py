@@ -10,12 +10,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from zero_topo.config.models import ZeroTopoConfig
-from zero_topo.config.resolve import resolve_config
 from zero_topo.quant import reference, registry
 from zero_topo.quant.ops import Backend, BackendUnavailable
 from zero_topo.quant.pieces import pieces_to_read
-from zero_topo.topology.presets import load_preset
 
 CPU = torch.device("cpu")
 
@@ -42,38 +39,7 @@ def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.L
     with caplog.at_level(logging.INFO, "zero_topo"):
         assert registry.select_quantizer(CPU, {}).name == "reference"
     (line,) = caplog.messages
-    assert line == "zero_topo: quantization on cpu by reference; not native: there is no C++ compiler (install g++)"
-
-
-@pytest.mark.usefixtures("two")
-def test_where_nothing_is_quantized_nothing_is_compiled(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan in 16 bits needs no compiler, and does not say what would quantize; what is forced is looked at."""
-    monkeypatch.setattr(registry, "BACKENDS", MappingProxyType({"native": None, "reference": good}))
-    with caplog.at_level(logging.INFO, "zero_topo"):
-        assert registry.select_quantizer(CPU, {}, needed=False).name == "reference"
-    assert not caplog.messages
-    with pytest.raises(ValueError, match="ZERO_TOPO_QUANT=warp"):
-        registry.select_quantizer(CPU, {"ZERO_TOPO_QUANT": "warp"}, needed=False)
-
-
-@pytest.mark.parametrize(
-    ("block", "needs"),
-    [
-        ({"scheme": "zero3"}, False),
-        ({"scheme": "hsdp"}, False),
-        ({"scheme": "topo"}, True),
-        ({"scheme": "zero++"}, True),
-        ({"scheme": "zero3", "publish": {"delta": "int4"}}, True),
-        ({"scheme": "hsdp", "sync": {"mode": "quantized"}}, True),
-        ({"scheme": "hsdp", "sync": {"mode": "oktopk"}}, True),
-    ],
-)
-def test_a_plan_knows_whether_anything_is_quantized(block: dict[str, object], needs: bool) -> None:
-    """In any phase, or held as codes, or chosen element by element."""
-    config = resolve_config(ZeroTopoConfig.parse(block), load_preset("frontier", 16))
-    assert config.needs_kernels is needs
+    assert line == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install g++)"
 
 
 @pytest.mark.usefixtures("two")

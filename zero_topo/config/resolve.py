@@ -18,7 +18,6 @@ from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resident import Obstacle, resident_obstacle
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
-from zero_topo.config.sync_config import DenseSync
 from zero_topo.config.sync_settings import SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
@@ -67,12 +66,6 @@ class ResolvedConfig:
     seed: int | None
     debug_checks: bool
     notes: tuple[str, ...]
-
-    @property
-    def needs_kernels(self) -> bool:
-        """Whether anything is quantized, held as codes or chosen element by element."""
-        specs = (self.weights_spec, self.secondary_spec, self.gradients_spec, self.resident_spec, self.publish.spec)
-        return any(spec is not None for spec in specs) or not isinstance(self.sync, DenseSync)
 
     def log_lines(self) -> list[str]:
         """What a run should say at its start: the choices made for the user, and doubts about the machine."""

@@ -143,7 +143,7 @@ class Stage3:
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
         self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
-        self.quantizer = select_quantizer(setup.like.device, needed=config.needs_kernels)
+        self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)

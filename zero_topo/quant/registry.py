@@ -50,15 +50,8 @@ BACKENDS: Mapping[str, Callable[[torch.device], Backend]] = MappingProxyType(
 )
 
 
-def select_quantizer(
-    device: torch.device = CPU, env: Mapping[str, str] = os.environ, *, needed: bool = True
-) -> Quantizer:
+def select_quantizer(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> Quantizer:
     """The best backend that loads for a device, or the one ``ZERO_TOPO_QUANT`` forces; logs one line for either.
-
-    Args:
-        device: where values lie.
-        env: where the variable is.
-        needed: whether anything will be quantized; if not, nothing is compiled, and no line says by what.
 
     Raises:
         ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist or does not load.
@@ -66,8 +59,6 @@ def select_quantizer(
     forced = env.get(VARIABLE)
     if forced:
         return _forced(forced, device)
-    if not needed:
-        return Quantizer("reference", reference)
     skipped = []
     for name, load in BACKENDS.items():
         try:
@@ -75,7 +66,7 @@ def select_quantizer(
         except BackendUnavailable as reason:
             skipped.append(f"not {name}: {reason}")
             continue
-        logger.info("zero_topo: quantization on %s by %s%s", device.type, name, "".join(f"; {why}" for why in skipped))
+        logger.info("zero_topo: kernels on %s: %s%s", device.type, name, "".join(f"; {why}" for why in skipped))
         return quantizer
     raise AssertionError("the reference serves every device")
 
@@ -98,5 +89,5 @@ def _forced(name: str, device: torch.device) -> Quantizer:
         quantizer = Quantizer(name, BACKENDS[name](device))
     except BackendUnavailable as reason:
         raise ValueError(f"{VARIABLE}={name} cannot serve {device.type}: {reason}; unset it") from reason
-    logger.info("zero_topo: quantization on %s by %s (%s)", device.type, name, VARIABLE)
+    logger.info("zero_topo: kernels on %s: %s (%s)", device.type, name, VARIABLE)
     return quantizer
