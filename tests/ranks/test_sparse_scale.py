@@ -163,7 +163,9 @@ def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch
         w = sparse_world(DATA_PARALLEL, 4, "topk_a", (numel,), density=0.025)
         with mirrored(4):
             if refused:
-                with pytest.raises(ValueError, match=r"26 picks of each of 4 ranks .*lower sync.density, .*\"oktopk\""):
+                with pytest.raises(
+                    ValueError, match=r"26 picks of each of 4 ranks .*lower sync.density and .*\"oktopk\""
+                ):
                     w.engine()
             else:
                 w.engine()

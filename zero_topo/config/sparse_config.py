@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -45,6 +45,30 @@ class SparseSync(SyncSettings):
     dense_vectors: bool = Field(
         True, strict=True, description="Reduce parameters of fewer than two dimensions (norms, biases) densely."
     )
+    start: int = Field(0, ge=0, description="Optimizer steps at the beginning that reduce everything.")
+    start_density: float = Field(
+        0.25, gt=0, le=1, description="Density of the step after start, if there is a warm-up; DGC begins with 0.25."
+    )
+    warmup: int = Field(
+        0,
+        ge=0,
+        description="Steps after start over which the density goes geometrically from start_density to density, as in "
+        "DGC (arXiv 1712.01887, section 3.4).",
+    )
+
+    def density_at(self, step: int) -> float:
+        """Density of a step, counted from 0: 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)``, then ``d``."""
+        since = step - self.start
+        if since < 0:
+            return 1.0
+        if since >= self.warmup:
+            return self.density
+        return float(self.start_density * (self.density / self.start_density) ** (since / self.warmup))
+
+    @property
+    def busiest(self) -> Self:
+        """The settings of the step that sends most, but for those before ``start``."""
+        return self.model_copy(update={"density": max(self.density, self.density_at(self.start))})
 
 
 class TopkASync(SparseSync):
@@ -111,6 +135,9 @@ class RadiusSync(SparseSync):
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
     density: float = Field(0.4, gt=0, le=1, description="Share of each parameter that the mask holds.")
+    value_dtype: Dtype = Field(
+        "bf16", description="Type of the values on the wire; what rounding takes away is owed, with error feedback."
+    )
     interval: int = Field(
         200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
     )
@@ -132,12 +159,11 @@ class ScapeSync(SparseSync):
         "scape", description="The momentum's largest elements, chosen a step before (SCAPE, with the AdamS optimizer)."
     )
     density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask holds.")
-    start_density: float = Field(1.0, gt=0, le=1, description="Density of the first step, if there is a warm-up.")
-    warmup: int = Field(
-        0,
-        ge=0,
-        description="Steps over which the density goes geometrically from start_density to density; the paper takes "
-        "a tenth of the training.",
+    start_density: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Density of the first step, if there is a warm-up; the paper's takes a tenth of the training.",
     )
 
     def problem(self, plan: Plan) -> str | None:
@@ -149,9 +175,3 @@ class ScapeSync(SparseSync):
             f"but its optimizer shard (degree {plan.optimizer}) is another; set both to the same domain, such as "
             '"gradients": "node", "optimizer": "node": then no weights cross nodes either'
         )
-
-    def density_at(self, step: int) -> float:
-        """Density of the mask of a step, counted from 0: ``d_start * (d / d_start) ** (t / warmup)``, then ``d``."""
-        if step >= self.warmup:
-            return self.density
-        return float(self.start_density * (self.density / self.start_density) ** (step / self.warmup))

@@ -58,6 +58,8 @@ class TagcSync(SparseSync):
 
     mode: Literal["tagc"] = Field("tagc", description="One bit per element and a count sketch of the values (TAGC).")
     density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")
+    start_density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")
+    warmup: SkipJsonSchema[int] = Field(0, exclude=True, description="Not used: see theta.")
     ratio: Literal[2, 4, 10] = Field(4, description="How many times smaller than the values their sketch is.")
     theta: float | None = Field(
         None,
@@ -67,7 +69,7 @@ class TagcSync(SparseSync):
         "more, so that the picks of all ranks fit into the sketch even if none coincide.",
     )
     value_dtype: Dtype = Field(
-        "fp32", description="Type of values that travel without a sketch; a sketch is always FP32."
+        "bf16", description="Type of values that travel without a sketch; a sketch is always FP32."
     )
     exclude: tuple[str, ...] = Field(
         QUERY_KEY_VALUE,
@@ -78,11 +80,12 @@ class TagcSync(SparseSync):
     @model_validator(mode="before")
     @classmethod
     def _refuse_density(cls, block: Any) -> Any:
-        if isinstance(block, Mapping) and "density" in block:
-            raise ValueError(
-                "density is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set theta, "
-                "or leave it to ratio"
-            )
+        for key in ("density", "start_density", "warmup"):
+            if isinstance(block, Mapping) and key in block:
+                raise ValueError(
+                    f"{key} is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set "
+                    "theta, or leave it to ratio"
+                )
         return block
 
     def zeros(self, peers: int) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from zero_topo.config import RadiusSync, ScapeSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import book_sparse, mode_bytes, peer_bytes
+from zero_topo.cost.sparse import book_sparse, exchanged_bytes, mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
@@ -38,21 +38,6 @@ def _(mode: RadiusSync, columns: int, plan: Plan, peers: int) -> float:
     n, everywhere, itemsize = peers * columns, plan.optimizer < plan.world_size, ITEMSIZES[mode.value_dtype]
     dense = exchanged_bytes(n, peers, itemsize, everywhere)
     return max(dense, n + masked_bytes(mode.density * n, n, peers, (itemsize, everywhere)))
-
-
-def exchanged_bytes(numel: float, peers: int, itemsize: int, everywhere: bool) -> float:
-    """Bytes that reducing so many values makes beside them: rounded, those that came, in FP32, sums, those told.
-
-    Args:
-        numel: in all rows.
-        peers: ``P``.
-        itemsize: of a value on the wire.
-        everywhere: whether all sums are told to all.
-    """
-    row, rounds = 4 * numel / peers, itemsize < 4
-    coming = (2 * itemsize + 4) * numel if rounds else 4 * numel + row
-    told = row + (itemsize + 4 if rounds else 4) * numel + (row / 4 * itemsize if rounds else 0) if everywhere else 0
-    return max(coming, told)
 
 
 def masked_bytes(kept: float, numel: int, peers: int, wire: tuple[int, bool]) -> float:

@@ -120,7 +120,24 @@ def _(mode: SparseSync, plan: Plan, columns: int) -> int:
     if peers == 1:
         return 0
     within = 2 * 4 * peers * columns * (inner[1] // inner[0]) if inner is not None else 0
-    return 4 * peers * columns + round(max(within, mode_bytes(mode, columns, plan, peers)))
+    everywhere = plan.optimizer < plan.world_size
+    dense = exchanged_bytes(peers * columns, peers, ITEMSIZES[mode.value_dtype], everywhere) if mode.start else 0
+    return 4 * peers * columns + round(max(within, dense, mode_bytes(mode.busiest, columns, plan, peers)))
+
+
+def exchanged_bytes(numel: float, peers: int, itemsize: int, everywhere: bool) -> float:
+    """Bytes that reducing so many values makes beside them: rounded, those that came, in FP32, sums, those told.
+
+    Args:
+        numel: in all rows.
+        peers: ``P``.
+        itemsize: of a value on the wire.
+        everywhere: whether all sums are told to all.
+    """
+    row, rounds = 4 * numel / peers, itemsize < 4
+    coming = (2 * itemsize + 4) * numel if rounds else 4 * numel + row
+    told = row + (itemsize + 4 if rounds else 4) * numel + (row / 4 * itemsize if rounds else 0) if everywhere else 0
+    return max(coming, told)
 
 
 @singledispatch

@@ -11,10 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_topo.config import SparseSync
-from zero_topo.quant.pieces import DTYPES
-from zero_topo.sync.base import SyncContext
-from zero_topo.sync.picks import added_rows, positions
+from zero_topo.sync.picks import positions
 from zero_topo.sync.sparse import Sparse, State
 
 
@@ -30,10 +27,6 @@ class Unseen(Sparse[State]):
 
 class Masked(Unseen[State]):
     """A sparse mode with a common mask, in which all rows hold equally many elements: no lengths travel either."""
-
-    def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        super().__init__(config, context)
-        self.dtype = DTYPES[config.value_dtype]
 
     def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.
@@ -57,25 +50,6 @@ class Masked(Unseen[State]):
             return torch.zeros_like(total).index_copy_(0, held, sums)
         places = held.view(size, kept)[own] - own * self._columns
         return total.new_zeros(self._columns).index_copy_(0, places, sums)
-
-    def reduce_rows(self, packed: Tensor) -> Tensor:
-        """Sums over the peers of ``[P, K]`` values, which become what rounding leaves; collective.
-
-        Returns:
-            FP32 ``[P * K]``, or of the own row ``[K]``.
-        """
-        sent = packed.to(self.dtype)
-        total = added_rows(self.peers.scatter(sent))
-        if self.dtype == packed.dtype:
-            packed.zero_()
-            return self.peers.gather(total).view(-1) if self.everywhere else total
-        packed -= sent
-        del sent
-        if not self.everywhere:
-            return total
-        told = total.to(self.dtype)
-        packed[self.peers.index] += total - told
-        return self.peers.gather(told).float().view(-1)
 
     def packed(self, mask: Tensor) -> Tensor:
         """Bool ``[C]`` as bits, uint8 ``[ceil(C / 8)]``."""

@@ -36,7 +36,6 @@ from zero_topo.collectives.mpi import MpiPeers
 from zero_topo.collectives.peers import Peers
 from zero_topo.config import OkTopkSync
 from zero_topo.mesh import Hop
-from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     TINY,
@@ -64,13 +63,11 @@ class OkTopkState:
     """What Ok-Topk remembers; alike on all peers but for ``local``.
 
     Attributes:
-        step: steps taken.
         local: threshold.
         world: threshold, FP64 ``[]``.
         bounds: int64 ``[P + 1]``, where regions begin, and ``n``.
     """
 
-    step: int
     local: float
     world: Tensor
     bounds: Tensor
@@ -99,8 +96,6 @@ class OkTopk(Sparse[OkTopkState]):
     def __init__(self, config: OkTopkSync, context: SyncContext) -> None:
         self.config = config
         super().__init__(config, context)
-        self.dtype = DTYPES[config.value_dtype]
-        self.k = share(config.density, self.numel)
         # Of sums that stay with their owners positions are those in the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
 
@@ -110,12 +105,17 @@ class OkTopk(Sparse[OkTopkState]):
             return MpiPeers(across, self.context.counted)
         return super().join(across)
 
+    @property
+    def k(self) -> int:
+        """Picks of a rank, and of the sums."""
+        return share(self.density, self.numel)
+
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
-        exact = state.step < self.config.tau_prime or state.step % self.config.tau_prime == 0
+        exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
         picked, threshold, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
-        if not self.config.sharded and state.step % self.config.tau == 0:
+        if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
         begin, sums = self._summed(picked, bounds)
         if self.config.sharded:
@@ -130,12 +130,12 @@ class OkTopk(Sparse[OkTopkState]):
                 lost = torch.where(chosen.mask[begin : begin + len(sums)], sums - sums.to(self.dtype), 0.0)
                 total[begin : begin + len(sums)] += lost
         report: dict[str, float | Tensor] = {
-            "density_asked": self.config.density,
+            "density_asked": self.density,
             "density": len(picked) / self.numel,
             "union": chosen.count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }
-        return Outcome(chosen.reduced, total, OkTopkState(state.step + 1, threshold, chosen.threshold, bounds), report)
+        return Outcome(chosen.reduced, total, OkTopkState(threshold, chosen.threshold, bounds), report)
 
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
@@ -249,21 +249,20 @@ class OkTopk(Sparse[OkTopkState]):
         """No threshold, regions of equal size."""
         device, size = self.context.device, self.peers.size
         bounds = torch.arange(size + 1, device=device) * self.numel // size
-        return OkTopkState(0, 0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
+        return OkTopkState(0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
-        """Steps, thresholds and regions."""
+        """Thresholds and regions."""
         return {
-            "step": torch.tensor(state.step),
             "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64),
             "bounds": state.bounds,
         }
 
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
-        """Steps, thresholds and regions from a checkpoint."""
+        """Thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].to(self.context.device)
         bounds = saved["bounds"].to(self.context.device, copy=True)
-        return OkTopkState(int(saved["step"]), float(local), world, bounds)
+        return OkTopkState(float(local), world, bounds)
 
 
 def _moved(share: float) -> float:

@@ -40,12 +40,10 @@ class RadiusState:
     """What Radius remembers, alike on all peers.
 
     Attributes:
-        step: steps taken.
         kept: elements that the mask holds in each row, of each parameter that takes part; none if there is no mask.
         bits: uint8 ``[P, ceil(C / 8)]``, the mask, each row packed by itself.
     """
 
-    step: int
     kept: tuple[int, ...]
     bits: Tensor
 
@@ -74,23 +72,21 @@ class Radius(Masked[RadiusState]):
         self._choice: _Choice | None = None
 
     def exchange(self, total: Tensor, state: RadiusState) -> Outcome[RadiusState]:
-        """Reduce what the mask holds, or everything in a step before the first mask or that resamples."""
-        after = replace(state, step=state.step + 1)
-        if state.step < self.config.start or self._resamples(state):
+        """Reduce what the mask holds, or everything in a step that resamples."""
+        if self._resamples(state):
             reduced = self.reduce_rows(total.view(self.peers.size, -1))
-            return Outcome(reduced, total, after, self._numbers(self.numel, resampled=self._resamples(state)))
+            return Outcome(reduced, total, state, self._numbers(self.numel, resampled=True))
         kept = sum(state.kept)
         reduced = self.reduce_masked(total, self.mask(state), kept)
-        return Outcome(reduced, total, after, self._numbers(self.peers.size * kept, resampled=False))
+        return Outcome(reduced, total, state, self._numbers(self.peers.size * kept, resampled=False))
 
     def _resamples(self, state: RadiusState) -> bool:
         """Whether the step reduces everything and chooses a mask."""
-        since = state.step - self.config.start
-        return since >= 0 and (not state.kept or since % self.config.interval == 0)
+        return self.since_start >= 0 and (not state.kept or self.since_start % self.config.interval == 0)
 
     def _numbers(self, sent: int, resampled: bool) -> dict[str, float]:
         """The report: which share of the elements was reduced, and whether the step resampled."""
-        return {"density_asked": self.config.density, "density": sent / self.numel, "resampled": float(resampled)}
+        return {"density_asked": self.density, "density": sent / self.numel, "resampled": float(resampled)}
 
     def mask(self, state: RadiusState) -> Tensor:
         """Bool ``[P, C]``."""
@@ -114,7 +110,7 @@ class Radius(Masked[RadiusState]):
         score = (new - old).abs().to(self.context.device)
         for index, ((first, past), (low, high)) in enumerate(zip(self._spans, self._places, strict=True)):
             if begin <= first < begin + score.numel():
-                count = max(1, int(self.config.density * (past - first)))
+                count = max(1, int(self.density * (past - first)))
                 largest = torch.topk(score[first - begin : past - begin], count, sorted=False).indices
                 self._choice.mask[low:high].zero_().index_fill_(0, largest, True)
                 self._choice.kept[index] = count
@@ -130,24 +126,24 @@ class Radius(Masked[RadiusState]):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RadiusState:
-        """No step, no mask."""
+        """No mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
-        return RadiusState(0, (), bits)
+        return RadiusState((), bits)
 
     def state_bytes(self) -> int:
         """Bytes of the residual and the mask."""
         return super().state_bytes() + self.peers.size * -(-self._columns // 8) if self.active else 0
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
-        """Steps, and the mask if one is chosen."""
-        return {"step": torch.tensor(state.step), "chosen": torch.tensor(bool(state.kept)), "mask": state.bits}
+        """The mask, if one is chosen."""
+        return {"chosen": torch.tensor(bool(state.kept)), "mask": state.bits}
 
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
-        """Steps and mask from a checkpoint."""
+        """The mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         own = self.unpacked(bits[:1])[0]
         kept = tuple(int(own[low:high].sum()) for low, high in self._places) if saved["chosen"] else ()
-        return RadiusState(int(saved["step"]), kept, bits)
+        return RadiusState(kept, bits)
 
 
 build_mode.register(RadiusSync, Radius)

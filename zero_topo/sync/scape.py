@@ -47,13 +47,11 @@ class ScapeState:
     """What SCAPE remembers.
 
     Attributes:
-        step: steps taken.
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
         kept: elements that it holds in each row; in a state that is not decided yet, those of ``chosen``.
         chosen: this rank's own row of the mask after it, to be told to the others; None when it is on its way.
     """
 
-    step: int
     bits: Handle[Tensor]
     kept: int
     chosen: Tensor | None
@@ -80,14 +78,14 @@ class Scape(Masked[ScapeState]):
         """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
         own, table = self.peers.index, total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
-        count = share(self.config.density_at(state.step + 1), self._columns)
+        count = share(self.config.density_at(self.steps + 1), self._columns)
         momentum = self._momentum(self.context.moments())
         chosen = torch.zeros_like(mask[own])
         chosen.index_fill_(0, largest(table[own] + momentum[own], count).indices, True)
         reduced = self.reduce_masked(total, mask, state.kept)
         table += momentum.masked_fill_(mask, 0)
-        report = {"density_asked": self.config.density_at(state.step), "density": state.kept / self._columns}
-        return Outcome(reduced, total, ScapeState(state.step + 1, state.bits, count, self.packed(chosen)), report)
+        report = {"density_asked": self.density, "density": state.kept / self._columns}
+        return Outcome(reduced, total, ScapeState(state.bits, count, self.packed(chosen)), report)
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
@@ -152,7 +150,7 @@ class Scape(Masked[ScapeState]):
             return
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        self._state = ScapeState(self._state.step, bits, self._state.kept, None)
+        self._state = ScapeState(bits, self._state.kept, None)
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Of the rows of all tables inside the node the rows of the gradient shard; collective there."""
@@ -163,11 +161,11 @@ class Scape(Masked[ScapeState]):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> ScapeState:
-        """No step; everything is in the mask."""
+        """Everything is in the mask."""
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = self.packed(ones).expand(rows, -1).contiguous()
-        return ScapeState(0, Handle(None, (), lambda: bits), self._columns, None)
+        return ScapeState(Handle(None, (), lambda: bits), self._columns, None)
 
     def state_bytes(self) -> int:
         """Bytes of the residual, the mask in force and the next one."""
@@ -175,14 +173,14 @@ class Scape(Masked[ScapeState]):
         return super().state_bytes() + masks if self.active else 0
 
     def save(self, state: ScapeState) -> dict[str, Tensor]:
-        """Steps, and the mask in force; waits for it."""
-        return {"step": torch.tensor(state.step), "mask": state.bits.wait()}
+        """The mask in force; waits for it."""
+        return {"mask": state.bits.wait()}
 
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
-        """Steps and mask from a checkpoint."""
+        """The mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         kept = int(self.unpacked(bits[:1]).sum())
-        return ScapeState(int(saved["step"]), Handle(None, (), lambda: bits), kept, None)
+        return ScapeState(Handle(None, (), lambda: bits), kept, None)
 
 
 build_mode.register(ScapeSync, Scape)

@@ -40,9 +40,11 @@ from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.pack import Span, places_of
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import Owed, Parameter, SyncContext
 from zero_topo.sync.crossing import Crossing, exact, spread_back
 from zero_topo.sync.dense import Dense
+from zero_topo.sync.picks import added_rows
 
 State = TypeVar("State")
 
@@ -85,13 +87,16 @@ class Sparse(Crossing, Generic[State]):
         everywhere: whether ranks need more than their own row.
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
+        dtype: of values on the wire.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
+        steps: how many were synced and not skipped.
         finite: uint8 ``[P, 1]``, whether all elements of each peer are, until somebody has looked.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
         super().__init__(context, exact(context))
-        plan = context.plan
+        plan, self._settings = context.plan, config
+        self.dtype = DTYPES[config.value_dtype]
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._taken = tuple(p for p in context.parameters if taken(p, config))
@@ -110,6 +115,7 @@ class Sparse(Crossing, Generic[State]):
         )
         self.finite: Tensor | None = None
         self._undecided: Step[State] | None = None  # exchanged, all of it finite, and not decided yet
+        self.steps = 0
         self._paid = False  # the residual is in the gradients already
         self._state = self.fresh()
         self._report: Mapping[str, float | Tensor] = {}
@@ -161,7 +167,8 @@ class Sparse(Crossing, Generic[State]):
         if self.residual.numel() and not self._paid:
             total += self.residual.to(total.device, non_blocking=True)
         try:
-            outcome = self.exchange(total, self._state)
+            dense = self.steps < self._settings.start
+            outcome = self._reduced_all(total) if dense else self.exchange(total, self._state)
             self.judge(outcome.reduced)
         except _NotFiniteError:
             for begin, end in self._spans:
@@ -169,6 +176,40 @@ class Sparse(Crossing, Generic[State]):
             return None
         self._deliver(shard, outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
+
+    @property
+    def density(self) -> float:
+        """That is asked for in this step."""
+        return self._settings.density_at(self.steps)
+
+    @property
+    def since_start(self) -> int:
+        """Steps synced since those that reduce everything."""
+        return self.steps - self._settings.start
+
+    def _reduced_all(self, total: Tensor) -> Outcome[State]:
+        """Everything, as before the first sparse step."""
+        reduced = self.reduce_rows(total.view(self.peers.size, -1))
+        return Outcome(reduced, total, self._state, {"density_asked": 1.0, "density": 1.0})
+
+    def reduce_rows(self, packed: Tensor) -> Tensor:
+        """Sums over the peers of ``[P, K]`` values, which become what rounding leaves; collective.
+
+        Returns:
+            FP32 ``[P * K]``, or of the own row ``[K]``.
+        """
+        sent = packed.to(self.dtype)
+        total = added_rows(self.peers.scatter(sent))
+        if self.dtype == packed.dtype:
+            packed.zero_()
+            return self.peers.gather(total).view(-1) if self.everywhere else total
+        packed -= sent
+        del sent
+        if not self.everywhere:
+            return total
+        told = total.to(self.dtype)
+        packed[self.peers.index] += total - told
+        return self.peers.gather(told).float().view(-1)
 
     def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
         """Put the sums into the shard, and where a node's ranks need more rows, tell them."""
@@ -213,6 +254,7 @@ class Sparse(Crossing, Generic[State]):
             self.residual = self.residual.copy_(left) if self._offloaded else left
         self._state = step.state
         self._report = step.report
+        self.steps += 1
 
     def debts(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
@@ -245,14 +287,15 @@ class Sparse(Crossing, Generic[State]):
         return 0 if self._offloaded else self.residual.nbytes
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residual and what the mode remembers."""
+        """The residual, the steps, and what the mode remembers."""
         if not self.active:
             return {}
-        return {"residual": self.residual, **self.save(self._state)}
+        return {"residual": self.residual, "step": torch.tensor(self.steps), **self.save(self._state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the residual and what the mode remembers; refuse other entries or shapes."""
+        """Restore what :meth:`state_dict` holds; refuse other entries or shapes."""
         if not state:
+            self.steps = 0
             self.residual.zero_()
             self._state = self.fresh()
             return
@@ -262,7 +305,8 @@ class Sparse(Crossing, Generic[State]):
             needed = {name: tuple(value.shape) for name, value in wanted.items()}
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {shapes}")
         self.residual.copy_(state["residual"])
-        self._state = self.restored({key: value for key, value in state.items() if key != "residual"})
+        self.steps = int(state["step"])
+        self._state = self.restored(state)
 
     @abstractmethod
     def fresh(self) -> State:

@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import TagcSync
-from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import Picked, added, added_rows, largest, positions, share
@@ -100,7 +99,6 @@ class Tagc(Sparse[int]):
         super().__init__(config, context)
         self.config = config
         self.theta = config.zeros(self.peers.size)
-        self.dtype = DTYPES[config.value_dtype]
         self.width = self.numel // self.peers.size
 
     def exchange(self, total: Tensor, state: int) -> Outcome[int]:

@@ -26,7 +26,6 @@ from torch.nn.functional import pad
 
 from zero_topo.config import TernarySync
 from zero_topo.config.ternary_config import BLOCK
-from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.masked import Unseen
 from zero_topo.sync.picks import added_rows
@@ -39,11 +38,15 @@ class Ternary(Unseen[None]):
     def __init__(self, config: TernarySync, context: SyncContext) -> None:
         self.config = config
         super().__init__(config, context)
-        self.dtype = DTYPES[config.value_dtype]
         self._blocks = -(-self._columns // BLOCK)  # of a row
 
     def fresh(self) -> None:
         """Nothing."""
+
+    @property
+    def now(self) -> TernarySync:
+        """The settings at this step's density."""
+        return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs again."""
@@ -63,7 +66,7 @@ class Ternary(Unseen[None]):
         for there, here in turned:
             total.view(size, columns)[there].copy_(rows[here])
         report: dict[str, float | Tensor] = {
-            "density_asked": self.config.density,
+            "density_asked": self.density,
             "density": count.double() / (self.numel - columns),
             "union": reduced.count_nonzero().double() / len(reduced),
         }
@@ -74,7 +77,7 @@ class Ternary(Unseen[None]):
 
         And how many elements that are, int64 ``[]``.
         """
-        index = self.context.sparse.row_largest(blocks, self.config.picks)
+        index = self.context.sparse.row_largest(blocks, self.now.picks)
         sizes = blocks.gather(1, index).abs_()
         count = sizes.count_nonzero(dim=1)[:, None]
         scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
@@ -88,9 +91,10 @@ class Ternary(Unseen[None]):
 
     def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor) -> Tensor:
         """Messages, uint8 ``[rows, bytes]``: positions ascend in each block, scales have the type they travel in."""
-        rows, low, device = len(index) // self._blocks, self.config.low_bits, index.device
-        ones = (index >> low) + torch.arange(self.config.picks, device=device)
-        high = torch.zeros(len(index), self.config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
+        rows, config, device = len(index) // self._blocks, self.now, index.device
+        low = config.low_bits
+        ones = (index >> low) + torch.arange(config.picks, device=device)
+        high = torch.zeros(len(index), config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
         lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
         flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
         bits = self.context.sparse.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
@@ -98,7 +102,7 @@ class Ternary(Unseen[None]):
 
     def _decoded(self, messages: Tensor) -> Tensor:
         """What some rows' messages say, FP32 ``[rows, blocks of a row * 4096]``."""
-        size, config, device = len(messages), self.config, messages.device
+        size, config, device = len(messages), self.now, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
         flags = self.context.sparse.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)

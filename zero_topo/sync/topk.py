@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
-from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     LONGEST,
@@ -37,11 +36,6 @@ FITTING_STEPS = 4
 
 class Stateless(Sparse[None]):
     """A mode that remembers nothing but the residual."""
-
-    def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        super().__init__(config, context)
-        self.density = config.density
-        self.dtype = DTYPES[config.value_dtype]
 
     @property
     def k(self) -> int:
@@ -71,11 +65,12 @@ class AllGathered(Stateless):
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        if self.active and self.k * self.peers.size > LONGEST:
+        k = share(config.busiest.density, self.numel)
+        if self.active and k * self.peers.size > LONGEST:
             raise ValueError(
-                f"sync.mode = {config.MODE}: {self.k} picks of each of {self.peers.size} ranks are over {LONGEST}, "
-                "more than torch sorts on a GPU; lower sync.density, or take a mode in which each rank adds up its own "
-                'part: "oktopk" or "topk_dsa"'
+                f"sync.mode = {config.MODE}: {k} picks of each of {self.peers.size} ranks are over {LONGEST}, more "
+                "than torch sorts on a GPU; lower sync.density and start_density, or take a mode in which each rank "
+                'adds up its own part: "oktopk" or "topk_dsa"'
             )
 
     @abstractmethod

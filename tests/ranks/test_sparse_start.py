@@ -1,0 +1,137 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Sparse modes begin gently if they are told to: first everything, then ever fewer elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_threads
+from tests.ranks.test_sparse_modes import (
+    HIERARCHY,
+    MODES,
+    PLACES,
+    check_changes_nothing,
+    check_nothing_is_lost,
+    dense_rows,
+    mode_of,
+    run,
+    sparse_world,
+)
+from tests.ranks.worlds import NUMELS, synced
+from zero_topo.config import ZeroTopoConfig
+from zero_topo.config.sparse_config import OkTopkSync, TopkASync
+from zero_topo.cost.memory import work_bytes
+
+START = 2
+ALL = [*MODES, "tagc"]
+
+
+@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("mode", ALL)
+def test_the_first_steps_are_those_of_dense_sync(mode: str, setting: str) -> None:
+    """All of the gradient arrives, and nothing is owed; then the mode begins, and nothing is lost."""
+    peers = 4 if setting == "data parallel" else None
+    w = sparse_world(PLACES[setting], peers, mode, NUMELS, start=START, value_dtype="fp32")
+    results = run(w, START + 3)
+    for found, expected in zip(results, dense_rows(w, START), strict=True):
+        for step in range(START):
+            torch.testing.assert_close(found[step].rows, expected[step], atol=1e-6, rtol=1e-6)
+            assert not any(bool(debt.any()) for _, debt in found[step].debts)
+            assert found[step].report["density"] == found[step].report["density_asked"] == 1
+        assert any(bool(debt.any()) for _, debt in found[START].debts) or mode == "gaussian_k"
+    check_nothing_is_lost(w, results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_sixteen_bits_what_rounding_takes_is_owed(mode: str) -> None:
+    """Dense steps too send values in the mode's type."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, start=START, value_dtype="bf16")
+    check_nothing_is_lost(w, run(w, START + 1))
+
+
+def test_what_another_run_owed_comes_with_the_first_dense_step() -> None:
+    """After a checkpoint of other ranks the steps are counted anew; its residuals do not wait for the last of them."""
+    w = sparse_world(HIERARCHY["topo"], None, "topk_a", NUMELS, start=START)
+
+    def rank_main(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        engine = w.engine()
+        mode_of(engine).residual.fill_(1.0)
+        first = synced(engine, w.grads(rank, 0))
+        engine.end_step(skipped=False)
+        return first, mode_of(engine).residual, synced(engine, w.grads(rank, 1))
+
+    for (first, owed, second), dense in zip(run_threads(w.size, rank_main), dense_rows(w, 2), strict=True):
+        vectors = dense[0] == first  # are not sparse
+        assert 0 < vectors.sum() < vectors.numel() and not owed.any()
+        torch.testing.assert_close((first - dense[0])[~vectors].unique().mean(), torch.tensor(2.0), atol=1e-5, rtol=0)
+        torch.testing.assert_close(second, dense[1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_density_goes_down_geometrically(mode: str) -> None:
+    """Equal factors apart from DGC's quarter, counted from the end of the dense steps; what is picked follows."""
+    warmup, steps = 4, START + 6
+    w = sparse_world(
+        HIERARCHY["topo"], None, mode, (65_536,), start=START, warmup=warmup, start_density=0.25, density=0.01
+    )
+    results = run(w, steps)
+    expected = [1.0] * START + [0.25 * 0.04 ** (step / warmup) for step in range(warmup)] + [0.01, 0.01]
+    for found in results:
+        assert [step.report["density_asked"] for step in found] == pytest.approx(expected)
+        if mode == "gaussian_k":
+            continue  # its threshold is fitted to normally distributed elements, which residuals are not
+        about = 0.3 if mode == "oktopk" else 0.02  # within 0.8 and 1.25 k
+        assert [step.report["density"] for step in found] == pytest.approx(expected, rel=about)
+        assert all(more.sent > less.sent for more, less in pairwise(found[START : START + warmup + 1]))
+    check_nothing_is_lost(w, results)
+
+
+@pytest.mark.parametrize("what", ["skip", "stop"])
+@pytest.mark.parametrize("mode", ["topk_a", "oktopk", "ternary"])
+def test_only_steps_that_count_bring_the_next_density(mode: str, what: str) -> None:
+    """Neither a skipped step nor a restart in the middle of a warm-up changes a bit."""
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, start=1, warmup=5, density=0.02)
+    check_changes_nothing(w, what, 5)
+
+
+def test_a_density_is_that_of_its_step() -> None:
+    """All before start, the first one's after it, then geometric; without a warm-up at once the last one's."""
+    sync = TopkASync(density=0.01, start=3, warmup=2, start_density=0.25)
+    assert [sync.density_at(step) for step in range(7)] == pytest.approx([1, 1, 1, 0.25, 0.05, 0.01, 0.01])
+    assert sync.busiest.density == 0.25
+    plain = TopkASync(density=0.01, start=1)
+    assert [plain.density_at(step) for step in range(3)] == [1, 0.01, 0.01] and plain.busiest == plain
+    rising = TopkASync(density=0.1, warmup=2, start_density=0.05)
+    assert rising.busiest.density == 0.1
+
+
+@pytest.mark.parametrize("sync", [{"start": 1}, {"warmup": 10, "start_density": 0.5}])
+def test_memory_is_told_of_the_step_that_needs_most(sync: dict[str, float]) -> None:
+    """Dense steps, and the first of a warm-up, need more than those that follow."""
+    plan = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS).config.plan
+    mode = OkTopkSync(density=0.001, value_dtype="bf16")
+    gentle = OkTopkSync.model_validate({**mode.model_dump(), **sync})
+    assert work_bytes(gentle, plan, 10_000) > work_bytes(mode, plan, 10_000)
+
+
+@pytest.mark.parametrize("key", ["start_density", "warmup"])
+def test_tagc_has_no_density(key: str) -> None:
+    """It is told so with what to set instead."""
+    with pytest.raises(ValueError, match=rf"{key} is not a setting of the mode tagc, .*set theta"):
+        ZeroTopoConfig.parse({"sync": {"mode": "tagc", key: 1}})
+
+
+def test_a_dense_start_changes_nothing_after_it() -> None:
+    """Thresholds and regions of Ok-Topk are found as in a run that begins there."""
+    late = sparse_world(HIERARCHY["topo"], None, "oktopk", NUMELS, start=START, density=0.05)
+    at_once = replace(late, config=replace(late.config, sync=late.config.sync.model_copy(update={"start": 0})))
+    begun = run(late, START + 4)
+    direct = run(at_once, 4, lambda rank, step: late.grads(rank, START + step))
+    for found, expected in zip(begun, direct, strict=True):
+        for here, there in zip(found[START:], expected, strict=True):
+            assert torch.equal(here.rows, there.rows) and here.sent == there.sent
