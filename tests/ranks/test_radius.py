@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 
 def radius_world(setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
     """A world with the mode, on 2 x 2 x 2 or in plain data parallelism."""
-    sync = {"density": 0.1, "interval": INTERVAL, **sync}
+    sync = {"density": 0.1, "interval": INTERVAL, "value_dtype": "fp32", **sync}
     return sparse_world(PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
 
 

@@ -22,7 +22,12 @@ from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry, 
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
-RESIDUAL = {"topk_a": {"density": 0.05}, "oktopk": {"density": 0.05}, "radius": {"density": 0.1}, "tagc": {}}
+RESIDUAL: dict[str, dict[str, object]] = {
+    "topk_a": {"density": 0.05},
+    "oktopk": {"density": 0.05},
+    "radius": {"density": 0.1, "value_dtype": "fp32"},
+    "tagc": {"value_dtype": "fp32"},
+}
 # More nodes; fewer ranks; another placement; another plan.
 OTHERS = [
     ("topo", emulated(3, 2, 2)),

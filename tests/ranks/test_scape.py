@@ -92,10 +92,14 @@ class Reference:
         chosen = ~self.takes
         for row in range(self.w.size):
             columns = self.takes[row].nonzero()[:, 0]
-            score = mt[row // self.width, row, columns].abs()
-            count = max(1, -int(-self.mode.density_at(self.count) * len(columns) // 1))
-            chosen[row, columns[torch.topk(score, count).indices]] = True
+            for part in columns.split(self._widths()) if self.mode.per_parameter else [columns]:
+                score = mt[row // self.width, row, part].abs()
+                count = max(1, -int(-self.mode.density_at(self.count) * len(part) // 1))
+                chosen[row, part[torch.topk(score, count).indices]] = True
         return chosen
+
+    def _widths(self) -> list[int]:
+        return [self.w.config.plan.shard_numel(n) for n in self.w.numels if n > 1]
 
 
 class Seen(NamedTuple):
@@ -149,11 +153,8 @@ def warmed_up(setting: str, clip: float) -> tuple[World, list[list[Seen]]]:
     return w, train(w, 6, clip)
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_every_step_is_the_papers(setting: str, clip: float) -> None:
-    """Weights and momentum of an implementation in the paper's own units: delay, feedback, rebuild, clipping, decay."""
-    w, results = warmed_up(setting, clip)
+def check_against_reference(w: World, results: list[list[Seen]], clip: float) -> None:
+    """Weights and momentum of an implementation in the paper's own units."""
     assert isinstance(w.config.sync, ScapeSync)
     reference, plan = Reference(w, w.config.sync, clip), w.config.plan
     for step in range(6):
@@ -166,6 +167,20 @@ def test_every_step_is_the_papers(setting: str, clip: float) -> None:
                 found[step].momentum[real], reference.m[rows].float()[real], atol=2e-6, rtol=1e-5
             )
             torch.testing.assert_close(found[step].weights[real], expected[real], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_step_is_the_papers(setting: str, clip: float) -> None:
+    """Delay, feedback, rebuild, clipping, decay."""
+    check_against_reference(*warmed_up(setting, clip), clip)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_parameter_may_have_a_share_of_its_own(setting: str) -> None:
+    """However small its momentum is beside the others'."""
+    w = scape_world(setting, density=0.1, per_parameter=True)
+    check_against_reference(w, train(w, 6), 0.0)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP], ids=["free", "clipped"])

@@ -94,6 +94,8 @@ HELD: list[tuple[str, dict[str, Any]]] = [
     ("radius", {"density": 0.05, "value_dtype": "bf16"}),
     ("scape", {}),
     ("scape", {"value_dtype": "bf16"}),
+    ("scape", {"per_parameter": True}),
+    ("topk_dsa", {"density": 0.002, "start": 1, "value_dtype": "bf16"}),
     ("ternary", {}),
     ("ternary", {"density": 0.01}),
 ]

@@ -37,7 +37,7 @@ SHARDED: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": 
 
 def tagc(numels: tuple[int, ...], peers: int | None = 2, setting: dict[str, Any] = DATA_PARALLEL, **sync: Any) -> World:
     """A world with the mode."""
-    return sparse_world(setting, peers, "tagc", numels, **sync)
+    return sparse_world(setting, peers, "tagc", numels, **{"value_dtype": "fp32", **sync})
 
 
 def check(w: World, results: list[list[Step]]) -> None:

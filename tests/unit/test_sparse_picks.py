@@ -27,6 +27,7 @@ from zero_topo.sync.picks import (
     in_runs,
     kth_largest,
     largest,
+    largest_of_each,
     positions,
     share,
 )
@@ -176,6 +177,17 @@ def test_the_largest_of_a_row_are_those_of_a_sort(x: Tensor, rows: int, data: st
     sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
     wanted = [sorted(sorted(range(len(x)), key=lambda i, row=row: (-row[i], i))[:k]) for row in sizes.tolist()]  # type: ignore[misc]
     assert OPS.row_largest(table, k).tolist() == wanted
+
+
+@given(st.lists(VECTORS, min_size=1, max_size=4), st.data())
+def test_the_largest_of_each_part_are_those_of_a_sort(vectors: list[Tensor], data: st.DataObject) -> None:
+    """Part by part; of equal magnitudes the first."""
+    counts = [data.draw(st.integers(0, len(x))) for x in vectors]
+    x = torch.cat(vectors).round()
+    mask = largest_of_each(x, torch.tensor([len(part) for part in vectors]), torch.tensor(counts))
+    for part, held, count in zip(vectors, mask.split([len(part) for part in vectors]), counts, strict=True):
+        sizes = part.round().abs().tolist()
+        assert held.nonzero()[:, 0].tolist() == sorted(sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))[:count])
 
 
 def test_rows_are_of_a_table() -> None:

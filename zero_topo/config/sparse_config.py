@@ -165,6 +165,11 @@ class ScapeSync(SparseSync):
         le=1,
         description="Density of the first step, if there is a warm-up; the paper's takes a tenth of the training.",
     )
+    per_parameter: bool = Field(
+        False,
+        strict=True,
+        description="Choose density of each parameter's elements by itself, instead of all parameters' together.",
+    )
 
     def problem(self, plan: Plan) -> str | None:
         """Refuses gradient and optimizer shards that differ: the momentum could not be rebuilt."""

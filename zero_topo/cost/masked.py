@@ -18,6 +18,9 @@ from zero_topo.cost.sparse import book_sparse, exchanged_bytes, mode_bytes, peer
 from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
+PART_BYTES = 39
+"""Of an element while the largest of each parameter are found, as measured: value, part, and two orders with theirs."""
+
 
 @peer_bytes.register
 def _(mode: RadiusSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
@@ -87,7 +90,9 @@ def _peers(plan: Plan) -> int:
 def _(mode: ScapeSync, widths: Sequence[int], plan: Plan, peers: int) -> float:
     """To each peer what the mask holds of its row, then the sums of the own row to all, and that row's bits."""
     columns = sum(widths)
-    kept = min(columns, max(1, math.ceil(mode.density * columns)))
+    kept = sum(
+        min(part, max(1, math.ceil(mode.density * part))) for part in (widths if mode.per_parameter else [columns])
+    )
     return (peers - 1) * (2 * kept * ITEMSIZES[mode.value_dtype] + _bits(columns))
 
 
@@ -96,7 +101,8 @@ def _(mode: ScapeSync, columns: int, plan: Plan, peers: int) -> float:
     """The momentum, the mask as booleans, the choice; the first step, which reduces everything, or a later one."""
     n, itemsize = peers * columns, ITEMSIZES[mode.value_dtype]
     first = exchanged_bytes(n, peers, itemsize, True)
-    return 5 * n + columns + max(first, masked_bytes(mode.density * n, n, peers, (itemsize, True)))
+    sorting = PART_BYTES * columns if mode.per_parameter else 0
+    return 5 * n + columns + max(first, sorting, masked_bytes(mode.density * n, n, peers, (itemsize, True)))
 
 
 @book_sync.register

@@ -114,6 +114,24 @@ def largest(x: Tensor, k: int) -> Picked:
     return Picked(indices, x[indices])
 
 
+def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
+    """Which elements are, of each part of a vector, so many of largest magnitude; of equal ones the first.
+
+    Args:
+        x: ``[n]``.
+        widths: of the parts, one after the other, int64 ``[parts]``, ``n`` in all.
+        counts: how many of each, the same.
+
+    Returns:
+        Bool ``[n]``.
+    """
+    part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(widths, output_size=len(x))
+    order = x.abs().argsort(descending=True, stable=True)
+    order = order[part[order].argsort(stable=True)]  # part by part, each from its largest
+    place = torch.arange(len(x), device=x.device) - (widths.cumsum(0) - widths)[part]
+    return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
+
+
 def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest magnitudes, in any order, and where they are; Note [Longer than an INT_MAX]."""
     if x.numel() <= LONGEST:

@@ -10,7 +10,8 @@ residual and ``P`` peers, at each step:
 3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero; and before AdamS steps, its momentum is zero off the mask.
    There it moves nothing, and weights only decay.
 4. The owner of a row chooses the ``k = d * C`` elements of that row with the largest ``|e'|`` as it would be without
-   a mask. The bits travel while the next forward and backward passes compute, and make the next mask.
+   a mask, or as large a share of each parameter's. The bits travel while the next forward and backward passes compute,
+   and make the next mask.
 
 Note [Units of the gradient]
     The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends ``mt = b m + (1 - b) g + e``. But
@@ -38,7 +39,7 @@ from zero_topo.config import ScapeSync
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.masked import Masked
-from zero_topo.sync.picks import largest, share
+from zero_topo.sync.picks import largest, largest_of_each, share
 from zero_topo.sync.sparse import Outcome
 
 
@@ -78,14 +79,23 @@ class Scape(Masked[ScapeState]):
         """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
         own, table = self.peers.index, total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
-        count = share(self.config.density_at(self.steps + 1), self._columns)
         momentum = self._momentum(self.context.moments())
-        chosen = torch.zeros_like(mask[own])
-        chosen.index_fill_(0, largest(table[own] + momentum[own], count).indices, True)
+        chosen, count = self._chosen(table[own] + momentum[own])
         reduced = self.reduce_masked(total, mask, state.kept)
         table += momentum.masked_fill_(mask, 0)
         report = {"density_asked": self.density, "density": state.kept / self._columns}
         return Outcome(reduced, total, ScapeState(state.bits, count, self.packed(chosen)), report)
+
+    def _chosen(self, score: Tensor) -> tuple[Tensor, int]:
+        """The own row of the next mask, bool ``[C]``, and how many elements it holds."""
+        density = self.config.density_at(self.steps + 1)
+        if self.config.per_parameter:
+            widths = [past - first for first, past in self._places]
+            counts = [share(density, width) for width in widths]
+            parts = torch.tensor([widths, counts]).to(score.device, non_blocking=True)
+            return largest_of_each(score, *parts), sum(counts)
+        count = share(density, self._columns)
+        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, largest(score, count).indices, True), count
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
