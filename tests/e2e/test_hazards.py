@@ -7,6 +7,6 @@ from tests.hazards import listed, passes
 
 
 def test_a_copy_of_the_package_is_broken() -> None:
-    """The test of a row passes in the copy as it is, and fails in the one without what the row takes away."""
+    """The test of a row, which passes in every run, fails in the copy; had it not been run there, that would be said."""
     hazard = next(row for row in listed() if row.test.startswith("tests/ranks/test_ternary.py"))
-    assert passes(hazard.test) and not passes(hazard.test, hazard)
+    assert not passes(hazard.test, hazard)

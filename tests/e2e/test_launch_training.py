@@ -85,6 +85,7 @@ def reference(folder: Path, ranks: int) -> list[float]:
     return losses(folder, run)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpirun_trains_as_deepspeed_does(folder: Path) -> None:
     """The same ranks in the same order: the same bits."""

@@ -86,7 +86,7 @@ def _library(name: str) -> str:
     [
         pytest.param("test_cpu.py", "not clang", marks=pytest.mark.long),
         ("test_cpu_malformed.py", "not clang"),
-        ("test_cpu_codes.py", "mixed and 9 or trits or refused or any"),
+        pytest.param("test_cpu_codes.py", "mixed and 9 or trits or refused or any", marks=pytest.mark.long),
     ],
 )
 def test_the_kernel_tests_pass_under_sanitizers(environment: dict[str, str], name: str, which: str) -> None:

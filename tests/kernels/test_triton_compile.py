@@ -8,11 +8,13 @@ options and its specialisation on aligned pointers.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,8 +172,8 @@ class Compiler:
         return launch
 
 
-def main(directory: Path) -> None:
-    """Compile for every target into `<directory>/<target>/<call>.<kernel>.<assembly, binary or other stage>`."""
+def main(directory: Path, target: str) -> None:
+    """Compile for a target into `<directory>/<call>.<kernel>.<assembly, binary or other stage>`."""
     import triton
 
     driver = Compiler()
@@ -187,11 +189,10 @@ def main(directory: Path) -> None:
                 Path(f"{place}.{name.removesuffix('cubin')}usage").write_text(usage)
 
     triton.knobs.compilation.listener = keep
-    for driver.device, target in enumerate(TARGETS):
-        (directory / target).mkdir()
-        for call, run in calls():
-            place = directory / target / call
-            run()
+    driver.device = list(TARGETS).index(target)
+    for call, run in calls():
+        place = directory / call
+        run()
 
 
 Code = dict[str, str]
@@ -200,20 +201,35 @@ KERNELS = 23
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Code]:
-    """Asks for the text of a target's stage (`ptx`, `amdgcn`): {"<call>.<kernel>": text}."""
-    directory = tmp_path_factory.mktemp("triton")
-    env = {**os.environ, "TRITON_CACHE_DIR": str(directory / "cache")}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.test_triton_compile", str(directory)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Asks for the text of a target's stage (`ptx`, `amdgcn`): {"<call>.<kernel>": text}.
+
+    What one worker has compiled, half a minute for a target, the others read.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def ask(target: str, stage: str) -> Code:
-        found = {path.stem: path.read_text() for path in (directory / target).glob(f"*.{stage}")}
+        directory = shared / f"triton-{target}"
+        with Path(f"{directory}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.exists():
+                compile_for(target, directory)
+        found = {path.stem: path.read_text() for path in directory.glob(f"*.{stage}")}
         assert len(found) == KERNELS
         return found
 
     return ask
+
+
+def compile_for(target: str, directory: Path) -> None:
+    """In a process of its own; nothing is left of one that fails."""
+    env = {**os.environ, "TRITON_CACHE_DIR": f"{directory}.cache"}
+    env.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as made:
+        command = [sys.executable, "-m", "tests.kernels.test_triton_compile", made, target]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        shutil.copytree(made, directory)
 
 
 @pytest.mark.parametrize("target", each(NVIDIA))
@@ -272,4 +288,4 @@ def test_amd_code_rounds_as_the_contract_says(compiled: Callable[[str, str], Cod
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

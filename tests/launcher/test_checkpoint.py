@@ -65,6 +65,7 @@ RESUMED: dict[str, Job] = {
 }
 """DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published differences, what
 each kind of sync owes in the middle of its interval; files in either precision."""
+SIBLINGS = ("codes_whole", "hsdp_bf16", "hsdp_published_in_bf16", "quantized_replicated", "aged_replicated")
 RESUMED["scape"].ds.update(ADAMS)
 for name in ("aged", "aged_replicated"):
     RESUMED[name].ds.update(AGED)
@@ -97,7 +98,9 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in SIBLINGS)) for name in RESUMED]
+)
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
