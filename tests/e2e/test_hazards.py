@@ -7,6 +7,6 @@ from tests.hazards import listed, passes
 
 
 def test_a_copy_of_the_package_is_broken() -> None:
-    """The test of a row, which passes in every run, fails in the copy; had it not been run there, that would be said."""
+    """The test of a row, which passes in every run, fails in the copy; not to run there would be an error."""
     hazard = next(row for row in listed() if row.test.startswith("tests/ranks/test_ternary.py"))
     assert not passes(hazard.test, hazard)
