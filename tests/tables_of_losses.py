@@ -56,6 +56,15 @@ def sparse_training_rows() -> list[str]:
     return [row(cells) for cells in _trainings("sparse-training")]
 
 
+def rates_rows() -> list[str]:
+    """The table of optimizers at rates of their own, from the record committed: stock is at one rate throughout."""
+    rows = []
+    for scheme, *cells in _trainings("sparse-rates"):
+        name, _, rate = scheme.strip("`").partition("@")
+        rows.append(row([f"`{name}`", cells[0], cells[1], rate or "-", *cells[2:-1]]))
+    return rows
+
+
 def aged_rows() -> list[str]:
     """The table of AgedAdamW behind sparse sync, by nodes, from the records: the floor from the longer one."""
     rows = []
@@ -104,6 +113,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "resident": resident_rows,
         "resident, long": drift_rows,
         "sparse training": sparse_training_rows,
+        "sparse, rates": rates_rows,
         "sparse, aged": aged_rows,
     }
 )

@@ -240,6 +240,7 @@ def test_what_grows_in_the_long_run_is_not_flat() -> None:
 LOSSES = [
     "convergence",
     "sparse-training",
+    "sparse-rates",
     *(f"sparse-{of}-{nodes}" for of in ("aged", "ternary") for nodes in (2, 4, 8)),
 ]
 
