@@ -95,7 +95,10 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
             *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),
             _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
-            _synced("oktopk-aged", {"mode": "oktopk", "density": 0.02}, "AgedAdamW"),
+            *(
+                _synced(f"oktopk-aged{word}", {"mode": "oktopk", "density": density}, "AgedAdamW")
+                for word, density in (("", 0.02), ("-5", 0.05), ("-10", 0.1))
+            ),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
