@@ -37,9 +37,9 @@ OTHERS = [
 ]
 
 
-def sparse(place: str, machine: Topology, mode: str) -> World:
+def sparse(place: str, machine: Topology, mode: str, **sync: object) -> World:
     """A world with a sparse mode on a machine."""
-    return world({**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode]}}, machine)
+    return world({**PLACES[place], "quantize": PLAIN, "sync": {"mode": mode, **RESIDUAL[mode], **sync}}, machine)
 
 
 def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = None) -> dict[str, Tensor]:
@@ -124,7 +124,24 @@ def test_a_mask_of_another_plan_is_not_taken_for_ones_own(tmp_path: Path) -> Non
         return said
 
     for said in run_threads(w.size, rank_main):
-        assert said is not None and "masks and thresholds start anew" in said
+        assert said is not None and "masks, thresholds and first steps start anew" in said
+
+
+def test_a_warm_up_goes_on_under_another_plan(tmp_path: Path) -> None:
+    """Of a mode that remembers residuals and steps alone, on as many ranks: nothing begins anew."""
+    gentle = {"start": 1, "warmup": 8}
+    owed_after(sparse("topo", emulated(2, 2, 2), "topk_a", **gentle), None, 4, tmp_path)
+    w = sparse("replicated optimizer", emulated(2, 2, 2), "topk_a", **gentle)
+
+    def rank_main(rank: int) -> tuple[str | None, int]:
+        (path,) = tmp_path.glob(f"*_rank_{rank}_mp*")
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"][STATE_KEY]
+        engine = w.engine()
+        said = restore(engine.gradients.mode, saved, w.config.plan)
+        return said, engine.gradients.mode.steps
+
+    for said, steps in run_threads(w.size, rank_main):
+        assert steps == 4 and (said is None or "start anew" not in said)
 
 
 def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

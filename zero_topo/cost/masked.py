@@ -19,7 +19,7 @@ from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
 
 PART_BYTES = 39
-"""Of an element while the largest of each parameter are found, as measured: value, part, and two orders with theirs."""
+"""Of an element while the largest of each parameter are found: its value and part, twice, two orders; as measured."""
 
 
 @peer_bytes.register

@@ -54,13 +54,18 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     if residual is None or not residual.numel():
         return None
     dropped = None if was is None else mode.take_over(residual, Owed(was["owners"], was["parameters"]))
-    if dropped == 0 and len(sync) == 1:
+    beside = sync.keys() - {
+        "residual",
+        "step",
+    }  # which other peers' masks do not fit: such a mode begins from the first
+    mode.steps = 0 if beside else int(sync.get("step", 0))
+    if dropped == 0 and not beside:
         return None
     plans = (f"gradients over {of.get('gradients')} and optimizer over {of.get('optimizer')}" for of in (degrees, now))
     owed = "what each rank's sync still owed is" if dropped is None else f"{dropped} rows that a rank still owed are"
     return (
         f"the checkpoint was saved with {' ranks, this run has '.join(plans)}, or with ranks elsewhere: {owed} dropped"
-        f"{', masks and thresholds start anew' if len(sync) > 1 else ''}; a universal checkpoint and "
+        f"{', masks, thresholds and first steps start anew' if beside else ''}; a universal checkpoint and "
         '"zero-topo carry" take all that is owed along'
     )
 

@@ -169,9 +169,11 @@ class SyncMode(OptimizerHooks, ABC):
 
     Attributes:
         owes_in_shard: whether what this mode owes stays in the gradient shard from one step to the next.
+        steps: how many were synced and not skipped, in modes that begin otherwise than they go on.
     """
 
     owes_in_shard = False
+    steps = 0
 
     def __init__(self, context: SyncContext) -> None:
         self.context = context

@@ -89,7 +89,6 @@ class Sparse(Crossing, Generic[State]):
         active: whether there is anything to exchange.
         dtype: of values on the wire.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
-        steps: how many were synced and not skipped.
         finite: uint8 ``[P, 1]``, whether all elements of each peer are, until somebody has looked.
     """
 
@@ -115,7 +114,6 @@ class Sparse(Crossing, Generic[State]):
         )
         self.finite: Tensor | None = None
         self._undecided: Step[State] | None = None  # exchanged, all of it finite, and not decided yet
-        self.steps = 0
         self._paid = False  # the residual is in the gradients already
         self._state = self.fresh()
         self._report: Mapping[str, float | Tensor] = {}
