@@ -68,10 +68,10 @@ def rates_rows() -> list[str]:
 def aged_rows() -> list[str]:
     """The table of AgedAdamW behind sparse sync, by nodes, from the records: the floor from the longer one."""
     rows = []
-    for nodes in (2, 4, 8):
-        longer, other = (_trainings(f"sparse-{name}-{nodes}") for name in ("ternary", "aged"))
-        floor, *others = longer
-        rows += [row([str(nodes), *cells]) for cells in (floor, *(of for of in other if of[0] != floor[0]), *others)]
+    for nodes, names in ((2, ("aged",)), (4, ("aged",)), (8, ("aged", "denser"))):
+        floor, *longer = _trainings(f"sparse-ternary-{nodes}")
+        others = [of for name in names for of in _trainings(f"sparse-{name}-{nodes}") if of[0] != floor[0]]
+        rows += [row([str(nodes), *cells]) for cells in (floor, *others, *longer)]
     return rows
 
 

@@ -241,6 +241,7 @@ LOSSES = [
     "convergence",
     "sparse-training",
     "sparse-rates",
+    "sparse-denser-8",
     *(f"sparse-{of}-{nodes}" for of in ("aged", "ternary") for nodes in (2, 4, 8)),
 ]
 
