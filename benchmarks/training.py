@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -174,7 +174,7 @@ def measure(bench: Bench, spec: Spec, job: dict[str, Any]) -> dict[str, Any]:
     barrier, as in real training, and a step ends when the last rank has ended it (clocks of processes on one host
     agree). What one step leaves under way (publish) is paid for by the next, so the first one is not timed.
     """
-    config = bench.setup.deepspeed(job["block"], job["micro_batches"], job["optimizer"])
+    config = bench.setup.of_job(job, job["micro_batches"])
     bench.stand_still("build")
     with engine_of(build_model(bench.setup, 0), config) as engine, ring_under_deepspeed(job["ring"]):
         bench.stand_still("built")
@@ -244,8 +244,7 @@ def train(bench: Bench, micro_batches: int, job: dict[str, Any]) -> dict[str, An
     """One run: the mean loss of each step over ranks and micro-batches, and the evaluation loss at the end."""
     model = build_model(bench.setup, job["seed"])
     change(model, job["change"], job["seed"])
-    setup = replace(bench.setup, lr=job.get("lr", bench.setup.lr))
-    config = setup.deepspeed(job["block"], micro_batches, job["optimizer"])
+    config = bench.setup.of_job(job, micro_batches)
     values = []
     with engine_of(model, config, partial(warm_up_and_cosine, bench.steps, bench.warmup)) as engine:
         for step in range(bench.steps):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 HEAD_WIDTH = 64
@@ -54,6 +54,11 @@ class TrainingSetup:
     def message_bytes(self) -> int:
         """The model in 16 bits: the unit ``M`` of communication volumes."""
         return 2 * self.parameters
+
+    def of_job(self, job: Mapping[str, Any], micro_batches: int) -> dict[str, Any]:
+        """The DeepSpeed config of a scheme's job, whose optimizer may have a rate of its own."""
+        setup = replace(self, lr=job.get("lr", self.lr))
+        return setup.deepspeed(job["block"], micro_batches, job["optimizer"])
 
     def deepspeed(
         self, block: Mapping[str, Any] | None, micro_batches: int, optimizer: str = "AdamW"

@@ -70,7 +70,7 @@ def aged_rows() -> list[str]:
     rows = []
     for nodes, names in ((2, ("aged",)), (4, ("aged",)), (8, ("aged", "denser"))):
         floor, *longer = _trainings(f"sparse-ternary-{nodes}")
-        others = [of for name in names for of in _trainings(f"sparse-{name}-{nodes}") if of[0] != floor[0]]
+        others = [of for name in names for of in _trainings(f"sparse-{name}-{nodes}") if of != floor]
         rows += [row([str(nodes), *cells]) for cells in (floor, *others, *longer)]
     return rows
 

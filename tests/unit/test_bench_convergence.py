@@ -52,6 +52,8 @@ def test_a_scheme_may_have_a_rate_of_its_own() -> None:
         ("adams", None),
     ]
     assert jobs[1]["block"] == jobs[2]["block"]
+    rates = [SETUP.of_job(job, 1)["optimizer"]["params"]["lr"] for job in jobs]
+    assert rates == [SETUP.lr, 7e-4, SETUP.lr]
 
 
 def curve(level: float, *last: float, evaluation: float | None = None) -> dict[str, Any]:

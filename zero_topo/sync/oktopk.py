@@ -93,8 +93,9 @@ class _Chosen:
 class OkTopk(Sparse[OkTopkState]):
     """The largest of the sums of everybody's largest, by thresholds and regions that are reused."""
 
+    config: OkTopkSync
+
     def __init__(self, config: OkTopkSync, context: SyncContext) -> None:
-        self.config = config
         super().__init__(config, context)
         # Of sums that stay with their owners positions are those in the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)

@@ -66,8 +66,9 @@ class _Choice:
 class Radius(Masked[RadiusState]):
     """Reduces what one mask of all ranks holds, and everything where the mask is chosen anew."""
 
+    config: RadiusSync
+
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
-        self.config = config
         super().__init__(config, context)
         self._choice: _Choice | None = None
 

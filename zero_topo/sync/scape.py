@@ -61,8 +61,9 @@ class ScapeState:
 class Scape(Masked[ScapeState]):
     """Reduces what masks hold that the peers chose a step ahead, each for its own rows."""
 
+    config: ScapeSync
+
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
-        self.config = config
         hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
         self._inside = Peers(hops[0], context.counted) if len(hops) > 1 else None
         self._shared: tuple[float, Tensor, int] | None = None
@@ -101,7 +102,11 @@ class Scape(Masked[ScapeState]):
         if self._shared is None or self._shared[0] != density:
             widths = [past - first for first, past in self._places]
             counts = [share(density, width) for width in widths]
-            self._shared = density, torch.tensor([widths, counts]).to(self.context.device), sum(counts)
+            self._shared = (
+                density,
+                torch.tensor([widths, counts]).to(self.context.device, non_blocking=True),
+                sum(counts),
+            )
         return self._shared[1:]
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:

@@ -93,8 +93,9 @@ class Sparse(Crossing, Generic[State]):
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
+        self.config = config  # ahead of joining the peers, which may ask for it
         super().__init__(context, exact(context))
-        plan, self._settings = context.plan, config
+        plan = context.plan
         self.dtype = DTYPES[config.value_dtype]
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
@@ -165,7 +166,7 @@ class Sparse(Crossing, Generic[State]):
         if self.residual.numel() and not self._paid:
             total += self.residual.to(total.device, non_blocking=True)
         try:
-            dense = self.steps < self._settings.start
+            dense = self.steps < self.config.start
             outcome = self._reduced_all(total) if dense else self.exchange(total, self._state)
             self.judge(outcome.reduced)
         except _NotFiniteError:
@@ -178,12 +179,12 @@ class Sparse(Crossing, Generic[State]):
     @property
     def density(self) -> float:
         """That is asked for in this step."""
-        return self._settings.density_at(self.steps)
+        return self.config.density_at(self.steps)
 
     @property
     def since_start(self) -> int:
         """Steps synced since those that reduce everything."""
-        return self.steps - self._settings.start
+        return self.steps - self.config.start
 
     def _reduced_all(self, total: Tensor) -> Outcome[State]:
         """Everything, as before the first sparse step."""

@@ -95,9 +95,10 @@ class Tagc(Sparse[int]):
         width: ``C``, elements of a row.
     """
 
+    config: TagcSync
+
     def __init__(self, config: TagcSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        self.config = config
         self.theta = config.zeros(self.peers.size)
         self.width = self.numel // self.peers.size
 

@@ -35,8 +35,9 @@ from zero_topo.sync.sparse import Outcome
 class Ternary(Unseen[None]):
     """Signs of the largest elements of every block, one scale for them, and error feedback."""
 
+    config: TernarySync
+
     def __init__(self, config: TernarySync, context: SyncContext) -> None:
-        self.config = config
         super().__init__(config, context)
         self._blocks = -(-self._columns // BLOCK)  # of a row
 
