@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """`python -m tests.gpu.one_rank FOLDER`: one rank trains under stock ZeRO-3 and under zero_topo, and is looked at.
 
-Losses must be equal; host synchronizations that our own lines cause, launches and allocated memory are recorded.
+Losses must be equal; host synchronizations that our own lines cause, launches and allocated memory are recorded, also
+what is left of that while the states are on the host.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from zero_topo.bench import records
 STEPS = 6
 WIDTH = 1024 if ON_GPU else 37
 ONE = {"emulated": {"nodes": 1, "gpus_per_node": 1, "gcds_per_gpu": 1}}
+SHOWN = ("launches", "host_syncs", "allocated", "allocated_while_offloaded")
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 DTYPES = ("bf16", "fp16") if ON_GPU else ("bf16",)  # DeepSpeed refuses FP16 on a CPU
 
@@ -49,7 +51,18 @@ def look(job: Job) -> dict[str, Any]:
         counted = {event.key: event.count for event in seen.key_averages()}
         launches = sum(n for name, n in counted.items() if "LaunchKernel" in name or (not ON_GPU and "aten::" in name))
         told = zero_topo.stats(engine).memory if job.zero_topo else None
-        return {"losses": losses, "launches": launches, "host_syncs": syncs, "allocated": held, "formulas": told}
+        left = left_of(engine) if job.zero_topo else None
+        losses += advance(job, engine, STEPS + 2, STEPS + 3)
+        allocated = {"allocated": held, "allocated_while_offloaded": left}
+        return {"losses": losses, "launches": launches, "host_syncs": syncs, **allocated, "formulas": told}
+
+
+def left_of(engine: Any) -> int | None:
+    """Bytes that are allocated while all states are on the host; None without a GPU."""
+    engine.offload_states()
+    left = torch.cuda.memory_allocated() if ON_GPU else None
+    engine.reload_states()
+    return left
 
 
 def own_syncs(job: Job, engine: Any) -> int | None:
@@ -80,7 +93,7 @@ def main(words: list[str]) -> int:
             case, apart = case | {"error": str(error)}, float("inf")
         wrong += apart != 0
         found.append(case | {"losses_apart": apart})
-        ours = {name: case.get("topo", {}).get(name) for name in ("launches", "host_syncs", "allocated")}
+        ours = {name: case.get("topo", {}).get(name) for name in SHOWN}
         print(dtype, f"offload={offload} overlap_comm={overlap}: losses {apart} apart;", ours, case.get("error", ""))
     settings = {"device": str(DEVICE), "steps": STEPS, "width": WIDTH}
     records.write(Path(words[0]) / "gpu-one-rank.json", records.record("gpu-one-rank", settings, {"cases": found}))

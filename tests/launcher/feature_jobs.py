@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -361,5 +362,29 @@ def resumed(zero_topo: Block) -> Result:
 
 
 def offloading_states(zero_topo: Block) -> Result:
-    """To the host, between two steps."""
-    return run(small(each_step=lambda engine, step: engine.offload_states(), zero_topo=zero_topo))
+    """To the host and back before each step: the masters alone, all but the weights, which are read then, or all."""
+
+    def away(engine: Any, step: int) -> None:
+        kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_grads]
+        engine.offload_states(include=None if step % 3 == 0 else kinds[: step % 3 + 1])
+        if step % 3:
+            with torch.no_grad():
+                seen.append(mse(engine, *batch(step, 0, torch.float32)).item())
+        engine.reload_states()
+
+    seen: list[float] = []
+    found = run(small(each_step=away, micro_batches=2, zero_topo=zero_topo))
+    return replace(found, seen=seen)
+
+
+def read_between_steps() -> Result:
+    """What :func:`offloading_states` must equal: DeepSpeed moves masters of its own CUDA optimizer alone."""
+    seen: list[float] = []
+
+    def look(engine: Any, step: int) -> None:
+        if step % 3:
+            with torch.no_grad():
+                seen.append(mse(engine, *batch(step, 0, torch.float32)).item())
+
+    found = run(small(each_step=look, micro_batches=2))
+    return replace(found, seen=seen)

@@ -166,7 +166,7 @@ FEATURES: dict[str, Feature] = {
     "`offload_param` in training": of(
         lambda: small(ds=zero(offload_param={"device": "cpu"})), refused="parameter offload is not supported"
     ),
-    "`offload_states`": Feature(jobs.offloading_states, refused="offload_states is not supported"),
+    "`offload_states`": Feature(jobs.offloading_states, like=jobs.read_between_steps),
     "several engines": Feature(jobs.two_engines),
     "destroyed and started again": Feature(jobs.started_again),
     "saved and resumed": Feature(jobs.resumed),

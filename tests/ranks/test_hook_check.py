@@ -19,11 +19,12 @@ import deepspeed
 import pytest
 
 from tests.launching import ROOT
-from zero_topo.engine import hook, hook_gradients, seam
+from zero_topo.engine import hook, hook_gradients, hook_offload, seam
 
 # -- what the hook relies on -------------------------------------------------------------------------------------------
 
-OVERRIDES = ast.parse("".join(inspect.getsource(of) for of in (hook.TopoStage3, hook_gradients.GradientHooks)))
+HOOKS = hook.TopoStage3, hook_gradients.GradientHooks, hook_offload.OffloadHooks
+OVERRIDES = ast.parse("".join(inspect.getsource(of) for of in HOOKS))
 
 
 DECLARED = [(owner, name) for owner, name, _ in seam.REQUIRED]

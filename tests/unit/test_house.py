@@ -19,7 +19,7 @@ MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 6
 
-SEAM = tuple(f"zero_topo/engine/{name}.py" for name in ("seam", "hook", "hook_gradients", "start"))
+SEAM = tuple(f"zero_topo/engine/{name}.py" for name in ("seam", "hook", "hook_gradients", "hook_offload", "start"))
 """The one place that may name DeepSpeed's privates: the first lists and checks them, the next two override them, with
 the signatures that DeepSpeed chose, the last reads its settings before an engine is built."""
 

@@ -210,10 +210,9 @@ def offloaded_training(ds_config: Mapping[str, Any], optimizer: bool) -> str | N
 
 def limits(ds_config: Mapping[str, Any]) -> list[str]:
     """One line for each call that a run with this config may make and that is refused there."""
-    calls = ["engine.offload_states and reload_states are refused: the shards stay on the accelerator"]
-    if str(_lookup(ds_config, f"{ZERO}.offload_param.device")).lower() == "cpu":
-        calls.append("offload_param serves an engine without an optimizer; deepspeed.initialize refuses it with one")
-    return calls
+    if str(_lookup(ds_config, f"{ZERO}.offload_param.device")).lower() != "cpu":
+        return []
+    return ["offload_param serves an engine without an optimizer; deepspeed.initialize refuses it with one"]
 
 
 def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
-from torch import Tensor
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.engine import hook
@@ -83,5 +82,4 @@ def _optimizer_itemsize(optimizer: hook.TopoStage3) -> int:
 def _optimizer_bytes(optimizer: hook.TopoStage3) -> int:
     """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
     masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
-    states = [v for s in optimizer.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
-    return sum(t.nbytes for t in (*masters, *states))
+    return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))

@@ -175,6 +175,10 @@ class Gradients:
             self.mode.commit(skipped)
         self._came = self._shown = False
 
+    def tensors(self) -> list[Tensor]:
+        """What is held, with what the mode keeps; views of these are not."""
+        return [self.buffer, *self.mode.tensors()]
+
     def state_dict(self) -> dict[str, Tensor]:
         """That of the mode; without what it owes, and with a warning, where gradients have come on top of that."""
         if not (self._came and self.mode.owes_in_shard):

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How the engine gets into DeepSpeed; one of the four files (see ``seam.py``) that name its privates.
+"""How the engine gets into DeepSpeed; one of the five files (see ``seam.py``) that name its privates.
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
@@ -30,6 +30,7 @@ from torch import Tensor
 from zero_topo.config import ResolvedConfig, deepspeed_hints
 from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.hook_gradients import GradientHooks
+from zero_topo.engine.hook_offload import LP_PARAMS
 from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
@@ -166,7 +167,7 @@ class TopoStage3(GradientHooks):
             self.frozen.move(self.topo.frozen)
             self.topo.restart_frozen()
             served.append((self.topo.frozen, self.frozen.slots))
-        self._gathers = ParameterGathers(self.topo, served, self._write_back)
+        self._gathers = ParameterGathers(self.topo, served, self._write_back, partial(self.require_states, LP_PARAMS))
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
 
@@ -238,6 +239,7 @@ class TopoStage3(GradientHooks):
 
     def step(self, closure: Any = None) -> None:
         self.refuse_half_a_backward()
+        self.require_states()
         self.stepping = True
         try:
             self.topo.gradients.sync()
@@ -316,6 +318,7 @@ class TopoStage3(GradientHooks):
         flat = master if optim_state_key is None else self.optimizer.state[master][optim_state_key]
         self.topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
+            self.require_states(LP_PARAMS)
             self.topo.weights.publish_world(self.slots[param.ds_id])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -354,12 +357,6 @@ class TopoStage3(GradientHooks):
         for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
             rows = self.topo.weights.optimizer_rows()[:, begin:end]
             self.topo.masters.table(master.detach()).copy_(rows)
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            "offload_states is not supported with zero_topo: the nested shards stay on the accelerator; "
-            'use "offload_optimizer": {"device": "cpu"} instead'
-        )
 
     def destroy(self) -> None:
         if self._watch:

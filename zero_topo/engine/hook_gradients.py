@@ -13,23 +13,21 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from zero_topo.engine.frozen import Frozen
-from zero_topo.engine.seam import Stock, at_boundary, empty_bucket, forget_backward
-from zero_topo.engine.stage3 import Stage3
+from zero_topo.engine.hook_offload import BUCKET, LP_GRADS, OffloadHooks
+from zero_topo.engine.seam import at_boundary, empty_bucket, forget_backward
 
 logger = logging.getLogger(__name__)
 
 
-class GradientHooks(Stock):
+class GradientHooks(OffloadHooks):
     """What becomes of gradients, up to the step.
 
     Attributes:
-        topo: the shards; made before the first backward pass.
         slots: ``ds_id`` -> slot of each trained parameter.
         frozen: the others.
         stepping: whether the step is being taken.
     """
 
-    topo: Stage3
     frozen: Frozen
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,6 +38,7 @@ class GradientHooks(Stock):
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """A gradient's second part (Note [Zeroed, then added]) may already be in the bucket, added in place."""
+        self.require_states(LP_GRADS, BUCKET)
         self._in_backward = True
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
@@ -94,7 +93,7 @@ class GradientHooks(Stock):
 
     def _get_norm_groups(self) -> list[Tensor]:
         if not self.stepping:  # asked for by a user: nothing is synced yet, nor on the host
-            self.topo.gradients.peek()
+            self._peek()
             if self.offload_optimizer:
                 self.note_norms()
         return super()._get_norm_groups()
@@ -106,9 +105,12 @@ class GradientHooks(Stock):
             view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
             self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
 
+    def _peek(self) -> Tensor:
+        self.require_states(LP_GRADS)
+        return self.topo.gradients.peek()
+
     def _synced_slot(self, param: Any) -> Tensor:
-        own = self.topo.gradients.peek()
-        return self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])[0]
+        return self.topo.gradients.layout.slot(self._peek()[None], self.slots[param.ds_id])[0]
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
         return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
@@ -128,4 +130,5 @@ class GradientHooks(Stock):
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
         if param.requires_grad:
+            self.require_states(LP_GRADS)
             self.topo.gradients.replace(self.slots[param.ds_id], value)

@@ -65,16 +65,22 @@ class ParameterGathers:
         engine: the shards.
         served: shards, each with ``ds_id`` -> slot of the parameters that it holds.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
+        require_weights: called before each gather; raises if the shards are not on the accelerator.
     """
 
     def __init__(
-        self, engine: Stage3, served: Sequence[tuple[Shards, Mapping[int, int]]], write_back: Callable[[Any], None]
+        self,
+        engine: Stage3,
+        served: Sequence[tuple[Shards, Mapping[int, int]]],
+        write_back: Callable[[Any], None],
+        require_weights: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._places = {ds_id: (shards, slot) for shards, slots in served for ds_id, slot in slots.items()}
         self._write_back = write_back
+        self._require_weights = require_weights
         self._stock: list[tuple[Any, dict[str, Any]]] = []
-        self._homes: dict[int, int] = {}  # ds_id -> where its shard lies
+        self._homes: dict[int, Tensor] = {}  # ds_id -> its shard
         self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def adopt(self, params: Iterable[Any]) -> None:
@@ -82,7 +88,7 @@ class ParameterGathers:
         for param in params:
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
-            self._homes[param.ds_id] = param.ds_tensor.data_ptr()
+            self._homes[param.ds_id] = param.ds_tensor.data
             param.all_gather = partial(self._gather_now, param, stock["all_gather"])
             param.all_gather_coalesced = partial(self._gather_coalesced, stock["all_gather_coalesced"])
             param.partition = partial(self._partition, param, stock["partition"])
@@ -98,6 +104,7 @@ class ParameterGathers:
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
         """Those of each of the shards, and others; each once, ordered by ``ds_id`` as on every rank."""
+        self._require_weights()
         found: dict[int, list[Any]] = {id(shards): [] for shards in (self._engine.weights, self._engine.frozen)}
         others: list[Any] = []
         for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
@@ -127,7 +134,7 @@ class ParameterGathers:
         for param in params:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"cannot gather a parameter that is not partitioned: {param.ds_summary()}")
-            if param.ds_tensor.data_ptr() != self._homes[param.ds_id]:
+            if param.ds_tensor.data_ptr() != self._homes[param.ds_id].data_ptr():
                 raise RuntimeError(
                     f"param.ds_tensor.data of a parameter of shape {tuple(param.ds_shape)} was set to another tensor, "
                     "which zero_topo does not read: edit parameters under deepspeed.zero.GatheredParameters"

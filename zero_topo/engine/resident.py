@@ -361,8 +361,11 @@ class ResidentWeights:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the weights on this rank: codes, plain slots, and the optimizer's rows."""
-        held = (self._store.codes.held, self._plain.primary, self.own)
-        return {"weights": sum(tensor.nbytes for tensor in held), "secondary": 0}
+        return {"weights": sum(tensor.nbytes for tensor in self.tensors()), "secondary": 0}
+
+    def tensors(self) -> list[Tensor]:
+        """What is held; views of these are not."""
+        return [self._store.codes.held, *self._plain.tensors(), self.own]
 
     def copies(self) -> list[Tensor]:
         """What must be bit-identical on all ranks that share it (for debug checks)."""

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed's supported releases is relied on, and whether the installed one has it.
 
-With ``hook.py`` and ``hook_gradients.py``, which override what is listed here, and ``start.py``, this is the seam: the
-one place that names DeepSpeed's privates.
+With ``hook.py``, ``hook_gradients.py`` and ``hook_offload.py``, which override what is listed here, and ``start.py``,
+this is the seam: the one place that names DeepSpeed's privates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (CheckpointEngine, "save", ("self", "state_dict", "path")),
     *((CheckpointEngine, name, ("self", "info")) for name in ("create", "commit")),
     (Init, "_convert_to_deepspeed_param", ("self", "param")),
-    *((Stock, name, None) for name in ("load_state_dict", "offload_states")),
+    (Stock, "load_state_dict", None),
+    (Stock, "offload_states", ("self", "include", "device", "pin_memory", "non_blocking")),
+    (Stock, "reload_states", ("self", "non_blocking")),
+    *((Stock, name, ("self",)) for name in ("checkpoint_event_prologue", "empty_partition_cache")),
     *((Stock, name, ("self",)) for name in ("_set_fp16_partitioned_groups_flat", "_setup_for_real_optimizer")),
     *((Stock, name, ("self",)) for name in ("set_grad_positions", "get_fp32_grad_partitions", "destroy")),
     *((Stock, name, ("self",)) for name in ("_rigid_state_dict", "_restore_from_bit16_weights")),
@@ -83,7 +86,7 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Stock, ("optimizer", "offload_optimizer", "param_names", "reduce_bucket_size", "loss_scale", "ipg_buckets")),
     (Stock, ("persistent_parameters", "reduce_and_partition_stream", "offload_optimizer_pin_memory")),
     (Stock, ("communication_data_type", "gradient_accumulation_dtype", "overflow", "module", "sub_group_to_group_id")),
-    (Stock, ("is_gradient_accumulation_boundary",)),
+    (Stock, ("is_gradient_accumulation_boundary", "offloaded_states")),
     (ds_stage3.IPGBucketZ3, ("params", "elements")),
 )
 

@@ -20,11 +20,11 @@ class Secondary:
 
     Attributes:
         source: what its gathers send.
-        nbytes: bytes held besides the primary.
+        tensors: held besides the primary.
         shared: tensors of its own that are bit-identical on all ranks that share them.
     """
 
-    nbytes = 0
+    tensors: tuple[Tensor, ...] = ()
     shared: tuple[Tensor, ...] = ()
 
     def __init__(self, source: Rows | Stored) -> None:
@@ -54,7 +54,7 @@ class _Stamped(Secondary):
 
     def __init__(self, source: Rows | Stored, layout: Layout) -> None:
         super().__init__(source)
-        self.nbytes = source.nbytes
+        self.tensors = (source.tensor,)
         self._layout = layout
         self._versions = [0] * len(layout.numels)  # of the primary, by slot
         self._stamps = [-1] * len(layout.numels)
@@ -77,7 +77,7 @@ class _Cut(_Stamped):
 
     def __init__(self, source: Stored, layout: Layout, rows: Tensor) -> None:
         super().__init__(source, layout)
-        self.shared = (source.held,)
+        self.shared = self.tensors
         self._rows = rows
 
     def is_fresh(self, index: int) -> bool:

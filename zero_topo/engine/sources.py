@@ -49,9 +49,9 @@ class Rows:
     wire: Wire
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return self.rows.nbytes
+    def tensor(self) -> Tensor:
+        """What is held."""
+        return self.rows
 
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """One message of some slots, uint8 1-D, and where each slot's part begins (plus the end)."""
@@ -80,16 +80,14 @@ class Stored:
         wire: the format.
 
     Attributes:
-        held: uint8, the messages of all slots side by side.
-        nbytes: their bytes.
+        tensor: uint8, the messages of all slots side by side.
     """
 
     def __init__(self, like: Rows, route: Route, wire: Wire) -> None:
         self.route, self.wire = route, wire
         rows = like.layout.plan.world_size // route.hi
         self._ends = _ends(wire.nbytes(rows * width) for width in like.layout.widths)
-        self.held = torch.zeros(self._ends[-1], dtype=torch.uint8, device=like.rows.device)
-        self.nbytes = self.held.nbytes
+        self.tensor = torch.zeros(self._ends[-1], dtype=torch.uint8, device=like.rows.device)
 
     def message(self, slots: Sequence[int]) -> tuple[Tensor, list[int]]:
         """As :meth:`Rows.message`, quantized already."""
@@ -105,7 +103,7 @@ class Stored:
         self.wire.encode(span_pieces(rows, [(0, rows.shape[1])]), self._part(index))
 
     def _part(self, index: int) -> Tensor:
-        return self.held[self._ends[index] : self._ends[index + 1]]
+        return self.tensor[self._ends[index] : self._ends[index + 1]]
 
 
 class Coded:

@@ -96,7 +96,7 @@ class Stats:
         micro_batches: micro-batches per optimizer step.
         step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
         total_bytes: the same since the start.
-        memory: role -> bytes held on this rank.
+        memory: role -> bytes held on this rank; offloaded ones too, which are on the host.
         work: the model as the cost formulas see it.
         accumulation_itemsize: bytes per element of the gradient buffer.
         optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
@@ -341,6 +341,10 @@ class Stage3:
         still = setup.frozen
         frozen = replace(work, numels=still.numels, dims=still.dims, persistent=still.persistent, escaped=None)
         return replace(work, frozen=frozen)
+
+    def weight_tensors(self) -> list[Tensor]:
+        """What is held of weights, frozen ones too."""
+        return [*self.weights.tensors(), *(self.frozen.tensors() if self.frozen else [])]
 
     def memory(self) -> dict[str, int]:
         """Bytes of the shards on this rank, but for the optimizer's."""

@@ -215,7 +215,11 @@ class Weights:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the primary ("weights") and secondary copies on this rank; a view of the primary costs nothing."""
-        return {"weights": self.primary.nbytes, "secondary": self.secondary.nbytes}
+        return {"weights": self.primary.nbytes, "secondary": sum(tensor.nbytes for tensor in self.secondary.tensors)}
+
+    def tensors(self) -> list[Tensor]:
+        """What is held; views of these are not."""
+        return [self.primary, *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
         """Tensors that must be bit-identical on all ranks that share them (for debug checks)."""

@@ -249,6 +249,10 @@ class SyncMode(OptimizerHooks, ABC):
         """Bytes of state (residuals, masks) this rank keeps."""
         return 0
 
+    def tensors(self) -> list[Tensor]:
+        """What is kept from step to step; settled first (:meth:`drain`)."""
+        return []
+
     def state_dict(self) -> dict[str, Tensor]:
         """State to save with a checkpoint, this rank's own."""
         return {}

@@ -174,6 +174,10 @@ class Quantized(Crossing):
         """Bytes of the residual."""
         return 0 if self.residual is None else self.residual.nbytes
 
+    def tensors(self) -> list[Tensor]:
+        """The residual; one that lies in the gradient shard is that."""
+        return [] if self.residual is None else [self.residual]
+
     def owed_rows(self) -> Tensor | None:
         """Of the gradient shard, the own one among them, or the residual."""
         return self.residual if not self.owes_in_shard else self.rows(self.context.shard)

@@ -285,6 +285,10 @@ class Sparse(Crossing, Generic[State]):
         """Bytes on the device: the residual, and what a mode remembers beside it if that is of the gradient's size."""
         return 0 if self._offloaded else self.residual.nbytes
 
+    def tensors(self) -> list[Tensor]:
+        """The residual, and what the mode remembers."""
+        return [self.residual, *self.save(self._state).values()] if self.active else []
+
     def state_dict(self) -> dict[str, Tensor]:
         """The residual, the steps, and what the mode remembers."""
         if not self.active:

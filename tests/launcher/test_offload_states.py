@@ -1,0 +1,148 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``offload_states`` and ``reload_states``: what is freed, what can be used meanwhile, and what says that it cannot.
+
+That a run with them equals one without is a row of the matrix (`tests.launcher.features`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param, safe_set_local_fp32_param
+
+from tests.launcher.parity import Result, run
+from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, mse, running, weights
+
+STEPS = 6
+CODES = {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
+BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "codes": ({"scheme": "topo", "quantize": CODES}, {}),
+    "as it comes": ({"scheme": "topo"}, {}),
+    "zero++": ({"scheme": "zero++"}, {}),
+    "replicated": ({"scheme": "topo", "optimizer": "node"}, {}),
+    "scape": ({"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "density": 0.3}}, ADAMS),
+    "radius": ({"scheme": "topo", "sync": {"mode": "radius", "density": 0.4, "interval": 2}}, {}),
+    "ternary, aged": ({"scheme": "topo", "sync": {"mode": "ternary", "density": 0.2}}, AGED),
+}
+
+
+def job(name: str = "as it comes", **more: Any) -> Job:
+    keys, ds = BLOCKS[name]
+    return Job(zero_topo={**block("topo"), "quantize": {}, **keys}, steps=STEPS, dtype="bf16", ds=ds, **more)
+
+
+def there_and_back(engine: Any, step: int) -> None:
+    """All states, before each step but the first."""
+    if step:
+        engine.offload_states()
+        engine.reload_states()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_run_goes_on_bit_for_bit(name: str) -> None:
+    whole, broken = run(job(name)), run(job(name, each_step=there_and_back))
+    assert broken.losses == whole.losses
+    assert all(torch.equal(broken.weights[key], value) for key, value in whole.weights.items())
+
+
+@pytest.mark.parametrize("name", ["codes", "as it comes", "scape"])
+def test_what_is_offloaded_is_freed(name: str) -> None:
+    with running(job(name)) as engine:
+        advance(job(name), engine, 0, 2)
+        optimizer = engine.optimizer
+        held = [*optimizer.topo.weight_tensors(), *optimizer.topo.gradients.tensors(), *optimizer.optimizer_tensors()]
+        storages = [tensor.untyped_storage() for tensor in (*held, *optimizer.fp32_partitioned_groups_flat)]
+        before = [storage.nbytes() for storage in storages]
+        engine.offload_states()
+        assert [storage.nbytes() for storage in storages if storage.nbytes()] == []
+        assert optimizer.offloaded_states == set(State)
+        engine.reload_states()
+        assert [storage.nbytes() for storage in storages] == before
+        assert optimizer.offloaded_states == set()
+
+
+def test_masters_can_be_read_and_edited_on_the_host() -> None:
+    def edit(engine: Any, offloaded: bool) -> None:
+        if offloaded:
+            engine.offload_states(include=[State.hp_params, State.optim_states])
+        for param in engine.module.parameters():
+            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
+        if offloaded:
+            engine.reload_states()
+
+    def trained(offloaded: bool) -> Result:
+        with running(job()) as engine:
+            losses = advance(job(), engine, 0, 2)
+            edit(engine, offloaded)
+            return Result(losses + advance(job(), engine, 2, STEPS), weights(engine))
+
+    here, there = trained(False), trained(True)
+    assert here.losses == there.losses != run(job()).losses
+    assert all(torch.equal(there.weights[name], value) for name, value in here.weights.items())
+
+
+def backward(engine: Any) -> None:
+    engine.backward(mse(engine, *batch(9, 0, torch.bfloat16)))
+
+
+def first(engine: Any) -> Any:
+    return next(engine.module.parameters())
+
+
+def gather(engine: Any) -> None:
+    with deepspeed.zero.GatheredParameters([first(engine)]):
+        pass
+
+
+USES: dict[str, tuple[State, Callable[[Any, Path], object]]] = {
+    "forward": (State.lp_params, lambda engine, path: mse(engine, *batch(9, 0, torch.bfloat16))),
+    "gather": (State.lp_params, lambda engine, path: gather(engine)),
+    "backward": (State.lp_grads, lambda engine, path: backward(engine)),
+    "backward, its bucket": (State.contiguous_grad_buffer, lambda engine, path: backward(engine)),
+    "gradients": (State.lp_grads, lambda engine, path: safe_get_full_grad(first(engine))),
+    "norm": (State.lp_grads, lambda engine, path: engine.optimizer._get_norm_groups()),
+    "save": (State.optim_states, lambda engine, path: engine.save_checkpoint(str(path))),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_of_what_is_away_says_so_and_the_run_goes_on(use: str, shared_path: Path) -> None:
+    kind, act = USES[use]
+    with running(job()) as engine:
+        losses = advance(job(), engine, 0, 2)
+        engine.offload_states(include=[kind])
+        with pytest.raises(RuntimeError, match=rf"{kind.value} to the host: call engine.reload_states\(\) first"):
+            act(engine, shared_path)
+        engine.reload_states()
+        engine.zero_grad()
+        assert losses + advance(job(), engine, 2, STEPS) == run(job()).losses
+
+
+def test_a_step_without_masters_says_so_and_is_taken_afterwards() -> None:
+    def trained(offloaded: bool) -> list[float]:
+        with running(job()) as engine:
+            losses = advance(job(), engine, 0, 2)
+            if offloaded:
+                engine.offload_states(include=[State.hp_params])
+            backward(engine)
+            if offloaded:
+                with pytest.raises(RuntimeError, match="hp_params to the host"):
+                    engine.step()
+                engine.reload_states()
+            engine.step()
+            return losses + advance(job(), engine, 2, STEPS)
+
+    assert trained(True) == trained(False)
+
+
+def test_an_engine_is_destroyed_while_all_is_away() -> None:
+    with running(job()) as engine:
+        advance(job(), engine, 0, 1)
+        engine.offload_states()
+    assert len(run(job()).losses) == STEPS
