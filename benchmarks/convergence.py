@@ -91,10 +91,11 @@ class Convergence:
         return {"setup": asdict(self.setup), **common, "jobs": jobs}
 
     def left(self) -> list[dict[str, Any]]:
-        """The jobs of seeds that :attr:`before` has not."""
+        """The jobs of seeds of which :attr:`before` lacks one: a seed is compared with stock on the same machine."""
         jobs: list[dict[str, Any]] = self.settings()["jobs"]
-        kept = self.before["curves"][STOCK] if self.before else {}
-        return [job for job in jobs if str(job["seed"]) not in kept]
+        kept = self.before["curves"] if self.before else {}
+        lacking = {job["seed"] for job in jobs if str(job["seed"]) not in kept.get(job["scheme"], ())}
+        return [job for job in jobs if job["seed"] in lacking]
 
     def ticks(self) -> int:
         """Optimizer steps that :func:`run` announces, one tick each."""
@@ -142,7 +143,10 @@ def run(wanted: Convergence, tick: Tick) -> GrowingRecord:
 
 
 def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
-    """Two records of the same trainings with other seeds as one, its head the newer's; the older's in ``before``."""
+    """Two records of the same trainings with other seeds as one, its head the newer's; the older's in ``before``.
+
+    Of a seed that both have the newer's is taken.
+    """
     newer = {row["scheme"]: row for row in made["results"]}
     results = [_joined_row(row, newer.pop(row["scheme"], None)) for row in before["results"]]
     curves = {name: before["curves"].get(name, {}) | made["curves"].get(name, {}) for name in before["curves"] | newer}
@@ -154,7 +158,8 @@ def joined(before: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]
 def _joined_row(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> dict[str, Any]:
     if new is None:
         return dict(old)
-    kept, come = (len(row["last"]["difference"]["by_seed"]) for row in (old, new))
+    seeds, newer = (set(row["last"]["difference"]["by_seed"]) for row in (old, new))
+    kept, come = len(seeds - newer), len(newer)
 
     def weighed(one: float, other: float) -> float:
         return (kept * one + come * other) / (kept + come)

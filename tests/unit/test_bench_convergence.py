@@ -118,6 +118,12 @@ def test_only_seeds_that_lack_are_trained() -> None:
         ("stock", 1), ("chaos", 1), ("topo", 1), ("stock", 2), ("topo", 2)
     ]  # fmt: skip
     assert more.ticks() == 20 * 5
+    cut = made({"stock": {0: curve(1.0), 1: curve(9.0)}, "chaos": {0: curve(1.0)}, "topo": {0: curve(1.0)}})
+    again = replace(wanted("topo", seeds=(0, 1)), before=cut, floors=1)
+    assert [(job["scheme"], job["seed"]) for job in again.left()] == [("stock", 1), ("topo", 1)], "the whole seed anew"
+    mended = joined(cut, made({"stock": {1: curve(2.0)}, "topo": {1: curve(3.0)}}))
+    assert mended["curves"]["stock"]["1"] == curve(2.0)["losses"]
+    assert mended["results"][2]["last"]["difference"]["by_seed"] == {"0": 0.0, "1": 0.5}
     with pytest.raises(ValueError, match="other trainings, its schemes differ"):
         replace(wanted("paper"), before=before)
     with pytest.raises(ValueError, match="other trainings, its steps differ"):
