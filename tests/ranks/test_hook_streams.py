@@ -43,6 +43,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     own.__dict__ |= {
         "topo": deepspeed.engine,
         "_in_backward": False,
+        "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
         "overflow": False,
