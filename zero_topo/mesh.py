@@ -64,6 +64,11 @@ class Hop:
         """Whether group ranks follow the tree order; found once, since every exchange asks."""
         return self.slots == tuple(range(self.size))
 
+    @cached_property
+    def done(self) -> list[dist.Work]:
+        """Works that an exchange has waited for, kept until a later one has; see ``collectives/exchange.py``."""
+        return []
+
 
 @dataclass(frozen=True)
 class Route:
@@ -181,6 +186,8 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the groups this mesh created; every rank must call it, in the same place."""
+        for hop in self._hops.values():
+            hop.done.clear()
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()

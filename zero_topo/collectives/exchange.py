@@ -10,6 +10,11 @@ Note [Group order]
     Backends count a group's members by global rank (``Hop.slots``). Where that is not the tree's order, what a
     collective sends and receives is reordered by one copy on the device, by an index that stays there; messages from
     point to point need none.
+
+Note [Works that are kept]
+    Who destroys a work of gloo spins until gloo's thread has let go of it. If the two share a core, as where ranks have
+    no two cores each, that is until the scheduler's next tick: 4 ms for what takes 0.3. So works that are done are kept
+    until a later exchange of the same hop is waited for. They keep their messages: long ones are let go at once.
 """
 
 from __future__ import annotations
@@ -24,18 +29,20 @@ from torch import Tensor
 from zero_topo.collectives.handle import Handle, Work
 from zero_topo.mesh import Hop
 
+KEPT = 1 << 22  # bytes
+
 
 class Works:
-    """Several works as one."""
+    """Several works as one, which takes the place of another when it is done; Note [Works that are kept]."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[dist.Work], done: list[dist.Work]) -> None:
+        self._works, self._done = works, done
 
     def wait(self) -> None:
         """Wait for all of them."""
         for work in self._works:
             work.wait()
-        self._works = ()
+        self._done[:], self._works = self._works, ()
 
 
 def to_all(hop: Hop, message: Tensor) -> Handle[Tensor]:
@@ -126,11 +133,14 @@ def _swap(hop: Hop, parts: Sequence[Tensor] | Tensor, received: Sequence[Tensor]
     Empty messages are not sent.
     """
     members, own = _members(hop.slots), hop.slots[hop.index]
-    works: list[Work | None] = []
+    works: list[dist.Work | None] = []
+    nbytes = 0
     for distance in range(1, hop.size):
         source, target = (own - distance) % hop.size, (own + distance) % hop.size
         if received[members[source]].numel():
+            nbytes += received[members[source]].nbytes
             works.append(dist.irecv(received[members[source]], group=hop.group, group_src=source))
         if parts[members[target]].numel():
+            nbytes += parts[members[target]].nbytes
             works.append(dist.isend(parts[members[target]], group=hop.group, group_dst=target))
-    return Works([work for work in works if work is not None])
+    return Works([work for work in works if work is not None], hop.done if nbytes <= KEPT else [])
