@@ -313,8 +313,8 @@ WORD = 4
 
 
 def counts(peers: int) -> int:
-    """Bytes that tell each peer a length, and that all is finite."""
-    return (peers - 1) * (8 + 1)
+    """Bytes that tell each peer a length, or that not all is finite."""
+    return (peers - 1) * 8
 
 
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])

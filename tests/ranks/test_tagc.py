@@ -163,8 +163,8 @@ def test_the_ratio_is_the_largest_safe_one(asked: Any, union: float, width: int,
 
 
 def counts(peers: int, sketch: bool) -> int:
-    """Bytes that say that all is finite, how dense unions are, and how many elements go beside a sketch."""
-    return (peers - 1) * (1 + 8 + 8 * sketch)
+    """Bytes that say how dense unions are, or that not all is finite, and how many elements go beside a sketch."""
+    return (peers - 1) * (8 + 8 * sketch)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

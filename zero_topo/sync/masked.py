@@ -20,9 +20,7 @@ class Unseen(Sparse[State]):
 
     def judge(self, reduced: Tensor) -> None:
         """The host learns nothing of it: what is known to be so much can be sent whatever it is."""
-        assert self.finite is not None
-        reduced.masked_fill_(self.finite.all().logical_not(), torch.nan)
-        self.finite = None
+        reduced.masked_fill_(self.all_finite().logical_not(), torch.nan)
 
 
 class Masked(Unseen[State]):

@@ -170,7 +170,7 @@ class OkTopk(Sparse[OkTopkState]):
         """Where this rank's region begins, and the sums of all picks of it, FP32; one look."""
         size, own = self.peers.size, self.peers.index
         sizes = picked.counts(bounds)
-        seen = self.look(sizes, self.peers.scatter(sizes), bounds[own : own + 2])
+        seen = self.look(sizes, self.peers.scatter(self.told(sizes)), bounds[own : own + 2])
         *_, begin, end = seen
         local = Picked(picked.indices % self._records.numel, picked.values)
         message = self.peers.scatter_known(self._records.encode(local), seen[:size], seen[size : 2 * size])

@@ -11,14 +11,14 @@ Note [A sparse step]
     run is started again in this step.
 
 Note [Not a number]
-    A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. Ranks therefore
-    say first whether all their elements are finite; if not, all get NaN, and DeepSpeed skips the step or reports it.
-    Where a mode looks at the device anyway, it learns so in its first look, and stops; else the device puts NaN into
-    the sums, and nobody waits.
+    A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. If a rank has an
+    element that is not finite, all get NaN, and DeepSpeed skips the step or reports it. Where ranks tell one another
+    how much they will send, a rank says -1 in place of its counts, and all stop there; else each says a flag, after the
+    sums. Where the host looks at nothing the device puts NaN into the sums by that, and nobody waits.
 
 Note [Looks]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
-    it needs in few looks, whatever the number of peers; the first of a step also says whether all elements are finite.
+    it needs in few looks, whatever the number of peers.
 
 Note [Peers]
     Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
@@ -89,7 +89,7 @@ class Sparse(Crossing, Generic[State]):
         active: whether there is anything to exchange.
         dtype: of values on the wire.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
-        finite: uint8 ``[P, 1]``, whether all elements of each peer are, until somebody has looked.
+        finite: bool ``[]``, whether all elements of this rank are, until the peers have been told.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -124,7 +124,8 @@ class Sparse(Crossing, Generic[State]):
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, finite once :meth:`look` returns: gradient plus residual. May be overwritten.
+            total: FP32 ``[P * C]``, gradient plus residual, finite once a look has followed :meth:`told`. May be
+                overwritten.
             state: what the mode remembers; must not be changed.
         """
 
@@ -141,28 +142,33 @@ class Sparse(Crossing, Generic[State]):
         """Numbers of the device, on the host: ints if all are; see Note [Looks].
 
         Args:
-            numbers: of any shape, one after the other.
+            numbers: of any shape, one after the other; none negative but what peers say by :meth:`told`.
         """
-        parts = [number.view(-1) for number in numbers]
-        if self.finite is not None:
-            parts.append(self.finite.all().long().view(1))
-        seen: list[Any] = torch.cat(parts).tolist()
-        if self.finite is not None:
-            self.finite = None
-            if not seen.pop():
-                raise _NotFiniteError
+        seen: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
+        if min(seen, default=0) < 0:
+            raise _NotFiniteError
         return seen
+
+    def told(self, counts: Tensor) -> Tensor:
+        """What to tell all peers in place of counts, int64, the first time in a step; see Note [Not a number]."""
+        finite, self.finite = self.finite, None
+        return counts if finite is None else torch.where(finite, counts, -1)
+
+    def all_finite(self) -> Tensor:
+        """Whether all elements of all peers are, who have not been told; bool ``[]``. Collective."""
+        assert self.finite is not None
+        flag, self.finite = self.finite.to(torch.uint8).view(1), None
+        return self.peers.gather(flag).all()
 
     def judge(self, reduced: Tensor) -> None:
         """Before sums are delivered: nothing that is not finite is in them unseen; see Note [Not a number]."""
-        if self.finite is not None:
-            self.look()
+        if self.finite is not None and not all(self.look(self.all_finite())):
+            raise _NotFiniteError
 
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
         total = self.table(shard, self._spans).div_(scale).view(-1)
         # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
-        finite = torch.stack(total.aminmax()).isfinite().all()
-        self.finite = self.peers.gather(finite.to(torch.uint8).view(1))
+        self.finite = torch.stack(total.aminmax()).isfinite().all()
         if self.residual.numel() and not self._paid:
             total += self.residual.to(total.device, non_blocking=True)
         try:

@@ -137,7 +137,7 @@ class Tagc(Sparse[int]):
         mask = mask.view(self.peers.size, -1)
         came = self.peers.scatter(self._bits(mask))
         union = self._masks(came).any(dim=0)
-        counts = self.look(self.peers.gather(union.sum()))
+        counts = self.look(self.peers.gather(self.told(union.sum())))
         return _Index(mask, came, union, self._bits(union[None])[0], counts)
 
     def _bits(self, rows: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ class Tagc(Sparse[int]):
             found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
             stuck |= found != probe
             reached = stuck.sum()
-            counts = self.look(self.peers.gather(torch.where(reached >= left, reached, -1)))
-            if min(counts) >= 0:
+            counts = self.look(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))
+            if max(counts) <= self.width:
                 break
         return positions(stuck, counts[self.peers.index]), counts
 

@@ -80,7 +80,7 @@ class AllGathered(Stateless):
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Gather all picks; the sum is everybody's union."""
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
-        counts = self.look(self.peers.gather(torch.full((1,), len(picked), device=total.device)))
+        counts = self.look(self.peers.gather(self.told(torch.full((1,), len(picked), device=total.device))))
         reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.numel)
         total[picked.indices] -= picked.values
         return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
@@ -133,7 +133,7 @@ class TopkDsa(Stateless):
         size, width = self.peers.size, self._columns
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
-        seen = self.look(sizes, self.peers.scatter(sizes))
+        seen = self.look(sizes, self.peers.scatter(self.told(sizes)))
         own = self._owned(picked, records, seen)
         total[picked.indices] -= picked.values
         union = own.count_nonzero()
