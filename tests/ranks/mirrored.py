@@ -65,7 +65,7 @@ def mirrored(size: int) -> Iterator[None]:
         patch.object(peers, "to_all", to_all),
         patch.object(peers, "to_each", to_each),
         patch.object(peers, "to_each_uneven", to_each_uneven),
-        patch.object(picks, "_goes_in_order", lambda x: False),
+        patch.object(picks, "_on_cpu", lambda x: False),
     ):
         yield
 

@@ -182,7 +182,7 @@ def test_a_gpus_way_of_adding_up_gives_the_bits_of_a_cpus(mode: str, monkeypatch
     sync = {"interval": 3} if mode == "radius" else {}
     w = sparse_world(DATA_PARALLEL, 5, mode, (3000,), density=0.2, **sync)
     here = run(w, 3)
-    monkeypatch.setattr(picks, "_goes_in_order", lambda x: False)
+    monkeypatch.setattr(picks, "_on_cpu", lambda x: False)
     for a, b in zip(here, run(w, 3), strict=True):
         for one, other in zip(a, b, strict=True):
             assert torch.equal(one.rows, other.rows) and one.report == other.report

@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -109,23 +110,27 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     """At least k elements reach it, zeros aside, and fewer than k are above it."""
     k = share(density, x.numel())
     assert 1 <= k <= x.numel()
-    bound = kth_largest(x, k)
-    count = int(count_reaching(x, bound))
-    assert count == int(OPS.count_above(x, float(bound)))
+    bound = kth_largest(x, k, OPS)
+    count = int(count_reaching(x, bound, OPS))
+    best = largest(x, k, OPS)
+    with patch.object(picks, "_on_cpu", lambda _: False):
+        assert count == int(count_reaching(x, bound, OPS)) and bound == kth_largest(x, k, OPS)
+        assert torch.equal(best.values.abs().sort().values, largest(x, k, OPS).values.abs().sort().values)
     passed = above(x, float(bound), count, OPS)
     assert len(passed) >= min(k, int((x.abs() >= TINY).sum()))
     assert bound == TINY or int((x.abs() > bound).sum()) < k
-    best = largest(x, k)
+    assert best.indices.diff().gt(0).all() and torch.equal(best.values, x[best.indices])
     assert set(best.non_zero(int(best.values.count_nonzero())).indices.tolist()) <= set(passed.indices.tolist())
     assert torch.equal(passed.values, x[passed.indices])
 
 
 def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
+    """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
-    whole, bound = largest(x, 120), kth_largest(x, 120)
+    whole, bound = largest(x, 120, OPS), kth_largest(x, 120, OPS)
     monkeypatch.setattr(picks, "LONGEST", 200)
+    monkeypatch.setattr(picks, "_on_cpu", lambda _: False)
     topk, lengths = torch.topk, list[int]()
 
     def counted(y: Tensor, *rest: Any, **more: Any) -> Any:
@@ -133,11 +138,11 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
         return topk(y, *rest, **more)
 
     monkeypatch.setattr(torch, "topk", counted)
-    few = largest(x, 20)
+    few = largest(x, 20, OPS)
     assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
-    cut = largest(x, 120)
+    cut = largest(x, 120, OPS)
     assert torch.equal(cut.indices, whole.indices) and torch.equal(cut.values, whole.values)
-    assert torch.equal(kth_largest(x, 120), bound)
+    assert torch.equal(kth_largest(x, 120, OPS), bound)
 
 
 @given(VECTORS)
@@ -159,7 +164,7 @@ def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -
 )
 def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
     """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half above 4/3 k."""
-    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)))
+    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)), ops=OPS)
     bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
     for _ in range(FITTING_STEPS):
         passed = int((x.abs() >= bound).sum())

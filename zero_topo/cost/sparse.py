@@ -176,7 +176,7 @@ def _(mode: GTopkSync, columns: int, plan: Plan, peers: int) -> float:
 def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
     """Selecting; adding up; a row of sums, and what is chosen of it or, where all sums are told to all, of all."""
     n, k, row = peers * columns, mode.density * peers * columns, 4 * columns
-    chosen: float = row + columns if mode.sharded else 5 * n + (PICK_BYTES + 4) * min(peers * k, n)
+    chosen: float = row + columns if mode.sharded else 4 * n + (PICK_BYTES + 4) * min(peers * k, n)
     return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, row + chosen)
 
 

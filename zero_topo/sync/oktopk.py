@@ -79,13 +79,11 @@ class _Chosen:
 
     Attributes:
         reduced: FP32 ``[n]``, or where sums stay with their owners ``[C]``.
-        mask: bool, alike: what was chosen.
-        count: how much of what this rank knows, int64 ``[]``.
+        count: of those that are not zero, int64 ``[]``.
         threshold: for the next step, FP64 ``[]``.
     """
 
     reduced: Tensor
-    mask: Tensor
     count: Tensor
     threshold: Tensor
 
@@ -126,10 +124,10 @@ class OkTopk(Sparse[OkTopkState]):
             total[begin : begin + len(sums)].add_(sums).sub_(chosen.reduced)
         else:
             chosen = self._choose(sums, begin, state, exact)
-            total[picked.indices] -= torch.where(chosen.mask[picked.indices], picked.values, 0.0)
+            total[picked.indices] -= torch.where(chosen.reduced[picked.indices] != 0, picked.values, 0.0)
             if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
-                lost = torch.where(chosen.mask[begin : begin + len(sums)], sums - sums.to(self.dtype), 0.0)
-                total[begin : begin + len(sums)] += lost
+                came = chosen.reduced[begin : begin + len(sums)]
+                total[begin : begin + len(sums)] += torch.where(came != 0, sums - came, 0.0)
         report: dict[str, float | Tensor] = {
             "density_asked": self.density,
             "density": len(picked) / self.numel,
@@ -144,18 +142,18 @@ class OkTopk(Sparse[OkTopkState]):
         Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
         if not exact:
-            at, low, ops = state.local, max(state.local / NEAR, TINY), self.context.sparse
+            at, low, ops = state.local, max(state.local / NEAR, TINY), self.ops
             found, near = self.look(ops.count_above(total, at), ops.count_above(total, low))
             few = 5 * found < 4 * self.k
             count = near if few else found
             if self.k <= near and count <= MOST_TAKEN * self.k:
                 picked = above(total, low if few else at, count, ops)
                 if few or 4 * found > 5 * self.k:
-                    picked = picked.where(largest(picked.values, self.k).indices)
+                    picked = picked.where(largest(picked.values, self.k, self.ops).indices)
                 return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
-        bound = kth_largest(total, self.k)
-        threshold, reaching = self.look(bound, count_reaching(total, bound))
-        return above(total, threshold, int(reaching), self.context.sparse).rounded(self.dtype), threshold, True
+        bound = kth_largest(total, self.k, self.ops)
+        threshold, reaching = self.look(bound, count_reaching(total, bound, self.ops))
+        return above(total, threshold, int(reaching), self.ops).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
         """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
@@ -172,10 +170,11 @@ class OkTopk(Sparse[OkTopkState]):
         sizes = picked.counts(bounds)
         seen = self.look(sizes, self.peers.scatter(self.told(sizes)), bounds[own : own + 2])
         *_, begin, end = seen
-        local = Picked(picked.indices % self._records.numel, picked.values)
-        message = self.peers.scatter_known(self._records.encode(local), seen[:size], seen[size : 2 * size])
+        if self.config.sharded:
+            picked = Picked(picked.indices % self._columns, picked.values)
+        message = self.peers.scatter_known(self._records.encode(picked), seen[:size], seen[size : 2 * size])
         came = self._records.decode(message)
-        del local, message
+        del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
         return begin, added(came, end - begin)
@@ -185,37 +184,37 @@ class OkTopk(Sparse[OkTopkState]):
         if exact:
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
-            threshold = kth_largest(everything.values, self.k)
-            kept = everything.values.abs() >= threshold
+            threshold = kth_largest(everything.values, self.k, self.ops)
+            everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
-            indices, counts, threshold = self._reused(sums, state.world)
-            everything = self._all(*self._spread(_at(sums, indices, begin), counts))
-            kept = torch.ones_like(everything.indices, dtype=torch.bool)
-        mask = torch.zeros(self.numel, dtype=torch.bool, device=sums.device)
-        mask[everything.indices] = kept
+            own, counts, threshold = self._reused(sums, state.world)
+            own.indices.add_(begin)
+            everything = self._all(*self._spread(own, counts))
         reduced = sums.new_zeros(self.numel)
-        reduced[everything.indices] = torch.where(kept, everything.values, 0.0)
-        return _Chosen(reduced, mask, kept.sum(), threshold)
+        reduced[everything.indices] = everything.values
+        return _Chosen(reduced, everything.values.count_nonzero(), threshold)
 
-    def _reused(self, sums: Tensor, threshold: Tensor) -> tuple[Tensor, list[int], Tensor]:
-        """Where sums reach the old threshold, cut or filled up as Note [Thresholds] says; every rank's count; the next.
+    def _reused(self, sums: Tensor, threshold: Tensor) -> tuple[Picked, list[int], Tensor]:
+        """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
 
         One look.
         """
+        ops = self.ops
         low = (threshold / NEAR_SUMS).clamp(min=TINY)
-        found, near = self.peers.gather(torch.stack([count_reaching(sums, at) for at in (threshold, low)])).T
+        found, near = self.peers.gather(torch.stack([count_reaching(sums, at, ops) for at in (threshold, low)])).T
         total, more = found.sum(), near.sum()
         few, most = 5 * total < 4 * self.k, max(5 * self.k // 4, 1)
         filled = found + (near - found) * (self.k - total) // (more - total).clamp(min=1)
         cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
         wanted = torch.where(few, torch.minimum(filled, near), cut)
         at, mine = torch.where(few, low, threshold), self.peers.index
-        *counts, own = self.look(wanted, torch.where(few, near, found)[mine])
-        indices = positions(sums.abs() >= at, own)
+        *seen, bound = self.look(wanted, torch.where(few, near, found)[mine], at)
+        *counts, own = map(int, seen)
+        picked = above(sums, bound, own, ops)
         moved = (total.double() / self.k).pow(1 / FALL).clamp(1 / MOST_MOVED, MOST_MOVED)
         if counts[mine] < own:
-            indices = indices[largest(sums[indices], counts[mine]).indices]
-        return indices, counts, (threshold * moved).clamp(min=TINY)
+            picked = picked.where(largest(picked.values, counts[mine], self.ops).indices)
+        return picked, counts, (threshold * moved).clamp(min=TINY)
 
     def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
         """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
@@ -239,12 +238,12 @@ class OkTopk(Sparse[OkTopkState]):
         if exact:
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             magnitudes = sums[positions(sums != 0, counts[self.peers.index])].abs()
-            threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k)
+            threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k, self.ops)
             mask = sums.abs() >= threshold
         else:
-            indices, _, threshold = self._reused(sums, state.world)
-            mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, indices, 1)
-        return _Chosen(torch.where(mask, sums, 0.0), mask, mask.sum(), threshold)
+            own, _, threshold = self._reused(sums, state.world)
+            mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
+        return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
 
     def fresh(self) -> OkTopkState:
         """No threshold, regions of equal size."""

@@ -95,7 +95,8 @@ class Scape(Masked[ScapeState]):
             parts, count = self._shares(density)
             return largest_of_each(score, *parts), count
         count = share(density, self._columns)
-        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, largest(score, count).indices, True), count
+        chosen = largest(score, count, self.ops).indices
+        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
 
     def _shares(self, density: float) -> tuple[Tensor, int]:
         """Width and count of each parameter, int64 ``[2, parameters]``, and the sum of the counts."""

@@ -88,6 +88,7 @@ class Sparse(Crossing, Generic[State]):
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
         dtype: of values on the wire.
+        ops: the element-wise operations.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
         finite: bool ``[]``, whether all elements of this rank are, until the peers have been told.
     """
@@ -97,6 +98,7 @@ class Sparse(Crossing, Generic[State]):
         super().__init__(context, exact(context))
         plan = context.plan
         self.dtype = DTYPES[config.value_dtype]
+        self.ops = context.sparse
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._taken = tuple(p for p in context.parameters if taken(p, config))
@@ -166,7 +168,9 @@ class Sparse(Crossing, Generic[State]):
             raise _NotFiniteError
 
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
-        total = self.table(shard, self._spans).div_(scale).view(-1)
+        total = self.table(shard, self._spans).view(-1)
+        if scale != 1:
+            total /= scale
         # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
         self.finite = torch.stack(total.aminmax()).isfinite().all()
         if self.residual.numel() and not self._paid:
@@ -179,7 +183,7 @@ class Sparse(Crossing, Generic[State]):
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
             return None
-        self._deliver(shard, outcome.reduced.mul_(scale))
+        self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
 
     @property

@@ -104,7 +104,7 @@ class Tagc(Sparse[int]):
 
     def exchange(self, total: Tensor, state: int) -> Outcome[int]:
         """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
-        picked = largest(total, share(1 - self.theta, self.numel))
+        picked = largest(total, share(1 - self.theta, self.numel), self.ops)
         picked = picked.non_zero(self.look(picked.values.count_nonzero())[0])
         index = self._index(picked)
         densest = max(index.counts) / self.width
@@ -143,11 +143,11 @@ class Tagc(Sparse[int]):
     def _bits(self, rows: Tensor) -> Tensor:
         """Bool ``[rows, C]`` -> uint8 ``[rows, ceil(C / 8)]``, each row by itself."""
         rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
-        return self.context.sparse.pack(rows.reshape(-1)).view(len(rows), -1)
+        return self.ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
     def _masks(self, bits: Tensor) -> Tensor:
         """The inverse of :meth:`_bits`."""
-        return self.context.sparse.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
+        return self.ops.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
 
     def _plain(self, picked: Picked, index: _Index, total: Tensor) -> _Sums:
         """Values in the order of the bits; what rounding takes away stays here. One look."""
@@ -173,12 +173,12 @@ class Tagc(Sparse[int]):
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # in the sketch they would not come apart
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
-        sketches = self.context.sparse.sketch(table, SEED, rows)
+        sketches = self.ops.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = self.context.sparse.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
+        own, left = self.ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
         if any(counts):
             own[stuck] = added_rows(beside.view(size, -1))
         return _Sums(own, len(stuck), left)
@@ -188,7 +188,7 @@ class Tagc(Sparse[int]):
 
         Note [Nothing is estimated]. A look for each attempt, of which all ranks make as many.
         """
-        ops, device = self.context.sparse, index.bits.device
+        ops, device = self.ops, index.bits.device
         stuck = torch.zeros_like(index.union)
         for attempt in count():
             generator = torch.Generator(device).manual_seed(attempt)
