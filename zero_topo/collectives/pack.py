@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -91,9 +90,9 @@ def span_pieces(rows: Tensor, spans: Iterable[Span], block: int = 1) -> list[Pie
         spans: ranges of columns.
         block: elements of a block; 1 fills nothing up.
     """
-    pieces = []
+    rows, pieces = rows if rows.dim() == 3 else rows[None], []
     for begin, end in spans:
-        piece = piece_of((rows if rows.dim() == 3 else rows[None])[..., begin:end])
+        piece = piece_of(rows[..., begin:end], block)
         assert piece is not None
-        pieces.append(replace(piece, columns=-(-piece.columns // block) * block, present=piece.columns))
+        pieces.append(piece)
     return pieces

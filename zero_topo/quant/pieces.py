@@ -111,11 +111,12 @@ class Piece:
 Pieces = Tensor | Piece | Sequence[Tensor | Piece]
 
 
-def piece_of(tensor: Tensor) -> Piece | None:
+def piece_of(tensor: Tensor, block: int = 1) -> Piece | None:
     """A tensor as one piece, without a copy; None if its strides cannot be said in rows and columns.
 
     Args:
         tensor: of one message, or ``[members, rows, columns]``.
+        block: rows of three dimensions are filled up to whole blocks of so many elements.
 
     Raises:
         ValueError: for a dtype that cannot be quantized.
@@ -131,7 +132,8 @@ def piece_of(tensor: Tensor) -> Piece | None:
     if rows > 1 and stride < columns:
         return None
     extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
-    return Piece(table.as_strided((extent,), (1,)), rows, columns, stride, members, member_stride)
+    flat, filled = table.as_strided((extent,), (1,)), -(-columns // block) * block
+    return Piece(flat, rows, filled, stride, members, member_stride, columns)
 
 
 def pieces_to_read(x: Pieces) -> list[Piece]:
