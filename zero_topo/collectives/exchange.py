@@ -12,9 +12,9 @@ Note [Group order]
     point to point need none.
 
 Note [Works that are kept]
-    Who destroys a work of gloo spins until gloo's thread has let go of it. If the two share a core, as where ranks have
-    no two cores each, that is until the scheduler's next tick: 4 ms for what takes 0.3. So works that are done are kept
-    until a later exchange of the same hop is waited for. They keep their messages: long ones are let go at once.
+    Who destroys a work of gloo spins until gloo's thread has let go of it. Where ranks have no two cores each that may
+    wait for the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 where works that are done
+    are kept until a later exchange of the same hop is waited for. They hold their messages: long ones go at once.
 """
 
 from __future__ import annotations
