@@ -20,7 +20,9 @@ class Unseen(Sparse[State]):
 
     def judge(self, reduced: Tensor) -> None:
         """The host learns nothing of it: what is known to be so much can be sent whatever it is."""
-        reduced.masked_fill_(self.all_finite().logical_not(), torch.nan)
+        assert self.finite is not None
+        finite = self.peers.gather(self.finite.to(torch.uint8).view(1))
+        reduced.masked_fill_(finite.all().logical_not(), torch.nan)
 
 
 class Masked(Unseen[State]):

@@ -13,8 +13,8 @@ Note [A sparse step]
 Note [Not a number]
     A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. If a rank has an
     element that is not finite, all get NaN, and DeepSpeed skips the step or reports it. Where ranks tell one another
-    how much they will send, a rank says -1 in place of its counts, and all stop there; else each says a flag, after the
-    sums. Where the host looks at nothing the device puts NaN into the sums by that, and nobody waits.
+    how much they will send, a rank says -1 in place of its counts, and all stop there. Where everything is sent, or the
+    largest, which NaN is, the sums have it. Under a mask ranks say a flag, and the device puts NaN into the sums.
 
 Note [Looks]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
@@ -156,16 +156,8 @@ class Sparse(Crossing, Generic[State]):
         finite, self.finite = self.finite, None
         return counts if finite is None else torch.where(finite, counts, -1)
 
-    def all_finite(self) -> Tensor:
-        """Whether all elements of all peers are, who have not been told; bool ``[]``. Collective."""
-        assert self.finite is not None
-        flag, self.finite = self.finite.to(torch.uint8).view(1), None
-        return self.peers.gather(flag).all()
-
     def judge(self, reduced: Tensor) -> None:
-        """Before sums are delivered: nothing that is not finite is in them unseen; see Note [Not a number]."""
-        if self.finite is not None and not all(self.look(self.all_finite())):
-            raise _NotFiniteError
+        """Before sums are delivered: what is not finite must be in them, as it is where the largest are sent."""
 
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
         total = self.table(shard, self._spans).view(-1)
