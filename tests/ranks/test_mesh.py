@@ -44,6 +44,18 @@ def test_all_of_frontier_is_a_mesh_in_seconds() -> None:
     assert time.monotonic() - start < 20
 
 
+def test_a_destroyed_mesh_lets_go_of_works() -> None:
+    """They hold messages, and gloo's connections."""
+    machine = emulated(2, 1, 2)
+    plan = Plan.build(machine, ("world", None, "world", "world"))
+    with fake_world(machine.world_size, 0):
+        mesh = Mesh(plan, machine, plan.hops())
+        hop = mesh.route(1, 4).hops[-1]
+        hop.done.append(dist.barrier(async_op=True))
+        mesh.destroy()
+        assert not hop.done
+
+
 def test_rows_are_gathered_in_chunks() -> None:
     """Columns do not fill whole chunks, and outnumber the rows: all of them arrive."""
     machine = emulated(2, 1, 2)

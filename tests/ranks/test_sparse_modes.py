@@ -200,12 +200,12 @@ def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(mode: str, wha
     check_changes_nothing(sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, **interval), what, steps)
 
 
+@pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_gradient_that_is_not_finite_reaches_the_optimizer(mode: str, bad: float) -> None:
+def test_a_gradient_that_is_not_finite_reaches_the_optimizer(mode: str, bad: float, start: int) -> None:
     """NaN is in no comparison the larger: it would never be picked, and training would go on without a word."""
-    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05)
-
+    w = sparse_world(HIERARCHY["topo"], None, mode, NUMELS, density=0.05, start=start)
     assert any(run_threads(w.size, lambda rank: overflowed(w.engine(), w.grads(rank), bad)))
 
 

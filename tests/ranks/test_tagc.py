@@ -28,6 +28,7 @@ from zero_topo.config import TagcSync, ZeroTopoConfig
 from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.tagc import bytes_from_owner, bytes_to_owner
+from zero_topo.sync import tagc as tagc_mode
 from zero_topo.sync.base import Parameter
 from zero_topo.sync.sparse import taken
 
@@ -113,8 +114,15 @@ def test_the_index_is_ored_not_added(setting: dict[str, Any], theta: float | Non
         assert found[0].report["ratio"] == 4
 
 
-def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch() -> None:
-    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet nothing is lost."""
+@pytest.mark.parametrize("values", [tagc_mode.PROBE, 3])
+def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
+    values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few lanes hold all picks, far too many for those: the union is safe on average, and yet nothing is lost.
+
+    Also if an estimate is right by chance: of two values it often is, and other probes follow.
+    """
+    monkeypatch.setattr(tagc_mode, "PROBE", values)
     w = tagc((2 * ROW,), 2)
     hot = torch.arange(2 * ROW) % 1024 < 40
     results = run(w, 1, lambda rank, step: [w.grads(rank, step)[0] * hot])

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
@@ -208,8 +209,9 @@ class OkTopk(Sparse[OkTopkState]):
         cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
         wanted = torch.where(few, torch.minimum(filled, near), cut)
         at, mine = torch.where(few, low, threshold), self.peers.index
-        *seen, bound = self.look(wanted, torch.where(few, near, found)[mine], at)
-        *counts, own = map(int, seen)
+        # The threshold's bits are an integer, so that counts stay integers.
+        *counts, own, bits = self.look(wanted, torch.where(few, near, found)[mine], at.view(torch.int64))
+        (bound,) = unpack("d", pack("q", bits))
         picked = above(sums, bound, own, ops)
         moved = (total.double() / self.k).pow(1 / FALL).clamp(1 / MOST_MOVED, MOST_MOVED)
         if counts[mine] < own:

@@ -163,20 +163,24 @@ class Sparse(Crossing, Generic[State]):
         total = self.table(shard, self._spans).view(-1)
         if scale != 1:
             total /= scale
-        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
-        self.finite = torch.stack(total.aminmax()).isfinite().all()
         if self.residual.numel() and not self._paid:
             total += self.residual.to(total.device, non_blocking=True)
         try:
-            dense = self.steps < self.config.start
-            outcome = self._reduced_all(total) if dense else self.exchange(total, self._state)
-            self.judge(outcome.reduced)
+            outcome = self._reduced_all(total) if self.steps < self.config.start else self._exchanged(total)
         except _NotFiniteError:
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
             return None
         self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
+
+    def _exchanged(self, total: Tensor) -> Outcome[State]:
+        """What the mode makes of it."""
+        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
+        self.finite = torch.stack(total.aminmax()).isfinite().all()
+        outcome = self.exchange(total, self._state)
+        self.judge(outcome.reduced)
+        return outcome
 
     @property
     def density(self) -> float:
