@@ -190,7 +190,7 @@ class _Clock:
         self.seconds = 0.0
         mode = engine.gradients.mode
         if isinstance(mode, Sparse):
-            for name in ("gather", "scatter", "scatter_known"):
+            for name in ("gather", "gather_known", "scatter", "scatter_known"):
                 setattr(mode.peers, name, self._timed(getattr(mode.peers, name)))
 
     def reset(self) -> None:

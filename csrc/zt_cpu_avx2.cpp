@@ -152,10 +152,10 @@ struct V {
         _mm_storeu_si128(reinterpret_cast<__m128i *>(p), x);
     }
 
-    /* Bit i is set if |lane i| >= bound. */
+    /* Bit i is set unless |lane i| < bound. */
     ZT_INLINE uint32_t above(F x, F bound) {
         const F magnitude = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
-        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitude, bound, _CMP_GE_OQ)));
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitude, bound, _CMP_NLT_UQ)));
     }
 
     /* Writes the elements at p whose bits are set in `chosen`, as many as there is room for, and their indices. */

@@ -136,9 +136,9 @@ struct V {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), x);
     }
 
-    /* Bit i is set if |lane i| >= bound. */
+    /* Bit i is set unless |lane i| < bound. */
     ZT_INLINE uint32_t above(F x, F bound) {
-        return _mm512_cmp_ps_mask(_mm512_abs_ps(x), bound, _CMP_GE_OQ);
+        return _mm512_cmp_ps_mask(_mm512_abs_ps(x), bound, _CMP_NLT_UQ);
     }
 
     /* Writes the elements at p whose bits are set in `chosen`, as many as there is room for, and their indices. */

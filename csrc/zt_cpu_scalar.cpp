@@ -193,7 +193,7 @@ void stream(const uint8_t *x, int64_t bytes, uint8_t *out) { memcpy(out, x, stat
 
 int64_t count_above(Elements x, int64_t n, float threshold) {
     int64_t found = 0;
-    for (int64_t i = 0; i < n; ++i) found += fabsf(element(x, i)) >= threshold;
+    for (int64_t i = 0; i < n; ++i) found += !(fabsf(element(x, i)) < threshold);
     return found;
 }
 
@@ -202,7 +202,7 @@ int64_t compact_above(Elements x, zt_range elements, float threshold, zt::Picks 
     const Elements values = {picks.values, x.dtype};
     const int64_t size = x.dtype == ZT_FP32 ? 4 : 2;
     for (int64_t i = elements.begin; i < elements.end; ++i) {
-        if (!(fabsf(element(x, i)) >= threshold)) continue;
+        if (fabsf(element(x, i)) < threshold) continue;
         if (found < picks.capacity) {
             picks.indices[found] = i;
             memcpy(values.data + found * size, x.data + i * size, static_cast<size_t>(size));

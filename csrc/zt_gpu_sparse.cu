@@ -22,7 +22,7 @@ struct zt_above_arguments {
     int64_t *indices;
     char *values;
     int64_t capacity;
-    uint32_t threshold; /* the bits of one that is not negative; sizes compare as their bits do */
+    uint32_t threshold; /* the bits of one that is not negative; sizes compare as their bits do, NaN above all */
     int32_t dtype;
 };
 
@@ -82,7 +82,7 @@ ZT_DEVICE uint32_t zt_above(const zt_above_arguments &a, int64_t begin, float *v
 #pragma unroll
     for (int k = 0; k < ZT_UNIT; k++) {
         const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
-        bits |= (uint32_t)(size >= a.threshold && size <= ZT_INFINITY && begin + k < a.n) << k;
+        bits |= (uint32_t)(size >= a.threshold && begin + k < a.n) << k;
     }
     return bits;
 }
@@ -141,8 +141,7 @@ int zt_gpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, void *stre
 }
 
 static uint32_t zt_threshold_bits(float threshold) {
-    if (threshold <= 0.0f) return 0; /* every size but NaN */
-    return threshold == threshold ? zt_bits<uint32_t>(threshold) : ~0u;
+    return threshold > 0.0f ? zt_bits<uint32_t>(threshold) : 0;
 }
 
 static int zt_launch_above(void (*kernel)(zt_above_arguments), zt_above_arguments a, void *stream) {

@@ -138,7 +138,7 @@ int zt_cpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, 
 int zt_cpu_mask_pack(const uint8_t *mask, int64_t n, uint8_t *bits, zt_range elements);
 int zt_cpu_mask_unpack(const uint8_t *bits, int64_t n, uint8_t *mask, zt_range elements);
 
-/* How many |x[i]| >= threshold in the range; NaN never is. */
+/* How many |x[i]| >= threshold in the range; NaN is above all. */
 int zt_cpu_count_above(const void *x, int32_t dtype, float threshold, zt_range elements, int64_t *found, int32_t level);
 
 /* The same elements in ascending order: their indices i (of x, not of the range) and values (dtype of x), at most

@@ -7,11 +7,10 @@ for the other are a race; so is memory that its stream takes again while another
 on that one (torch's caching allocator gives it away). Both are errors with both stack traces.
 
 Note [Clocks]
-    Each operation has a number. A stream's clock says, for every stream, up to which number it has waited for it; an
-    event keeps a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which knows no elements).
+    Each operation has a number. A stream's clock says of every stream up to which it has waited for it; an event keeps
+    a copy of a clock (vector clocks, as torch.cuda._sanitizer keeps them, which knows no elements).
 
-Note [What is one operation]
-    An operation of torch, a kernel's call (whatever the reference does inside it), or a collective.
+An operation is one of torch, a kernel's call (whatever the reference does inside it), or a collective.
 """
 
 from __future__ import annotations
@@ -393,6 +392,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.peers.to_all", collectives.to_all),
         patch("zero_topo.collectives.peers.to_each", collectives.to_each),
         patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
+        patch("zero_topo.collectives.peers.to_all_uneven", lambda *told: collectives.to_each_uneven(*told, told[-1])),
         patch.object(registry, "BACKENDS", MappingProxyType({"reference": lambda _: _Kernels(device)})),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,

@@ -308,7 +308,7 @@ def check_masks(backend: Any, device: str = "cpu") -> None:
 
 
 def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Counts and picks above a threshold: equal ones are in, NaN never is, a full buffer is not overrun."""
+    """Counts and picks above a threshold: equal ones are in, NaN is, a full buffer is not overrun."""
     for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
         x = values(n, dtype, 5)
         found = int(sparse_reference.count_above(x, threshold))

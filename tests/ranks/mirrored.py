@@ -60,11 +60,17 @@ def mirrored(size: int) -> Iterator[None]:
         assert len(received) == sum(expected)
         return Handle(None, (), lambda: received)
 
+    def to_all_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        received = rows.repeat(hop.size, 1)
+        assert len(received) == sum(sizes)
+        return Handle(None, (), lambda: received)
+
     with (
         fake_world(size),
         patch.object(peers, "to_all", to_all),
         patch.object(peers, "to_each", to_each),
         patch.object(peers, "to_each_uneven", to_each_uneven),
+        patch.object(peers, "to_all_uneven", to_all_uneven),
         patch.object(picks, "_on_cpu", lambda x: False),
     ):
         yield

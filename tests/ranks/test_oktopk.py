@@ -110,6 +110,31 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_said_before_sums_are_cut(bad: float) -> None:
+    """Alone among few where others have too many, it would have no share of what all choose: nobody would see it."""
+    w = sparse_world(DATA_PARALLEL, 4, "oktopk", (4_000,), density=0.01, tau_prime=4)
+
+    def grads(rank: int, step: int) -> list[Tensor]:
+        """In the sixth step, the first that reuses thresholds, all is far above them but for the last quarter."""
+        grad = w.grads(rank, step)[0]
+        if step == 5:
+            grad[:3_000] *= 1.3
+            grad[3_000:] = 0
+            grad[3_500] = bad if rank == 0 else 0
+        return [grad]
+
+    def rank_main(rank: int) -> bool:
+        engine = w.engine()
+        for step in range(6):
+            rows = synced(engine, grads(rank, step))
+            seen = bool(rows.isnan().all())
+            engine.end_step(skipped=False)
+        return seen
+
+    assert all(run_threads(4, rank_main))
+
+
 def test_regions_fit_the_picks_from_the_first_step_on() -> None:
     """Where all that is large lies in one rank's quarter, all four reduce a part of it, and tell as much each."""
     w = world_of("oktopk")

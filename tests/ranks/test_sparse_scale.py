@@ -90,6 +90,7 @@ HELD: list[tuple[str, dict[str, Any]]] = [
     ("gtopk", {"density": 0.01}),
     ("oktopk", {"density": 0.002}),
     ("tagc", {}),
+    ("tagc", {"per_parameter": True}),
     ("radius", {"density": 0.4}),
     ("radius", {"density": 0.05, "value_dtype": "bf16"}),
     ("scape", {}),

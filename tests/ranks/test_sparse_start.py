@@ -23,7 +23,7 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, synced
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import TagcSync
 from zero_topo.config.sparse_config import OkTopkSync, TopkASync
 from zero_topo.cost.memory import work_bytes
 
@@ -72,13 +72,13 @@ def test_what_another_run_owed_comes_with_the_first_dense_step() -> None:
         torch.testing.assert_close(second, dense[1], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 def test_the_density_goes_down_geometrically(mode: str) -> None:
     """Equal factors apart from DGC's quarter, counted from the end of the dense steps; what is picked follows."""
     warmup, steps = 4, START + 6
-    w = sparse_world(
-        HIERARCHY["topo"], None, mode, (65_536,), start=START, warmup=warmup, start_density=0.25, density=0.01
-    )
+    last = {"theta": 0.99} if mode == "tagc" else {"density": 0.01}
+    gently = {"start": START, "warmup": warmup, "start_density": 0.25, "value_dtype": "fp32"}
+    w = sparse_world(HIERARCHY["topo"], None, mode, (65_536,), **gently, **last)
     results = run(w, steps)
     expected = [1.0] * START + [0.25 * 0.04 ** (step / warmup) for step in range(warmup)] + [0.01, 0.01]
     for found in results:
@@ -108,6 +108,9 @@ def test_a_density_is_that_of_its_step() -> None:
     assert [plain.density_at(step) for step in range(3)] == [1, 0.01, 0.01] and plain.busiest == plain
     rising = TopkASync(density=0.1, warmup=2, start_density=0.05)
     assert rising.busiest.density == 0.1
+    tagc = TagcSync(ratio=10, start=3, warmup=2)
+    assert [tagc.scheduled(2).density_at(step) for step in (2, 3, 5)] == pytest.approx([1, 0.25, 0.0125])
+    assert tagc.busiest.theta == 0.75 and TagcSync(ratio=10).busiest.theta is None
 
 
 @pytest.mark.parametrize("sync", [{"start": 1}, {"warmup": 10, "start_density": 0.5}])
@@ -117,13 +120,6 @@ def test_memory_is_told_of_the_step_that_needs_most(sync: dict[str, float]) -> N
     mode = OkTopkSync(density=0.001, value_dtype="bf16")
     gentle = OkTopkSync.model_validate({**mode.model_dump(), **sync})
     assert work_bytes(gentle, plan, 10_000) > work_bytes(mode, plan, 10_000)
-
-
-@pytest.mark.parametrize("key", ["start_density", "warmup"])
-def test_tagc_has_no_density(key: str) -> None:
-    """It is told so with what to set instead."""
-    with pytest.raises(ValueError, match=rf"{key} is not a setting of the mode tagc, .*set theta"):
-        ZeroTopoConfig.parse({"sync": {"mode": "tagc", key: 1}})
 
 
 def test_a_dense_start_changes_nothing_after_it() -> None:

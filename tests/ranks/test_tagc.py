@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_nothing_is_lost_through_a_sketch(peers: int, ratio: int) -> None:
         report = results[0][step].report
         assert report["ratio"] == ratio and report["fallbacks"] == 0
         assert report["union"] <= SAFE_LOAD / ratio and report["density"] == pytest.approx(
-            1 - report["theta"], rel=0.01
+            report["density_asked"], rel=0.01
         )
 
 
@@ -70,6 +71,19 @@ def test_nothing_is_lost_through_a_sketch_between_nodes(setting: str) -> None:
     results = run(w, 2)
     check(w, results)
     assert {found[1].report["ratio"] for found in results} == {4.0}
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("setting", HIERARCHY)
+def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) -> None:
+    """However small its elements are beside the others', some of them come; by default the largest of all do."""
+    w = tagc((4_000, 4_000), None, HIERARCHY[setting], theta=0.9, per_parameter=each)
+    results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0], 1e-6 * w.grads(rank, step)[1]])
+    seen = [step for found in results for step in found]
+    assert {bool(step.rows[:, step.rows.shape[1] // 2 :].any()) for step in seen} == {each}
+    width = w.config.plan.shard_numel(4_000)
+    share = ceil(0.1 * width) / width if each else 0.1
+    assert all(step.report["density"] == pytest.approx(share, rel=0.01) for step in seen)
 
 
 @pytest.mark.parametrize(

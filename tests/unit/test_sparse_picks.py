@@ -124,6 +124,23 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     assert torch.equal(passed.values, x[passed.indices])
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
+    """NaN is above every threshold, and makes the one that the largest give infinite; then one of them is enough."""
+    x = NORMAL.clone()
+    x[[7, 50, 9_000]] = bad
+    with patch.object(picks, "_on_cpu", lambda _: on_cpu):
+        assert not largest(x, 5, OPS).values.isfinite().all()
+        assert int(count_reaching(x, torch.tensor(2.0), OPS)) == len(x) - int((x.abs() < 2).sum())
+        assert not above(x, 2.0, 999, OPS).values.isfinite().all()
+        bound = kth_largest(x, 3, OPS)
+        assert bound == torch.inf and int(count_reaching(x, bound, OPS)) == 3
+        assert above(x, float(bound), 3, OPS).indices.tolist() == [7]
+    mode: Any = SimpleNamespace(density=0.01, k=100, ops=OPS)
+    assert [float(found) for found in GaussianK.threshold(mode, x)] == [torch.inf, 3]
+
+
 def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))

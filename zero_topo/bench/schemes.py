@@ -104,6 +104,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
             _synced("tagc", {"mode": "tagc"}),
             _synced("tagc-10", {"mode": "tagc", "ratio": 10}),
+            _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "per_parameter": True}),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
         )

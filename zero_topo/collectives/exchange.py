@@ -103,6 +103,25 @@ def to_each_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Seque
     return Handle(work, (send,), lambda: _regrouped(received, due, _slots(hop.slots, torch.device("cpu"))))
 
 
+def to_all_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+    """All-gather of any number of rows.
+
+    Args:
+        hop: the members.
+        rows: uint8 ``[sizes[index], width]``, contiguous.
+        sizes: rows of each member.
+
+    Returns:
+        Those of all, ``[sum(sizes), width]`` in the order of the members, once waited for.
+    """
+    if not _point_to_point(hop):
+        return to_each_uneven(hop, rows.repeat(hop.size, 1), [len(rows)] * hop.size, sizes)
+    received = rows.new_empty(sum(sizes), rows.shape[1])
+    places = received.split(list(sizes))
+    places[hop.index].copy_(rows)
+    return Handle(_swap(hop, [rows] * hop.size, places), (rows,), lambda: received)
+
+
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     """Groups of rows, so many each (int64, on the host), in another order."""
     lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]

@@ -60,6 +60,11 @@ class MpiPeers(Peers):
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return _came(received.to(rows.device))
 
+    def _to_all_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        received, width = torch.empty(sum(sizes), rows.shape[1], dtype=torch.uint8), rows.shape[1]
+        self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * torch.tensor(sizes).numpy()])
+        return _came(received.to(rows.device))
+
 
 def _came(result: T) -> Handle[T]:
     return Handle(None, (), lambda: result)

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.exchange import to_all, to_each, to_each_uneven
+from zero_topo.collectives.exchange import to_all, to_all_uneven, to_each, to_each_uneven
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Exchange
 from zero_topo.mesh import Hop
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The members of a hop, by torch's collectives. Another transport overrides the three ``_to_`` methods.
+    """The members of a hop, by torch's collectives. Another transport overrides the ``_to_`` methods.
 
     Attributes:
         size: how many there are.
@@ -67,8 +67,8 @@ class Peers:
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
-        copies = rows.repeat(self.size, *(1,) * (rows.dim() - 1))
-        return self.scatter_known(copies, [rows.shape[0]] * self.size, sizes)
+        begin = partial(self._to_all_uneven, _rows_of_bytes(rows), sizes)
+        return self._uneven(rows, (self.size - 1) * rows.nbytes, begin)
 
     def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
         """The next ``sizes[c]`` rows go to member ``c``; what each member sent here, one after the other.
@@ -78,14 +78,16 @@ class Peers:
             sizes: on the host.
             expected: rows that come from each member, who say the same.
         """
+        table = _rows_of_bytes(rows)
+        begin = partial(self._to_each_uneven, table, sizes, expected)
+        return self._uneven(rows, (len(table) - sizes[self.index]) * table.shape[1], begin)
+
+    def _uneven(self, rows: Tensor, nbytes: int, begin: Callable[[], Handle[Tensor]]) -> Tensor:
+        """What comes, as rows like those given."""
         if self.size == 1:
             return rows
-        count, shape = rows.shape[0], rows.shape[1:]
-        width = shape.numel() * rows.itemsize
-        begin = partial(self._to_each_uneven, rows.view(torch.uint8).view(count, width), sizes, expected)
-        nbytes = (count - sizes[self.index]) * width
         came = self._begin("all_to_all", nbytes, begin, even=False).wait()
-        return came.view(-1).view(rows.dtype).view(came.shape[0], *shape)
+        return came.view(-1).view(rows.dtype).view(len(came), *rows.shape[1:])
 
     def _begin(
         self, op: Literal["all_gather", "all_to_all"], nbytes: int, begin: Callable[[], Handle[T]], even: bool = True
@@ -101,6 +103,14 @@ class Peers:
 
     def _to_each_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         return to_each_uneven(self._hop, rows, sizes, expected)
+
+    def _to_all_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        return to_all_uneven(self._hop, rows, sizes)
+
+
+def _rows_of_bytes(rows: Tensor) -> Tensor:
+    """Rows of any shape as uint8, ``[rows, width]``."""
+    return rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
 
 
 def as_bytes(x: Tensor) -> Tensor:

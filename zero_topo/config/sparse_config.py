@@ -150,7 +150,17 @@ class RadiusSync(SparseSync):
     )
 
 
-class ScapeSync(SparseSync):
+class PerParameter(SparseSync):
+    """What modes have in common that may choose of each parameter by itself."""
+
+    per_parameter: bool = Field(
+        False,
+        strict=True,
+        description="Choose the same share of each parameter by itself, instead of all parameters' together.",
+    )
+
+
+class ScapeSync(PerParameter):
     """The elements of largest momentum at the last step, by a mask that all ranks share; AdamS lives on them alone."""
 
     OPTIMIZER: ClassVar[str | None] = "AdamS"
@@ -164,11 +174,6 @@ class ScapeSync(SparseSync):
         gt=0,
         le=1,
         description="Density of the first step, if there is a warm-up; the paper's takes a tenth of the training.",
-    )
-    per_parameter: bool = Field(
-        False,
-        strict=True,
-        description="Choose density of each parameter's elements by itself, instead of all parameters' together.",
     )
 
     def problem(self, plan: Plan) -> str | None:

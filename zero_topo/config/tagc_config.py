@@ -17,12 +17,12 @@ Note [Safe loads]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_config import SparseSync
+from zero_topo.config.sparse_config import PerParameter
 from zero_topo.config.sync_settings import Dtype
 
 RATIOS = (10, 4, 2)
@@ -49,7 +49,7 @@ QUERY_KEY_VALUE = (
 )
 
 
-class TagcSync(SparseSync):
+class TagcSync(PerParameter):
     """An exact index and a count sketch of the values, both reduced to the owner of each row; TAGC.
 
     Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training"
@@ -58,8 +58,6 @@ class TagcSync(SparseSync):
 
     mode: Literal["tagc"] = Field("tagc", description="One bit per element and a count sketch of the values (TAGC).")
     density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")
-    start_density: SkipJsonSchema[float] = Field(0.01, exclude=True, description="Not used: see theta.")
-    warmup: SkipJsonSchema[int] = Field(0, exclude=True, description="Not used: see theta.")
     ratio: Literal[2, 4, 10] = Field(4, description="How many times smaller than the values their sketch is.")
     theta: float | None = Field(
         None,
@@ -80,12 +78,11 @@ class TagcSync(SparseSync):
     @model_validator(mode="before")
     @classmethod
     def _refuse_density(cls, block: Any) -> Any:
-        for key in ("density", "start_density", "warmup"):
-            if isinstance(block, Mapping) and key in block:
-                raise ValueError(
-                    f"{key} is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set "
-                    "theta, or leave it to ratio"
-                )
+        if isinstance(block, Mapping) and "density" in block:
+            raise ValueError(
+                "density is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set theta, "
+                "or leave it to ratio"
+            )
         return block
 
     def zeros(self, peers: int) -> float:
@@ -93,6 +90,18 @@ class TagcSync(SparseSync):
         if self.theta is not None:
             return self.theta
         return max(dict(PAPER_ZEROS)[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
+
+    def scheduled(self, peers: int) -> Self:
+        """The same with the density that a rank picks when ``peers`` ranks reduce, which a warm-up goes down to."""
+        return self.model_copy(update={"density": 1 - self.zeros(peers)})
+
+    @property
+    def busiest(self) -> Self:
+        """The settings of the step that sends most, but for those before ``start``."""
+        if not self.warmup:
+            return self
+        theta = dict(PAPER_ZEROS)[self.ratio] if self.theta is None else self.theta
+        return self.model_copy(update={"theta": min(theta, 1 - self.start_density)})
 
     def safe_ratio(self, union: float, width: int) -> int | None:
         """How far the values of a row may be compressed: the largest known ratio, up to the asked one, that is safe.

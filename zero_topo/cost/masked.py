@@ -14,12 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from zero_topo.config import RadiusSync, ScapeSync
 from zero_topo.cost.memory import mask_bytes
-from zero_topo.cost.sparse import book_sparse, exchanged_bytes, mode_bytes, peer_bytes
+from zero_topo.cost.sparse import PART_BYTES, book_sparse, exchanged_bytes, mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES, Books, book_sync, sync_hops
 from zero_topo.plan import Plan
-
-PART_BYTES = 39
-"""Of an element while the largest of each parameter are found: its value and part, twice, two orders; as measured."""
 
 
 @peer_bytes.register

@@ -28,6 +28,7 @@ from zero_topo.plan import Plan
 
 PICK_BYTES = 12  # index and value, taken apart
 SORTING_BYTES = 41  # of a pick that is being added up, itself included
+PART_BYTES = 39  # of an element while the largest of each parameter are found
 
 
 @book_sync.register

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from zero_topo.config import TagcSync
 from zero_topo.config.tagc_config import BLOCK
-from zero_topo.cost.sparse import PICK_BYTES, SORTING_BYTES, mode_bytes, peer_bytes
+from zero_topo.cost.sparse import PART_BYTES, PICK_BYTES, SORTING_BYTES, mode_bytes, peer_bytes
 from zero_topo.cost.volume import ITEMSIZES
 from zero_topo.plan import Plan
 
@@ -61,7 +61,8 @@ def _(mode: TagcSync, columns: int, plan: Plan, peers: int) -> float:
     if plan.optimizer < plan.world_size:
         everywhere = 4 * columns + 5 * n + 12 * union + 4 * union / peers
     masks = n + (n + columns) // 8 + columns
-    return PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere))
+    selecting = (PART_BYTES - 4) * n if mode.per_parameter else 0  # the value is there
+    return max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
 
 
 def _union(mode: TagcSync, peers: int) -> float:

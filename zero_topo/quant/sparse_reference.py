@@ -33,7 +33,7 @@ def mask_unpack(bits: Tensor, mask: Tensor) -> None:
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """How many ``|x[i]| >= threshold`` (FP32 comparison; never for NaN), int64 ``[1]``."""
+    """How many ``|x[i]| >= threshold`` (FP32 comparison; NaN always does), int64 ``[1]``."""
     return _above(x, threshold).sum().view(1)
 
 
@@ -129,7 +129,7 @@ class _Peeling:
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:
-    return x.float().abs() >= torch.tensor(threshold, dtype=torch.float32, device=x.device)
+    return (x.float().abs() < torch.tensor(threshold, dtype=torch.float32, device=x.device)).logical_not()
 
 
 def _mix(z: int) -> int:

@@ -168,11 +168,11 @@ def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
 
 @triton.jit
 def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
-    """A chunk's elements: indices, values, and which have a large magnitude, as int32; NaN never has."""
+    """A chunk's elements: indices, values, and which have a large magnitude, as int32; NaN always has."""
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     element = begin + tl.arange(0, CHUNK)
     values = loaded(x + element, element < n, begin + CHUNK <= n)
-    large = (tl.abs(widened(values)) >= threshold) & (element < n)
+    large = ((tl.abs(widened(values)) < threshold) == 0) & (element < n)
     return element, values, large.to(tl.int32)
 
 

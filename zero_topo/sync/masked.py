@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from zero_topo.sync.picks import positions
-from zero_topo.sync.sparse import Sparse, State
+from zero_topo.sync.sparse import Outcome, Sparse, State
 
 
-class Unseen(Sparse[State]):
-    """A sparse mode whose messages have lengths that do not depend on the data: the host looks at nothing."""
-
-    def judge(self, reduced: Tensor) -> None:
-        """The host learns nothing of it: what is known to be so much can be sent whatever it is."""
-        assert self.finite is not None
-        finite = self.peers.gather(self.finite.to(torch.uint8).view(1))
-        reduced.masked_fill_(finite.all().logical_not(), torch.nan)
-
-
-class Masked(Unseen[State]):
+class Masked(Sparse[State]):
     """A sparse mode with a common mask, in which all rows hold equally many elements: no lengths travel either."""
+
+    def exchanged(self, total: Tensor) -> Outcome[State]:
+        """What the mode makes of it; NaN if any rank has an element that is not finite, in the mask or not."""
+        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
+        finite = torch.stack(total.aminmax()).isfinite().all()
+        outcome = super().exchanged(total)
+        flags = self.peers.gather(finite.to(torch.uint8).view(1))
+        outcome.reduced.masked_fill_(flags.all().logical_not(), torch.nan)
+        return outcome
 
     def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.

@@ -50,7 +50,7 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
-from zero_topo.sync.sparse import Outcome, Sparse
+from zero_topo.sync.sparse import Outcome, Sparse, told
 
 CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
@@ -117,14 +117,14 @@ class OkTopk(Sparse[OkTopkState]):
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
-        begin, sums = self._summed(picked, bounds)
+        begin, sums, world = self._summed(picked, bounds, state.world)
         if self.config.sharded:
-            chosen = self._sharded(sums, state, exact)
+            chosen = self._sharded(sums, None if exact else world)
             # This rank does not know whose picks were chosen: owners take the rest of the sums.
             total[picked.indices] -= picked.values
             total[begin : begin + len(sums)].add_(sums).sub_(chosen.reduced)
         else:
-            chosen = self._choose(sums, begin, state, exact)
+            chosen = self._choose(sums, begin, None if exact else world)
             total[picked.indices] -= torch.where(chosen.reduced[picked.indices] != 0, picked.values, 0.0)
             if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
                 came = chosen.reduced[begin : begin + len(sums)]
@@ -143,14 +143,16 @@ class OkTopk(Sparse[OkTopkState]):
         Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
         if not exact:
-            at, low, ops = state.local, max(state.local / NEAR, TINY), self.ops
-            found, near = self.look(ops.count_above(total, at), ops.count_above(total, low))
+            at, low, ops, room = state.local, max(state.local / NEAR, TINY), self.ops, 5 * self.k // 4
+            reach = ops.compact_above(total, at, min(room, self.numel))
+            found, near = self.look(reach.found, ops.count_above(total, low))
             few = 5 * found < 4 * self.k
             count = near if few else found
             if self.k <= near and count <= MOST_TAKEN * self.k:
-                picked = above(total, low if few else at, count, ops)
-                if few or 4 * found > 5 * self.k:
-                    picked = picked.where(largest(picked.values, self.k, self.ops).indices)
+                picked = Picked(reach.indices[:count], reach.values[:count])
+                if few or count > room:
+                    picked = above(total, low if few else at, count, ops)
+                    picked = picked.where(largest(picked.values, self.k, ops).indices)
                 return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
         bound = kth_largest(total, self.k, self.ops)
         threshold, reaching = self.look(bound, count_reaching(total, bound, self.ops))
@@ -165,12 +167,14 @@ class OkTopk(Sparse[OkTopkState]):
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
-    def _summed(self, picked: Picked, bounds: Tensor) -> tuple[int, Tensor]:
-        """Where this rank's region begins, and the sums of all picks of it, FP32; one look."""
+    def _summed(self, picked: Picked, bounds: Tensor, world: Tensor) -> tuple[int, Tensor, float]:
+        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look."""
         size, own = self.peers.size, self.peers.index
         sizes = picked.counts(bounds)
-        seen = self.look(sizes, self.peers.scatter(self.told(sizes)), bounds[own : own + 2])
-        *_, begin, end = seen
+        # The threshold's bits are an integer, so that counts stay integers.
+        others = bounds[own : own + 2], world.view(torch.int64)
+        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values)), *others)
+        *_, begin, end, bits = seen
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
         message = self.peers.scatter_known(self._records.encode(picked), seen[:size], seen[size : 2 * size])
@@ -178,45 +182,42 @@ class OkTopk(Sparse[OkTopkState]):
         del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
-        return begin, added(came, end - begin)
+        return begin, added(came, end - begin), unpack("d", pack("q", bits))[0]
 
-    def _choose(self, sums: Tensor, begin: int, state: OkTopkState, exact: bool) -> _Chosen:
-        """The largest sums, on all ranks; one look."""
-        if exact:
+    def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
+        """The largest sums, on all ranks, by a threshold or exactly; one look."""
+        if world is None:
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
             threshold = kth_largest(everything.values, self.k, self.ops)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
-            own, counts, threshold = self._reused(sums, state.world)
+            own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
             everything = self._all(*self._spread(own, counts))
         reduced = sums.new_zeros(self.numel)
         reduced[everything.indices] = everything.values
         return _Chosen(reduced, everything.values.count_nonzero(), threshold)
 
-    def _reused(self, sums: Tensor, threshold: Tensor) -> tuple[Picked, list[int], Tensor]:
+    def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
         """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
 
         One look.
         """
-        ops = self.ops
-        low = (threshold / NEAR_SUMS).clamp(min=TINY)
-        found, near = self.peers.gather(torch.stack([count_reaching(sums, at, ops) for at in (threshold, low)])).T
+        ops, mine, low = self.ops, self.peers.index, max(threshold / NEAR_SUMS, TINY)
+        reach = torch.cat([ops.count_above(sums, at) for at in (threshold, low)])
+        found, near = self.peers.gather(reach).T
         total, more = found.sum(), near.sum()
         few, most = 5 * total < 4 * self.k, max(5 * self.k // 4, 1)
-        filled = found + (near - found) * (self.k - total) // (more - total).clamp(min=1)
+        filled = torch.minimum(found + (near - found) * (self.k - total) // (more - total).clamp(min=1), near)
         cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
-        wanted = torch.where(few, torch.minimum(filled, near), cut)
-        at, mine = torch.where(few, low, threshold), self.peers.index
-        # The threshold's bits are an integer, so that counts stay integers.
-        *counts, own, bits = self.look(wanted, torch.where(few, near, found)[mine], at.view(torch.int64))
-        (bound,) = unpack("d", pack("q", bits))
-        picked = above(sums, bound, own, ops)
-        moved = (total.double() / self.k).pow(1 / FALL).clamp(1 / MOST_MOVED, MOST_MOVED)
+        own = torch.where(few, near, found)[mine]
+        *counts, own, few, total = self.look(torch.where(few, filled, cut), own, few, total)
+        picked = above(sums, low if few else threshold, own, ops)
         if counts[mine] < own:
-            picked = picked.where(largest(picked.values, counts[mine], self.ops).indices)
-        return picked, counts, (threshold * moved).clamp(min=TINY)
+            picked = picked.where(largest(picked.values, counts[mine], ops).indices)
+        after = max(threshold * _moved(total / self.k), TINY)
+        return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
     def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
         """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
@@ -235,15 +236,15 @@ class OkTopk(Sparse[OkTopkState]):
         came = self.peers.scatter_known(self._records.encode(own), sizes, expected)
         return self._records.decode(came), ends.diff().tolist()
 
-    def _sharded(self, sums: Tensor, state: OkTopkState, exact: bool) -> _Chosen:
-        """The largest sums, each on its owner; Note [Sharded]. One look."""
-        if exact:
+    def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
+        """As :meth:`_choose`, each on its owner; Note [Sharded]. One look."""
+        if world is None:
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             magnitudes = sums[positions(sums != 0, counts[self.peers.index])].abs()
             threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k, self.ops)
             mask = sums.abs() >= threshold
         else:
-            own, _, threshold = self._reused(sums, state.world)
+            own, _, threshold = self._reused(sums, world)
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
         return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
 

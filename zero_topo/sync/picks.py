@@ -103,11 +103,14 @@ def share(density: float, numel: int) -> int:
 
 
 def kth_largest(x: Tensor, k: int, ops: SparseOps) -> Tensor:
-    """The ``k``-th largest magnitude, but never zero, FP64 ``[]``; ``TINY`` if there are fewer elements."""
+    """The ``k``-th largest magnitude, but never zero, FP64 ``[]``; ``TINY`` if there are fewer elements.
+
+    Infinity, which NaN reaches, if NaN is among the largest.
+    """
     if x.numel() < k or not k:
         return torch.full((), TINY, dtype=torch.float64, device=x.device)
     magnitudes = largest(x, k, ops).values.abs() if _on_cpu(x) else _topk(x, k)[0]
-    return magnitudes.min().double().clamp_(min=TINY)
+    return magnitudes.min().double().clamp_(min=TINY).nan_to_num_(torch.inf, torch.inf)
 
 
 def largest(x: Tensor, k: int, ops: SparseOps) -> Picked:
@@ -148,15 +151,15 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def count_reaching(x: Tensor, threshold: Tensor, ops: SparseOps) -> Tensor:
-    """How many magnitudes reach a threshold that is on the device (``[]``), int64 ``[]``."""
+    """How many magnitudes reach a threshold that is on the device (``[]``), as NaN does; int64 ``[]``."""
     if _on_cpu(x):
         return ops.count_above(x, float(threshold))[0]
-    return (x >= threshold).sum() + (x <= -threshold).sum()
+    return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
 def above(x: Tensor, threshold: float, count: int, ops: SparseOps) -> Picked:
-    """The elements whose magnitude reaches a threshold, known to be so many."""
-    found = ops.compact_above(x, threshold, count)
+    """The elements whose magnitude reaches a threshold, known to be so many; of those that are not finite one."""
+    found = ops.compact_above(x, threshold, count if math.isfinite(threshold) else min(count, 1))
     return Picked(found.indices, found.values.float())
 
 

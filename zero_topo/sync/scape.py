@@ -66,7 +66,6 @@ class Scape(Masked[ScapeState]):
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
         self._inside = Peers(hops[0], context.counted) if len(hops) > 1 else None
-        self._shared: tuple[float, Tensor, int] | None = None
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,23 +91,11 @@ class Scape(Masked[ScapeState]):
         """The own row of the next mask, bool ``[C]``, and how many elements it holds."""
         density = self.config.density_at(self.steps + 1)
         if self.config.per_parameter:
-            parts, count = self._shares(density)
+            parts, count = self.shares(density, 1)
             return largest_of_each(score, *parts), count
         count = share(density, self._columns)
         chosen = largest(score, count, self.ops).indices
         return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
-
-    def _shares(self, density: float) -> tuple[Tensor, int]:
-        """Width and count of each parameter, int64 ``[2, parameters]``, and the sum of the counts."""
-        if self._shared is None or self._shared[0] != density:
-            widths = [past - first for first, past in self._places]
-            counts = [share(density, width) for width in widths]
-            self._shared = (
-                density,
-                torch.tensor([widths, counts]).to(self.context.device, non_blocking=True),
-                sum(counts),
-            )
-        return self._shared[1:]
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
         """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""

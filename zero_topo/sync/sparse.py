@@ -11,10 +11,11 @@ Note [A sparse step]
     run is started again in this step.
 
 Note [Not a number]
-    A comparison with NaN is false, so a mode that picks by threshold would swallow it, and train on. If a rank has an
-    element that is not finite, all get NaN, and DeepSpeed skips the step or reports it. Where ranks tell one another
-    how much they will send, a rank says -1 in place of its counts, and all stop there. Where everything is sent, or the
-    largest, which NaN is, the sums have it. Under a mask ranks say a flag, and the device puts NaN into the sums.
+    What is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that swallowed
+    it would train on. NaN is the largest of all and above every threshold, so picks hold what is not finite if there is
+    any, and nobody goes through a gradient for it. Where ranks tell one another how many picks they will send, a rank
+    that has such ones says -1 in place of its counts: all stop there, and all get NaN. Where messages have one length,
+    the sums have it. Under a mask ranks say a flag, and the device puts NaN into the sums.
 
 Note [Looks]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
@@ -37,14 +38,14 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, places_of
+from zero_topo.collectives.pack import Span, merged, places_of
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.sync.base import Owed, Parameter, SyncContext
 from zero_topo.sync.crossing import Crossing, exact, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.picks import added_rows
+from zero_topo.sync.picks import added_rows, share
 
 State = TypeVar("State")
 
@@ -90,7 +91,6 @@ class Sparse(Crossing, Generic[State]):
         dtype: of values on the wire.
         ops: the element-wise operations.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
-        finite: bool ``[]``, whether all elements of this rank are, until the peers have been told.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -115,7 +115,7 @@ class Sparse(Crossing, Generic[State]):
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
-        self.finite: Tensor | None = None
+        self._shared: tuple[float, Tensor, int] | None = None
         self._undecided: Step[State] | None = None  # exchanged, all of it finite, and not decided yet
         self._paid = False  # the residual is in the gradients already
         self._state = self.fresh()
@@ -126,7 +126,7 @@ class Sparse(Crossing, Generic[State]):
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, gradient plus residual, finite once a look has followed :meth:`told`. May be
+            total: FP32 ``[P * C]``, gradient plus residual, finite once a look has followed :func:`told`. May be
                 overwritten.
             state: what the mode remembers; must not be changed.
         """
@@ -144,29 +144,17 @@ class Sparse(Crossing, Generic[State]):
         """Numbers of the device, on the host: ints if all are; see Note [Looks].
 
         Args:
-            numbers: of any shape, one after the other; none negative but what peers say by :meth:`told`.
+            numbers: of any shape, one after the other; none negative but what peers say by :func:`told`.
         """
         seen: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
         if min(seen, default=0) < 0:
             raise _NotFiniteError
         return seen
 
-    def told(self, counts: Tensor) -> Tensor:
-        """What to tell all peers in place of counts, int64, the first time in a step; see Note [Not a number]."""
-        finite, self.finite = self.finite, None
-        return counts if finite is None else torch.where(finite, counts, -1)
-
-    def judge(self, reduced: Tensor) -> None:
-        """Before sums are delivered: what is not finite must be in them, as it is where the largest are sent."""
-
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
-        total = self.table(shard, self._spans).view(-1)
-        if scale != 1:
-            total /= scale
-        if self.residual.numel() and not self._paid:
-            total += self.residual.to(total.device, non_blocking=True)
+        total = self._total(shard, scale)
         try:
-            outcome = self._reduced_all(total) if self.steps < self.config.start else self._exchanged(total)
+            outcome = self._reduced_all(total) if self.steps < self.config.start else self.exchanged(total)
         except _NotFiniteError:
             for begin, end in self._spans:
                 shard[:, begin:end] = torch.nan
@@ -174,13 +162,22 @@ class Sparse(Crossing, Generic[State]):
         self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
 
-    def _exchanged(self, total: Tensor) -> Outcome[State]:
-        """What the mode makes of it."""
-        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
-        self.finite = torch.stack(total.aminmax()).isfinite().all()
-        outcome = self.exchange(total, self._state)
-        self.judge(outcome.reduced)
-        return outcome
+    def _total(self, shard: Tensor, scale: float) -> Tensor:
+        """Gradient plus residual, FP32 ``[P * C]``; in one pass where nothing else is to be done."""
+        owed = self.residual.view(self.peers.size, -1) if self.residual.numel() and not self._paid else None
+        runs = merged(self._spans)
+        if owed is not None and scale == 1 and self._inner is None and len(runs) == 1 and not self._offloaded:
+            return torch.add(self.rows(shard)[:, slice(*runs[0])], owed).view(-1)
+        total = self.table(shard, self._spans)
+        if scale != 1:
+            total /= scale
+        if owed is not None:
+            total += owed.to(total.device, non_blocking=True)
+        return total.view(-1)
+
+    def exchanged(self, total: Tensor) -> Outcome[State]:
+        """What the mode makes of it; what is not finite is in the sums."""
+        return self.exchange(total, self._state)
 
     @property
     def density(self) -> float:
@@ -196,6 +193,15 @@ class Sparse(Crossing, Generic[State]):
         """Everything, as before the first sparse step."""
         reduced = self.reduce_rows(total.view(self.peers.size, -1))
         return Outcome(reduced, total, self._state, {"density_asked": 1.0, "density": 1.0})
+
+    def shares(self, density: float, rows: int) -> tuple[Tensor, int]:
+        """Of each parameter's part of so many rows width and count, int64 ``[2, rows * parameters]``; all counts."""
+        if self._shared is None or self._shared[0] != density:
+            widths = [past - first for first, past in self._places]
+            counts = [share(density, width) for width in widths]
+            parts = torch.tensor([widths, counts]).to(self.context.device, non_blocking=True).repeat(1, rows)
+            self._shared = density, parts, rows * sum(counts)
+        return self._shared[1:]
 
     def reduce_rows(self, packed: Tensor) -> Tensor:
         """Sums over the peers of ``[P, K]`` values, which become what rounding leaves; collective.
@@ -328,6 +334,16 @@ class Sparse(Crossing, Generic[State]):
     def restored(self, saved: Mapping[str, Tensor]) -> State:
         """The inverse of :meth:`save`."""
         return self.fresh()
+
+
+def told(counts: Tensor, picked: Tensor) -> Tensor:
+    """What to tell all peers in place of a step's first counts, int64; see Note [Not a number].
+
+    Args:
+        counts: int64.
+        picked: this rank's picks, among which is what is not finite, if it has any.
+    """
+    return torch.where(picked.isfinite().all(), counts, -1)
 
 
 def taken(parameter: Parameter, config: SparseSync) -> bool:

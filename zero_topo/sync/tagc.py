@@ -42,8 +42,8 @@ from torch import Tensor
 from zero_topo.config import TagcSync
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, added, added_rows, largest, positions, share
-from zero_topo.sync.sparse import Outcome, Sparse
+from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions, share
+from zero_topo.sync.sparse import Outcome, Sparse, told
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,6 @@ class Tagc(Sparse[int]):
     The state counts the steps that took a smaller compression than asked for, or none.
 
     Attributes:
-        theta: the share that a rank does not pick.
         width: ``C``, elements of a row.
     """
 
@@ -99,12 +98,17 @@ class Tagc(Sparse[int]):
 
     def __init__(self, config: TagcSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        self.theta = config.zeros(self.peers.size)
+        self._scheduled = config.scheduled(self.peers.size)
         self.width = self.numel // self.peers.size
+
+    @property
+    def density(self) -> float:
+        """What a rank picks in this step, ``1 - theta`` after a warm-up."""
+        return self._scheduled.density_at(self.steps)
 
     def exchange(self, total: Tensor, state: int) -> Outcome[int]:
         """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
-        picked = largest(total, share(1 - self.theta, self.numel), self.ops)
+        picked = self._largest(total)
         picked = picked.non_zero(self.look(picked.values.count_nonzero())[0])
         index = self._index(picked)
         densest = max(index.counts) / self.width
@@ -120,7 +124,7 @@ class Tagc(Sparse[int]):
             )
         sums = self._plain(picked, index, total) if ratio is None else self._sketched(picked, index, total, ratio)
         report = {
-            "theta": self.theta,
+            "density_asked": self.density,
             "density": len(picked) / self.numel,
             "union": sum(index.counts) / self.numel,
             "ratio": float(ratio or 0),  # 0: no sketch
@@ -130,6 +134,14 @@ class Tagc(Sparse[int]):
         }
         return Outcome(self._table_of(sums.row, index), total, state + fell_back, report)
 
+    def _largest(self, total: Tensor) -> Picked:
+        """The share that is picked, of all elements, or of each parameter's part of each row."""
+        if not self.config.per_parameter:
+            return largest(total, share(self.density, self.numel), self.ops)
+        parts, count = self.shares(self.density, self.peers.size)
+        indices = positions(largest_of_each(total, *parts), count)
+        return Picked(indices, total[indices])
+
     def _index(self, picked: Picked) -> _Index:
         """The bits of every row at its owner; collective, and one look."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
@@ -137,7 +149,7 @@ class Tagc(Sparse[int]):
         mask = mask.view(self.peers.size, -1)
         came = self.peers.scatter(self._bits(mask))
         union = self._masks(came).any(dim=0)
-        counts = self.look(self.peers.gather(self.told(union.sum())))
+        counts = self.look(self.peers.gather(told(union.sum(), picked.values)))
         return _Index(mask, came, union, self._bits(union[None])[0], counts)
 
     def _bits(self, rows: Tensor) -> Tensor:

@@ -27,12 +27,11 @@ from torch.nn.functional import pad
 from zero_topo.config import TernarySync
 from zero_topo.config.ternary_config import BLOCK
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.masked import Unseen
 from zero_topo.sync.picks import added_rows
-from zero_topo.sync.sparse import Outcome
+from zero_topo.sync.sparse import Outcome, Sparse
 
 
-class Ternary(Unseen[None]):
+class Ternary(Sparse[None]):
     """Signs of the largest elements of every block, one scale for them, and error feedback."""
 
     config: TernarySync

@@ -29,7 +29,7 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
-from zero_topo.sync.sparse import Outcome, Sparse
+from zero_topo.sync.sparse import Outcome, Sparse, told
 
 FITTING_STEPS = 4
 
@@ -80,7 +80,8 @@ class AllGathered(Stateless):
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Gather all picks; the sum is everybody's union."""
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
-        counts = self.look(self.peers.gather(self.told(torch.full((1,), len(picked), device=total.device))))
+        own = torch.full((1,), len(picked), device=total.device)
+        counts = self.look(self.peers.gather(told(own, picked.values)))
         reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.numel)
         total[picked.indices] -= picked.values
         return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
@@ -110,7 +111,7 @@ class GaussianK(AllGathered):
         """From mean and standard deviation, then corrected by counting; FP64 ``[]``, and how many reach it, ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
         deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
-        bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY)
+        bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
         if self.density == 1:
             bound = torch.full_like(bound, TINY)
         count = count_reaching(total, bound, self.ops)
@@ -133,7 +134,7 @@ class TopkDsa(Stateless):
         size, width = self.peers.size, self._columns
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
-        seen = self.look(sizes, self.peers.scatter(self.told(sizes)))
+        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values)))
         own = self._owned(picked, records, seen)
         total[picked.indices] -= picked.values
         union = own.count_nonzero()

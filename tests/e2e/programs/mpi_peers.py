@@ -58,6 +58,7 @@ def synced_over_mpi(sharded: bool) -> tuple[list[torch.Tensor], int]:
         patch(f"{module}.to_all", refuse),
         patch(f"{module}.to_each", refuse),
         patch(f"{module}.to_each_uneven", refuse),
+        patch(f"{module}.to_all_uneven", refuse),
     ):
         return synced("mpi", sharded)
 
