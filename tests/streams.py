@@ -392,7 +392,7 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.peers.to_all", collectives.to_all),
         patch("zero_topo.collectives.peers.to_each", collectives.to_each),
         patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
-        patch("zero_topo.collectives.peers.to_all_uneven", lambda h, rows, n: collectives.to_each_uneven(h, rows, n, n)),
+        patch("zero_topo.collectives.peers.to_all_uneven", lambda h, x, n: collectives.to_each_uneven(h, x, n, n)),
         patch.object(registry, "BACKENDS", MappingProxyType({"reference": lambda _: _Kernels(device)})),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, merged, places_of
+from zero_topo.collectives.pack import Span, places_of
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
 from zero_topo.quant.pieces import DTYPES
@@ -152,7 +152,11 @@ class Sparse(Crossing, Generic[State]):
         return seen
 
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
-        total = self._total(shard, scale)
+        total = self.table(shard, self._spans).view(-1)
+        if scale != 1:
+            total /= scale
+        if self.residual.numel() and not self._paid:
+            total += self.residual.to(total.device, non_blocking=True)
         try:
             outcome = self._reduced_all(total) if self.steps < self.config.start else self.exchanged(total)
         except _NotFiniteError:
@@ -161,19 +165,6 @@ class Sparse(Crossing, Generic[State]):
             return None
         self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
-
-    def _total(self, shard: Tensor, scale: float) -> Tensor:
-        """Gradient plus residual, FP32 ``[P * C]``; in one pass where nothing else is to be done."""
-        owed = self.residual.view(self.peers.size, -1) if self.residual.numel() and not self._paid else None
-        runs = merged(self._spans)
-        if owed is not None and scale == 1 and self._inner is None and len(runs) == 1 and not self._offloaded:
-            return torch.add(self.rows(shard)[:, slice(*runs[0])], owed).view(-1)
-        total = self.table(shard, self._spans)
-        if scale != 1:
-            total /= scale
-        if owed is not None:
-            total += owed.to(total.device, non_blocking=True)
-        return total.view(-1)
 
     def exchanged(self, total: Tensor) -> Outcome[State]:
         """What the mode makes of it; what is not finite is in the sums."""
