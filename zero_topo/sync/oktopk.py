@@ -242,7 +242,7 @@ class OkTopk(Sparse[OkTopkState]):
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             magnitudes = sums[positions(sums != 0, counts[self.peers.index])].abs()
             threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k, self.ops)
-            mask = sums.abs() >= threshold
+            mask = (sums.abs() < threshold).logical_not_()
         else:
             own, _, threshold = self._reused(sums, world)
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
