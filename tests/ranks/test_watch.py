@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.launching import ROOT
 from zero_topo.collectives.meter import Meter
+from zero_topo.engine import watch as watch_module
 from zero_topo.engine.watch import Patience, Place, Watch, main_thread_place, standstill
 
 PATIENCE = Patience(still_s=0.6)
@@ -106,6 +107,7 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
 
 DIES = """
 import torch.distributed as dist
+from zero_topo.engine import watch as watch_module
 from zero_topo.engine.watch import Patience, Place, Watch
 Watch(dist.HashStore(), (0, 2, "n0"), lambda: Place("in step", ()), print, Patience(60, most_look_s=0.1))
 raise RuntimeError("Connection closed by peer")
@@ -197,16 +199,26 @@ def test_a_store_that_is_stopped_is_told() -> None:
         assert "rank 0, which holds the store in which the ranks met, has not answered for" in said[1][0]
 
 
-def test_the_end_of_the_store_is_told() -> None:
-    """It is on rank 0; its thread must not die with a traceback instead."""
+@pytest.mark.parametrize("ends", ["alone", "with all", "by an error"])
+def test_the_end_of_the_store_is_told(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on rank 0, which may be the first to go where all end; its thread must not die with a traceback instead."""
+    monkeypatch.setattr(watch_module, "SLACK_S", 0.5 if ends == "alone" else 10.0)
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
     said: list[str] = []
     watch = Watch(client, (1, 2, "n1"), moving(), said.append, PATIENCE)
     del master
-    heard([said])
+    began = time.monotonic()
+    if ends == "alone":
+        heard([said])
+    else:
+        time.sleep(PATIENCE.still_s)  # it looks much more often
+    if ends == "by an error":
+        watch.ended(RuntimeError("connection closed by peer"))
     watch.close()
-    assert said == ["rank 0, which holds the store in which the ranks met, does not answer: it ended or died"]
+    assert time.monotonic() - began < 9
+    told = ["rank 0, which holds the store in which the ranks met, does not answer: it ended or died"]
+    assert said == ([] if ends == "with all" else told)
 
 
 def test_a_place_names_phase_and_the_users_line() -> None:

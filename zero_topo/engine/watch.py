@@ -153,7 +153,9 @@ class Watch:
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
         except RuntimeError:
-            self._say(f"{STORE} does not answer: it ended or died")
+            self._woken.wait(SLACK_S)  # where all end, rank 0 may be the first; who fails meanwhile says so at once
+            if not self._closed.is_set():
+                self._say(f"{STORE} does not answer: it ended or died")
         if self._asks:  # let the node's other ranks say so too: its launcher ends them once this one has ended
             self._closed.wait(self._patience.answer_s(self._ranks))
 
