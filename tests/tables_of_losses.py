@@ -113,6 +113,16 @@ def loss_sentences() -> list[str]:
     return [f"its loss was {difference['mean']:.1%} above stock ZeRO-3's, {difference['worst']:.1%} at worst"]
 
 
+def fragment_sentences() -> list[str]:
+    """What the page of sparse losses says of TAGC that picks of each parameter by itself, from a record of its own."""
+    found = {result["scheme"]: result for result in record("sparse-fragments")["results"]}
+    each, whole = (
+        " / ".join(f"{100 * found[scheme][measure]['difference']['mean']:+.1f}" for measure in ("last", "evaluation"))
+        for scheme in ("tagc-10-each", "tagc-10")
+    )
+    return [f"of each parameter by itself (`per_parameter`) costs {each}% where that costs {whole}%"]
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
