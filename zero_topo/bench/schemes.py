@@ -63,6 +63,7 @@ def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replic
     return BenchScheme(name, {"scheme": "topo", **place, "quantize": PLAIN, "sync": sync}, optimizer=optimizer)
 
 
+RADIUS = {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}
 INT4, TERNARY = {"mode": "quantized", "bits": 4}, {"mode": "ternary"}
 REPLICATED = {"optimizer": "node"}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
@@ -93,17 +94,23 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("topo-scatter4", {"scheme": "topo", "quantize": {**PLAIN, "gradients": "int4"}}),
             # The sparse modes at densities at which a small model tells them apart; top-k without feedback is naive.
             _synced("naive", {"mode": "topk_a", "density": 0.02, "error_feedback": False}),
-            *(_synced(mode, {"mode": mode, "density": 0.02}) for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")),
-            _synced("oktopk", {"mode": "oktopk", "density": 0.02}),
             *(
-                _synced(f"oktopk-aged{word}", {"mode": "oktopk", "density": density}, "AgedAdamW")
-                for word, density in (("", 0.02), ("-5", 0.05), ("-10", 0.1))
+                _synced(f"{mode}{word}", {"mode": mode, "density": 0.02}, optimizer)
+                for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "oktopk")
+                for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
+            ),
+            *(
+                _synced(f"oktopk-aged-{percent}", {"mode": "oktopk", "density": percent / 100}, "AgedAdamW")
+                for percent in (5, 10)
             ),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
-            _synced("radius", {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}),
             _synced("tagc", {"mode": "tagc"}),
-            _synced("tagc-10", {"mode": "tagc", "ratio": 10}),
+            *(
+                _synced(f"{name}{word}", sync, optimizer)
+                for name, sync in (("tagc-10", {"mode": "tagc", "ratio": 10}), ("radius", RADIUS))
+                for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
+            ),
             _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "per_parameter": True}),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
