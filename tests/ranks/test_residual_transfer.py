@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import subprocess
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.ranks.test_sparse_modes import PLACES, mode_of
 from tests.ranks.worlds import PLAIN, World, owned, shuffled, synced, world
 from zero_topo.cli import main
 from zero_topo.engine.residual_transfer import FILE, STATE_KEY, carried, carry, restore
+from zero_topo.engine.shards import Layout
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 
@@ -28,6 +31,7 @@ RESIDUAL: dict[str, dict[str, object]] = {
     "radius": {"density": 0.1, "value_dtype": "fp32"},
     "tagc": {"value_dtype": "fp32"},
 }
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 # More nodes; fewer ranks; another placement; another plan.
 OTHERS = [
     ("topo", emulated(3, 2, 2)),
@@ -80,7 +84,7 @@ def test_the_sum_of_what_is_owed_stays(place: str, mode: str, tmp_path: Path) ->
     universal = tmp_path / "universal"
     universal.mkdir()
     before = owed_after(sparse(place, emulated(2, 2, 2), mode), None, 4 if mode == "radius" else 3, tmp_path)
-    sums = carry(tmp_path, universal)
+    sums = carry(tmp_path, universal).owed
     assert any(value.any() for value in sums.values())
     afters = [owed_after(sparse(to, machine, mode), universal, 0) for to, machine in OTHERS]
     for name, value in before.items():
@@ -153,17 +157,38 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         carry(tmp_path, tmp_path / "universal")
     assert main(["carry", str(tmp_path), str(tmp_path)]) == 2
     assert "no rank kept a residual" in capsys.readouterr().err
-    assert carried(tmp_path) == {} and carried(None) == {}
+    assert carried(tmp_path) == carried(None) == ({}, {})
 
 
-def saved(folder: Path, rank: int, ranks: int, **more: Any) -> Path:
+def saved(folder: Path, rank: int, ranks: int, beside: Mapping[str, Any] = NOTHING, **more: Any) -> Path:
     """A rank's file as a run of a sparse mode leaves it, with DeepSpeed's own objects beside it."""
     owed = {"owners": (rank,), "parameters": {"p": (3 * ranks, 0, 3)}}
-    state = {"sync": {"residual": torch.ones(3)}, "owed": owed}
+    state = {"sync": {"residual": torch.ones(3)}, "owed": owed, **beside}
     own = {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(1.0), "partition_count": ranks}
     path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": {**own, STATE_KEY: state, **more}}, path)
     return path
+
+
+def test_ages_stay_with_their_elements(tmp_path: Path) -> None:
+    """Of two sub-groups on three ranks, the last shard not full: each element's on any other plan and placement."""
+    numels = {"p": 8, "q": 4}
+    ages = {name: torch.arange(1, numel + 1, dtype=torch.uint8) for name, numel in numels.items()}
+    columns = {"p": (8, 0, 3), "q": (4, 3, 2)}
+    padded = {name: torch.nn.functional.pad(value, (0, -len(value) % 3)).view(3, -1) for name, value in ages.items()}
+    for rank in range(3):
+        states = {index: {"age": rows[rank]} for index, rows in enumerate(padded.values())}
+        saved(tmp_path, rank, 3, {"columns": columns}, optimizer_state_dict={"state": states})
+    carry(tmp_path, tmp_path)
+    brought = carried(tmp_path)
+    for machine in (emulated(2, 2, 2), shuffled(emulated(2, 2, 2))):
+        for place in ("topo", "replicated optimizer"):
+            plan = sparse(place, machine, "topk_a").config.plan
+            for rank in range(8):
+                rows = brought.age_rows(Layout(plan, rank, tuple(numels.values())), list(numels))
+                for row, owner in zip(rows, plan.rows(rank, plan.optimizer), strict=True):
+                    own = [*ages["p"][owner : owner + 1].tolist(), *(ages["q"][owner : owner + 1].tolist() or [0])]
+                    assert row.tolist() == own
 
 
 class Runs:
@@ -181,8 +206,8 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     touch = Runs(f"touch {tmp_path}/was_run")
     saved(tmp_path, 0, 2)
     saved(tmp_path, 1, 2, stranger=touch)
-    assert carry(tmp_path, tmp_path)["p"].tolist() == [1] * 6
-    torch.save({"p": touch}, tmp_path / FILE)
+    assert carry(tmp_path, tmp_path).owed["p"].tolist() == [1] * 6
+    torch.save({"owed": {"p": touch}, "ages": {}}, tmp_path / FILE)
     with pytest.raises(ValueError, match="run that again"):
         carried(tmp_path)
     assert not (tmp_path / "was_run").exists()
@@ -236,7 +261,7 @@ def test_what_does_not_fit_is_refused(
     sync: dict[str, Any], owed: dict[str, Tensor], message: str, tmp_path: Path
 ) -> None:
     """Nothing is dropped silently."""
-    torch.save(owed, tmp_path / FILE)
+    torch.save({"owed": owed, "ages": {}}, tmp_path / FILE)
     w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})
 
     def rank_main(rank: int) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo carry``: take residuals along when a run goes on with another number of ranks."""
+"""``zero-topo carry``: take residuals and ages along when a run goes on with another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def carry(
     saved: Annotated[Path, typer.Argument(help="Folder of one tag of the saved checkpoint.")],
     universal: Annotated[Path, typer.Argument(help="Folder that DeepSpeed's ds_to_universal made of it.")],
 ) -> None:
-    """Put what sparse sync still owes into a universal checkpoint: its residuals, summed over the ranks."""
+    """Put what sparse sync still owes into a universal checkpoint: residuals, summed over the ranks, and their ages."""
     from zero_topo.engine.residual_transfer import FILE
     from zero_topo.engine.residual_transfer import carry as write
 
-    sums = write(saved, universal)
-    print(f"{universal / FILE}: {len(sums)} parameters, {sum(x.numel() for x in sums.values()):,} elements")
+    owed, ages = write(saved, universal)
+    beside = ", with their ages" if ages else ""
+    print(f"{universal / FILE}: {len(owed)} parameters, {sum(x.numel() for x in owed.values()):,} elements{beside}")

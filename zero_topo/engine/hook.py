@@ -41,7 +41,7 @@ from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
 from zero_topo.engine.start import agreed, meeting, meeting_place
 from zero_topo.engine.watch import watched
-from zero_topo.sync import OPTIMIZERS, Moment
+from zero_topo.sync import OPTIMIZERS, AgedAdamW, Moment
 
 
 def install() -> None:
@@ -345,7 +345,10 @@ class TopoStage3(GradientHooks):
         # DeepSpeed filled it from the masters: rounded as publish does, the run goes on with the weights it had.
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
-        self.topo.load_state_dict(own or {}, kwargs.get("checkpoint_folder"))
+        ages = self.topo.load_state_dict(own or {}, kwargs.get("checkpoint_folder"))
+        if ages is not None and isinstance(self.optimizer, AgedAdamW):
+            for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
+                self.optimizer.state[master]["age"] = ages[:, begin:end].reshape(-1).to(master.device)
         masters = [self.topo.masters.table(m.detach()) for m in self.fp32_partitioned_groups_flat]
         own_row = torch.cat([table[self.topo.masters.own_row] for table in masters])
         self.topo.restart(own_row.to(self.lp_param_buffer.device, torch.float32))

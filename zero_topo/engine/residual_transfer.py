@@ -1,30 +1,64 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Residuals of sync, taken along when a run goes on with another number of nodes: summed, and shared out anew.
+"""Residuals of sync, and their ages, taken along when a run goes on with another number of nodes.
 
 Note [Residuals of another run]
     A residual belongs to a peer, so it cannot be taken over where peers are others. But the sum over the peers is what
     the optimizer has not got yet, whoever holds it back: each of ``P`` new peers takes a ``P``-th of it. DeepSpeed's
     conversion to a universal checkpoint, which a change of ranks needs, knows nothing of residuals; :func:`carry` puts
-    the sums beside what it has made.
+    the sums beside what it has made, and of AgedAdamW the steps since each element came, which that leaves behind too.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.pack import rows_of
+from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
 from zero_topo.sync import Owed, SyncMode
 
 FILE = "zero_topo_owed.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
 _SAVED = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+Entries = dict[str, Tensor]  # by the name of a parameter
+
+
+class Carried(NamedTuple):
+    """What a universal checkpoint has of sparse sync, by parameter: ``[numel]`` each.
+
+    Attributes:
+        owed: FP32, what all ranks owed together.
+        ages: uint8, the steps since each element came; empty of a run without AgedAdamW.
+    """
+
+    owed: Entries
+    ages: Entries
+
+    def check(self, names: Sequence[str], numels: Sequence[int]) -> None:
+        """Raise ValueError for a parameter that has another size here."""
+        for entries in self:
+            for name, numel in zip(names, numels, strict=True):
+                if name in entries and entries[name].numel() != numel:
+                    raise ValueError(
+                        f"the checkpoint carries {entries[name].numel()} elements for {name}, which has {numel}"
+                    )
+
+    def age_rows(self, layout: Layout, names: Sequence[str]) -> Tensor:
+        """Ages of a rank's optimizer shard: uint8 ``[N / O, F]``."""
+        plan = layout.plan
+        positions = [plan.position(owner) for owner in plan.rows(layout.rank, plan.optimizer)]
+        rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
+        for index, name in enumerate(names):
+            if name in self.ages:
+                layout.slot(rows, index).copy_(rows_of(self.ages[name], plan)[positions])
+        return rows
 
 
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
@@ -70,8 +104,8 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     )
 
 
-def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
-    """Write the residuals of a saved run, summed over its ranks, into a universal checkpoint made of it.
+def carry(saved: Path, universal: Path) -> Carried:
+    """Write a saved run's residuals, summed over its ranks, and ages into a universal checkpoint made of it.
 
     Nothing that the files hold is run.
 
@@ -80,12 +114,13 @@ def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
         universal: the folder that ``ds_to_universal`` made of it.
 
     Returns:
-        Name of a parameter -> FP32 ``[numel]``, the sum over all ranks, as written to ``zero_topo_owed.pt``.
+        What was written to ``zero_topo_owed.pt``.
 
     Raises:
         ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
     """
-    files = sorted(path for path in saved.glob("*.pt") if _SAVED.search(path.name)) if saved.is_dir() else []
+    matches = ((path, _SAVED.search(path.name)) for path in sorted(saved.glob("*.pt")))
+    files = [(int(match[1]), path) for path, match in matches if match]
     if not files:
         raise ValueError(
             f"{saved}: no *_zero_pp_rank_*_optim_states.pt; name the folder of one tag, inside the one that "
@@ -93,36 +128,42 @@ def carry(saved: Path, universal: Path) -> dict[str, Tensor]:
         )
     if not universal.is_dir():
         raise ValueError(f"{universal}: no such folder; make it first, with DeepSpeed's ds_to_universal")
-    sums: dict[str, Tensor] = {}
-    ranks = sorted(int(match[1]) for match in (_SAVED.search(path.name) for path in files) if match)
-    for path in files:
+    brought = Carried({}, {})
+    ranks = [rank for rank, _ in files]
+    for rank, path in files:
         content = _read(path)
         try:
             state = content["optimizer_state_dict"]
             world_size = int(state["partition_count"])
             _check_ranks(saved, ranks, world_size)
-            _add_residual(state.get(STATE_KEY, {}), world_size, sums)
+            own = state.get(STATE_KEY, {})
+            _add_residual(own, world_size, brought.owed)
+            _add_ages(state.get("optimizer_state_dict", {}), rank, own.get("columns", {}), brought.ages)
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise ValueError(f"{path}: not as save_checkpoint wrote it ({_line(error)}); copy it anew") from None
-    if not sums:
+    if not brought.owed:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     beside = universal / f"{FILE}.part"
-    torch.save(sums, beside)
+    torch.save(brought._asdict(), beside)
     os.replace(beside, universal / FILE)
-    return sums
+    return brought
 
 
-def carried(folder: str | Path | None) -> dict[str, Tensor]:
-    """The sums that :func:`carry` wrote into a checkpoint's folder; empty if there are none.
+def carried(folder: str | Path | None) -> Carried:
+    """What :func:`carry` wrote into a checkpoint's folder; empty if there is nothing.
 
     Raises:
         ValueError: if the file is damaged.
     """
     path = None if folder is None else Path(folder) / FILE
     if path is None or not path.is_file():
-        return {}
-    found = _read(path)
-    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        return Carried({}, {})
+    try:
+        found = Carried(**_read(path))
+        whole = all(isinstance(x, Tensor) for entries in found for x in entries.values())
+    except (TypeError, AttributeError):
+        whole = False
+    if not whole:
         raise ValueError(f"{path}: not as 'zero-topo carry' wrote it; run that again")
     return found
 
@@ -165,7 +206,7 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
         raise ValueError(f"{saved}: {len(ranks)} *_optim_states.pt of a run of {world_size} ranks: remove the others")
 
 
-def _add_residual(state: Mapping[str, Any], ranks: int, sums: dict[str, Tensor]) -> None:
+def _add_residual(state: Mapping[str, Any], ranks: int, sums: Entries) -> None:
     """Add the residual that one rank saved, by parameter."""
     owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
     if owed is None or residual is None or not residual.numel():
@@ -179,3 +220,16 @@ def _add_residual(state: Mapping[str, Any], ranks: int, sums: dict[str, Tensor])
         rows = torch.zeros(ranks, past - first)
         rows[owed["owners"]] = table[:, first:past]
         sums[name] += rows.view(-1)[:numel]
+
+
+def _add_ages(
+    optimizer: Mapping[str, Any], rank: int, columns: Mapping[str, tuple[int, int, int]], ages: Entries
+) -> None:
+    """Put in the ages that one rank saved: of its world shard, as DeepSpeed lays all states out."""
+    saved = [state["age"] for _, state in sorted(optimizer.get("state", {}).items()) if "age" in state]
+    if not saved:
+        return
+    row = torch.cat(saved)
+    for name, (numel, begin, width) in columns.items():
+        held = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8))[rank * width :][:width]
+        held.copy_(row[begin:][: len(held)])

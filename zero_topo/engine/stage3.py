@@ -30,7 +30,7 @@ from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.resident import CodeOptions, ResidentWeights
-from zero_topo.engine.residual_transfer import STATE_KEY, carried, restore
+from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
@@ -282,10 +282,13 @@ class Stage3:
         sync = self.gradients.state_dict()
         owed = self.gradients.mode.owed()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
-        state |= {} if owed is None else {"owed": {"owners": owed.owners, "parameters": owed.parameters}}
+        if owed is not None:
+            columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
+            state["owed"] = {"owners": owed.owners, "parameters": owed.parameters}
+            state["columns"] = dict(zip(self.setup.names, columns, strict=True))  # of optimizer states
         return {STATE_KEY: state} if sync or held else {}
 
-    def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
         """Restore :meth:`state_dict`, before :meth:`restart`; without one it means a fresh start.
 
         Of another plan, only what has a place here, and a line says so. Collective: where ranks could not all restore
@@ -294,6 +297,9 @@ class Stage3:
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
             folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
+
+        Returns:
+            The ages that came with it, for AgedAdamW: uint8 ``[N / O, F]``, the rows of the optimizer's shard.
         """
         state, mode = saved.get(STATE_KEY, {}), self.gradients.mode
         self.gradients.zero()
@@ -305,20 +311,23 @@ class Stage3:
             problem = str(error)
         same = state.get("degrees") == self.config.plan.degrees()
         held = {key: state[key] for key in ("held", "scales") if same and key in state}
-        sums = carried(folder)
-        told = {"degrees": state.get("degrees"), "problem": problem, "held": sorted(held), "carried": sorted(sums)}
+        brought = carried(folder)
+        names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
+        told = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
             agree(told, Seat(socket.gethostname()), self.setup.like.device, "look at their files of this checkpoint")
         except ValueError as error:
-            problem, held, sums = str(error), {}, {}
+            problem, held, brought = str(error), {}, Carried({}, {})
         self.weights.load_state_dict(held)
         if problem is not None:
             mode.load_state_dict({})
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"
         if lost is not None and dist.get_rank() == 0:
             logger.warning("zero_topo: %s", lost)
-        if sums:
-            mode.inherit(sums)
+        brought.check(self.setup.names, self.setup.numels)
+        if brought.owed:
+            mode.inherit(brought.owed)
+        return brought.age_rows(self.layout, self.setup.names) if brought.ages else None
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""

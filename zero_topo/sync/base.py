@@ -222,7 +222,7 @@ class SyncMode(OptimizerHooks, ABC):
             sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; alike on all ranks.
 
         Raises:
-            ValueError: if this mode keeps no residual, or a parameter has another size.
+            ValueError: if this mode keeps no residual.
         """
         raise ValueError(
             "the checkpoint carries residuals of sync, but this sync mode keeps none; set the same mode, or "

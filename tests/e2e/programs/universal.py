@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor
 
-from tests.launcher.training import Job, advance, block, close, start, weights
+from tests.launcher.training import AGED, Job, advance, block, close, start, weights
 from zero_topo.engine.residual_transfer import carry
 from zero_topo.examples.process import leave
 
@@ -30,7 +30,7 @@ STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 MICRO_BATCHES = 8
 SPARSE = {"mode": "topk_a", "density": 0.05}
 ALL_OF_IT = {"mode": "topk_a", "density": 1.0}
-"""Sends in the first step whatever is owed: losses tell whether it is all there."""
+"""Sends in the first step whatever is owed: losses tell whether it is all there, and of how many steps each sum is."""
 SMALL_SUB_GROUPS = {"zero_optimization": {"sub_group_size": 250}}
 UNIVERSAL = {**SMALL_SUB_GROUPS, "checkpoint": {"load_universal": True}}
 TREES = {"2x1x1": (2, 1, 1), "2x2x2": (2, 2, 2), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
@@ -51,7 +51,9 @@ def on(tree: str, scheme: str, **more: Any) -> dict[str, Any]:
 
 
 def job(zero_topo: dict[str, Any] | None, ds: dict[str, Any]) -> Job:
-    """The run; what differs between ranks' numbers is only how many micro-batches each takes."""
+    """The run, if sync is sparse with AgedAdamW; ranks' numbers differ only in how many micro-batches each takes."""
+    optimizer = AGED if "sync" in (zero_topo or {}) else {}
+    ds = {**ds, **optimizer}
     return Job(zero_topo=zero_topo, micro_batches=MICRO_BATCHES // dist.get_world_size(), ds=ds, batch=batch)
 
 
