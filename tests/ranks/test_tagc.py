@@ -148,6 +148,16 @@ def test_elements_that_peeling_does_not_reach_travel_beside_the_sketch(
         torch.testing.assert_close(found[0].own + owed, due, atol=2e-5, rtol=1e-5)
 
 
+def test_a_warm_up_too_dense_for_a_sketch_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    """It was asked for: its steps send values without one, and neither are they counted nor is a word said."""
+    w = tagc((2 * ROW,), 2, ratio=10, warmup=2, start_density=0.5)
+    with caplog.at_level(logging.INFO, "zero_topo.sync.tagc"):
+        results = run(w, 3)
+    check(w, results)
+    assert [seen.report["ratio"] for seen in results[0]] == [0, 2, 10]
+    assert all(seen.report["fallbacks"] == 0 for found in results for seen in found) and not caplog.records
+
+
 @pytest.mark.parametrize(("theta", "ratio"), [(0.9, 2), (0.95, 4), (0.7, 0)])
 def test_a_union_too_dense_for_the_ratio_falls_back(theta: float, ratio: int, caplog: pytest.LogCaptureFixture) -> None:
     """To a ratio that holds it or to none; counted each time, said once, and nothing is lost."""

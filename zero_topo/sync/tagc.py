@@ -88,7 +88,7 @@ class _Sums:
 class Tagc(Sparse[int]):
     """Reduces count sketches of the picks to the owners of the rows.
 
-    The state counts the steps that took a smaller compression than asked for, or none.
+    The state counts the steps after a warm-up that took a smaller compression than asked for, or none.
 
     Attributes:
         width: ``C``, elements of a row.
@@ -113,7 +113,8 @@ class Tagc(Sparse[int]):
         index = self._index(picked)
         densest = max(index.counts) / self.width
         ratio = self.config.safe_ratio(densest, self.width)
-        fell_back = ratio != self.config.safe_ratio(0, self.width)
+        warming = self.density > self._scheduled.density  # denser because it was asked to be
+        fell_back = not warming and ratio != self.config.safe_ratio(0, self.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
                 "zero_topo: sync tagc: the picks of all ranks cover %.4f of a row, too much for a sketch of %dx; "
