@@ -52,15 +52,16 @@ def drift_rows(name: str) -> list[str]:
     return rows
 
 
-def sparse_training_rows() -> list[str]:
-    """The table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
-    return [row(cells) for cells in _trainings("sparse-training")]
+def training_rows(name: str) -> list[str]:
+    """A table of trainings with sparse sync, from the record committed; each against stock, as the record has it."""
+    return [row(cells) for cells in _trainings(name)]
 
 
 def rates_rows() -> list[str]:
-    """The table of optimizers at rates of their own, from the record committed: stock is at one rate throughout."""
-    rows = []
-    for scheme, *cells in _trainings("sparse-rates"):
+    """The table of optimizers at rates of their own, from the records: stock is at one rate, the floor of the first."""
+    rows, floor = [], "`chaos`"
+    first, *others = (_trainings(f"sparse-rates{part}") for part in ("", "-above", "-aged"))
+    for scheme, *cells in [*first, *(cells for found in others for cells in found if cells[0] != floor)]:
         name, _, rate = scheme.strip("`").partition("@")
         rows.append(row([f"`{name}`", cells[0], cells[1], rate or "-", *cells[2:-1]]))
     return rows
@@ -130,7 +131,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),
         "sparse, large": larger_rows,
-        "sparse training": sparse_training_rows,
+        "sparse training": partial(training_rows, "sparse-training"),
+        "sparse, feedback": partial(training_rows, "sparse-feedback"),
         "sparse, rates": rates_rows,
         "sparse, aged": aged_rows,
     }

@@ -144,7 +144,7 @@ def carry(saved: Path, universal: Path) -> Carried:
     if not brought.owed:
         raise ValueError(f"{saved}: no rank kept a residual; there is nothing to carry over")
     beside = universal / f"{FILE}.part"
-    torch.save(brought._asdict(), beside)
+    torch.save({"owed": brought.owed, "ages": brought.ages}, beside)
     os.replace(beside, universal / FILE)
     return brought
 
