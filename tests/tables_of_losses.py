@@ -70,7 +70,7 @@ def rates_rows() -> list[str]:
 def aged_rows() -> list[str]:
     """The table of AgedAdamW behind sparse sync, by nodes, from the records: the floor from the longer one."""
     rows = []
-    for nodes, names in ((2, ("aged",)), (4, ("aged",)), (8, ("aged", "denser"))):
+    for nodes, names in ((2, ("aged",)), (4, ("aged", "feedback")), (8, ("aged", "denser", "feedback"))):
         floor, *longer = _trainings(f"sparse-ternary-{nodes}")
         others = [of for name in names for of in _trainings(f"sparse-{name}-{nodes}") if of != floor]
         rows += [row([str(nodes), *cells]) for cells in (floor, *others, *longer)]
