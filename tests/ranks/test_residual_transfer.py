@@ -250,18 +250,17 @@ def test_damaged_files_are_one_line_each(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("sync", "owed", "message"),
+    ("sync", "what", "name", "message"),
     [
-        ({}, {"p1": torch.zeros(7)}, r"delete zero_topo_owed\.pt"),
-        ({"mode": "topk_a"}, {"p4": torch.zeros(7)}, r"7 elements for p4, which has 1280"),
+        ({}, "owed", "p1", r"delete zero_topo_owed\.pt"),
+        ({"mode": "topk_a"}, "owed", "p4", r"7 elements for p4, which has 1280"),
+        ({"mode": "topk_a"}, "ages", "p4", r"7 elements for p4, which has 1280"),
     ],
-    ids=["another mode has no place for it, the file may be deleted", "a parameter of another size"],
+    ids=["another mode has no place for it, the file may be deleted", "a parameter of another size", "and its ages"],
 )
-def test_what_does_not_fit_is_refused(
-    sync: dict[str, Any], owed: dict[str, Tensor], message: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused(sync: dict[str, Any], what: str, name: str, message: str, tmp_path: Path) -> None:
     """Nothing is dropped silently."""
-    torch.save({"owed": owed, "ages": {}}, tmp_path / FILE)
+    torch.save({"owed": {}, "ages": {}, what: {name: torch.zeros(7)}}, tmp_path / FILE)
     w = world({"scheme": "topo", "quantize": PLAIN, "sync": sync})
 
     def rank_main(rank: int) -> None:

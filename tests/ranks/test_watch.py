@@ -107,7 +107,6 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
 
 DIES = """
 import torch.distributed as dist
-from zero_topo.engine import watch as watch_module
 from zero_topo.engine.watch import Patience, Place, Watch
 Watch(dist.HashStore(), (0, 2, "n0"), lambda: Place("in step", ()), print, Patience(60, most_look_s=0.1))
 raise RuntimeError("Connection closed by peer")

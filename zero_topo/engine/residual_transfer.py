@@ -226,10 +226,10 @@ def _add_ages(
     optimizer: Mapping[str, Any], rank: int, columns: Mapping[str, tuple[int, int, int]], ages: Entries
 ) -> None:
     """Put in the ages that one rank saved: of its world shard, as DeepSpeed lays all states out."""
-    saved = [state["age"] for _, state in sorted(optimizer.get("state", {}).items()) if "age" in state]
-    if not saved:
+    saved = [state for _, state in sorted(optimizer.get("state", {}).items())]
+    if not any("age" in state for state in saved):
         return
-    row = torch.cat(saved)
+    row = torch.cat([state["age"] for state in saved])
     for name, (numel, begin, width) in columns.items():
         held = ages.setdefault(name, torch.zeros(numel, dtype=torch.uint8))[rank * width :][:width]
         held.copy_(row[begin:][: len(held)])
