@@ -115,6 +115,7 @@ class ConvergenceOptions(Outputs):
     shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
+    again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
 
 
 @app.command("convergence")
@@ -133,6 +134,7 @@ def convergence_command(options: ConvergenceOptions) -> None:
         micro_batches=options.micro_batches,
         shape=read_shape(options.shape),
         before=load_record(options.record, "convergence") if options.more else None,
+        again=tuple(words_of(options.again)),
     )
     measure(options, convergence_report, wanted.ticks(), partial(convergence.run, wanted))
 

@@ -39,7 +39,8 @@ class Convergence:
         micro_batches: per optimizer step.
         shape: nodes, GPUs of a node, dies of a GPU.
         floors: the first so many seeds also train the chaos floor.
-        before: a record of the same trainings with fewer seeds, whose whole seeds are kept and not trained again.
+        before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not trained again.
+        again: schemes that are, beside stock, at whatever rate: for one whose code has changed.
 
     Raises:
         ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of other trainings.
@@ -54,12 +55,16 @@ class Convergence:
     shape: tuple[int, int, int] = (2, 2, 2)
     floors: int = 3
     before: Mapping[str, Any] | None = None
+    again: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.steps < LAST_PART or not self.seeds:
             raise ValueError(f"{self.steps} steps with {len(self.seeds)} seeds: train at least {LAST_PART} with one")
         for scheme in self.schemes:
             scheme.resolve(emulated(*self.shape))
+        unknown = set(self.again) - {_plain(scheme.name) for scheme in self.schemes if self.before}
+        if unknown:
+            raise ValueError(f"--again {', '.join(sorted(unknown))}: only what --schemes names and --more keeps")
         if self.before is not None:
             mine, kept = self.settings(), self.before["settings"]
             other = [key for key in mine if key != "jobs" and mine[key] != kept.get(key)]
@@ -91,11 +96,15 @@ class Convergence:
         return {"setup": asdict(self.setup), **common, "jobs": jobs}
 
     def left(self) -> list[dict[str, Any]]:
-        """The jobs of seeds of which :attr:`before` lacks one: a seed is compared with stock on the same machine."""
+        """The jobs of seeds of which :attr:`before` lacks one, and those of :attr:`again`.
+
+        A seed is compared with stock on the same machine.
+        """
         jobs: list[dict[str, Any]] = self.settings()["jobs"]
         kept = self.before["curves"] if self.before else {}
         lacking = {job["seed"] for job in jobs if str(job["seed"]) not in kept.get(job["scheme"], ())}
-        return [job for job in jobs if job["seed"] in lacking]
+        anew = {STOCK, *self.again} if self.again else set()
+        return [job for job in jobs if job["seed"] in lacking or _plain(job["scheme"]) in anew]
 
     def ticks(self) -> int:
         """Optimizer steps that :func:`run` announces, one tick each."""
@@ -204,6 +213,11 @@ def compare(curves: Curves) -> list[dict[str, Any]]:
         row["crossing_bytes"] = None if None in crossing else _mean(crossing)
         results.append(row)
     return results
+
+
+def _plain(name: str) -> str:
+    """Of a scheme, without its rate."""
+    return name.partition("@")[0]
 
 
 def _first_jobs(jobs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

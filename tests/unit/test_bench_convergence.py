@@ -130,6 +130,11 @@ def test_only_seeds_that_lack_are_trained() -> None:
         replace(wanted("topo"), before=before, steps=30)
     with pytest.raises(ValueError, match="has all 1 seeds"):
         replace(wanted("topo", seeds=(0,)), before=before)
+    anew = replace(wanted("topo", seeds=(0,)), before=before, again=("topo",))
+    assert [job["scheme"] for job in anew.left()] == ["stock", "topo"], "not the floor"
+    for kept, scheme in ((before, "paper"), (None, "topo")):
+        with pytest.raises(ValueError, match=f"--again {scheme}: only what --schemes names and --more keeps"):
+            replace(wanted("topo", seeds=(0,)), before=kept, again=(scheme,))
 
 
 def test_the_changed_weights_are_near_and_the_same_everywhere() -> None:
