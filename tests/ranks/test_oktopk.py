@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.documents import README
 from tests.harness import run_threads
-from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, observed, run, sparse_world
+from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
 from tests.ranks.worlds import World, synced
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.quant.sparse_ops import SparseOps
@@ -73,7 +73,8 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     """What a rank picks and what all choose is 0.8 to 1.25 k in every step, though thresholds are found now and then.
 
     So the words stay under 5 k (P - 1) / P where thresholds are reused, and each brings more of the gradient than a
-    word of plain top-k. Thresholds that only drifted fell behind training, down to a seventh of k.
+    word of plain top-k. Thresholds that only drifted fell behind training, down to a seventh of k; those that moved as
+    far as if counts fell with their fourth power swung between a tenth of k and ten times k, to be found anew.
     """
     steps, k = 3 * REUSE, share(DENSITY, NUMEL)
     found = trained(world_of("oktopk", tau_prime=REUSE), steps)
@@ -82,29 +83,10 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     reused = [step for step in range(REUSE, steps) if step % REUSE]
     words = [sum(ranks[step].sent for ranks in found) / 4 / 4 for step in reused]
     assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags beside the picks"
-    assert sum(ranks[step].exact for ranks in found for step in reused) <= len(reused) / 4, "they are reused"
+    assert not any(ranks[step].exact for ranks in found for step in reused), "they are reused"
     plain = trained(world_of("topk_a"), steps)
     carried = sum(found[0][step].energy for step in reused) / sum(words)
     assert carried > sum(plain[0][step].energy / (plain[0][step].sent / 4) for step in reused) / len(reused)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_thresholds_do_not_swing(sharded: bool) -> None:
-    """What waits in residuals lies close below a threshold: where a count was far from k, the least that was taken is
-    the next one, and none is found anew before its time. Moved by the fourth root of the count instead, they overshot.
-    """
-    steps, period, numel = 64, 16, 20_000
-    lasting = torch.randn(numel, generator=torch.Generator().manual_seed(1)) ** 3
-    block, size = (HIERARCHY["topo"], None) if sharded else (DATA_PARALLEL, 4)
-    w = sparse_world(block, size, "oktopk", (numel,), density=0.01, tau_prime=period, sharded=sharded)
-
-    def grads(rank: int, step: int) -> list[Tensor]:
-        return [lasting + torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank)) ** 3]
-
-    reports = [step.report for steps_of in run(w, steps, grads) for step in steps_of[period:]]
-    assert sum(report["recomputed"] for report in reports) == 2 * w.size * len(range(period, steps, period)), (
-        "both thresholds"
-    )
 
 
 def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,11 +113,11 @@ class OkTopk(Sparse[OkTopkState]):
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
-        picked, after, recomputed = self._picked(total, state, exact)
+        picked, local, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
-        begin, sums, local, world = self._summed(picked, bounds, (after, state.world))
+        begin, sums, local, world = self._summed(picked, bounds, (local, state.world))
         if self.config.sharded:
             chosen = self._sharded(sums, None if exact else world)
             # This rank does not know whose picks were chosen: owners take the rest of the sums.
@@ -202,10 +202,11 @@ class OkTopk(Sparse[OkTopkState]):
             threshold = kth_largest(everything.values, self.k, self.ops)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
-            own, counts, after = self._reused(sums, world)
+            own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
             everything = self._all(*self._spread(own, counts))
-            threshold = _least(everything) if after is None else after
+            if threshold is None:
+                threshold = _least(everything)
         reduced = sums.new_zeros(self.numel)
         reduced[everything.indices] = everything.values
         return _Chosen(reduced, everything.values.count_nonzero(), threshold)
@@ -255,8 +256,9 @@ class OkTopk(Sparse[OkTopkState]):
             threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k, self.ops)
             mask = (sums.abs() < threshold).logical_not_()
         else:
-            own, _, after = self._reused(sums, world)
-            threshold = self.peers.gather(_least(own)).min() if after is None else after
+            own, _, threshold = self._reused(sums, world)
+            if threshold is None:
+                threshold = self.peers.gather(_least(own)).min()
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
         return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
 
