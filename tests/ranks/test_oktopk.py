@@ -73,8 +73,7 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     """What a rank picks and what all choose is 0.8 to 1.25 k in every step, though thresholds are found now and then.
 
     So the words stay under 5 k (P - 1) / P where thresholds are reused, and each brings more of the gradient than a
-    word of plain top-k. Thresholds that only drifted fell behind training, down to a seventh of k; those that moved as
-    far as if counts fell with their fourth power swung between a tenth of k and ten times k, to be found anew.
+    word of plain top-k. Thresholds that only drifted fell behind training, down to a seventh of k.
     """
     steps, k = 3 * REUSE, share(DENSITY, NUMEL)
     found = trained(world_of("oktopk", tau_prime=REUSE), steps)
@@ -83,7 +82,7 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     reused = [step for step in range(REUSE, steps) if step % REUSE]
     words = [sum(ranks[step].sent for ranks in found) / 4 / 4 for step in reused]
     assert max(words) <= 5 * k * 3 / 4 + 40, "counts and flags beside the picks"
-    assert not any(ranks[step].exact for ranks in found for step in reused), "they are reused"
+    assert sum(ranks[step].exact for ranks in found for step in reused) <= len(reused) / 4, "they are reused"
     plain = trained(world_of("topk_a"), steps)
     carried = sum(found[0][step].energy for step in reused) / sum(words)
     assert carried > sum(plain[0][step].energy / (plain[0][step].sent / 4) for step in reused) / len(reused)

@@ -10,14 +10,13 @@
 
 Note [Thresholds]
     Exact ones cost a selection here, and a gather of all sums there, so they are found every ``tau_prime`` steps and
-    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. A rank that
-    finds less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of
-    what it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
-    chosen, which bounds the words sent by 5 k (P - 1) / P: of more, k, each rank its share, the largest. If less than
+    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. After a reuse a
+    threshold moves by the fourth root of its count over k, as if counts fell with its fourth power. A rank that finds
+    less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of what
+    it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
+    chosen, which bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than
     4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks
-    have there. After a count that was mended so, the least of what was taken is the next threshold. Otherwise it moves
-    by the sixteenth root of the count over k: what waits in residuals lies close below it, and a few percent lower
-    twice as many reach it.
+    have there.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
@@ -54,7 +53,8 @@ from zero_topo.sync.picks import (
 from zero_topo.sync.sparse import Outcome, Sparse, told
 
 CROWDED = 4
-FALL = 16  # counts are taken to fall with this power of a threshold
+FALL = 4  # counts are taken to fall with this power of a threshold
+MOST_MOVED = 2.0  # a threshold in a step
 MOST_TAKEN = 8  # times k: of more than that the largest are found in place, which holds less
 NEAR, NEAR_SUMS = 1.2, 1.5  # times as low as a threshold: where more are if few reach it; of sums most are zero
 
@@ -113,11 +113,11 @@ class OkTopk(Sparse[OkTopkState]):
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
-        picked, local, recomputed = self._picked(total, state, exact)
+        picked, threshold, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
-        begin, sums, local, world = self._summed(picked, bounds, (local, state.world))
+        begin, sums, world = self._summed(picked, bounds, state.world)
         if self.config.sharded:
             chosen = self._sharded(sums, None if exact else world)
             # This rank does not know whose picks were chosen: owners take the rest of the sums.
@@ -135,12 +135,12 @@ class OkTopk(Sparse[OkTopkState]):
             "union": chosen.count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }
-        return Outcome(chosen.reduced, total, OkTopkState(local, chosen.threshold, bounds), report)
+        return Outcome(chosen.reduced, total, OkTopkState(threshold, chosen.threshold, bounds), report)
 
-    def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, Tensor, bool]:
+    def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
 
-        Also the local threshold for the next step, FP64 ``[]``, and whether it was found anew. One look, or two.
+        Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
         if not exact:
             at, low, ops, room = state.local, max(state.local / NEAR, TINY), self.ops, 5 * self.k // 4
@@ -150,20 +150,13 @@ class OkTopk(Sparse[OkTopkState]):
             count = near if few else found
             if self.k <= near and count <= MOST_TAKEN * self.k:
                 picked = Picked(reach.indices[:count], reach.values[:count])
-                after = self._next(at, found)
                 if few or count > room:
                     picked = above(total, low if few else at, count, ops)
                     picked = picked.where(largest(picked.values, self.k, ops).indices)
-                    after = _least(picked)
-                return picked.rounded(self.dtype), after, False
+                return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
         bound = kth_largest(total, self.k, self.ops)
         threshold, reaching = self.look(bound, count_reaching(total, bound, self.ops))
-        return above(total, threshold, int(reaching), self.ops).rounded(self.dtype), bound, True
-
-    def _next(self, threshold: float | Tensor, count: int) -> Tensor:
-        """The threshold for the next step after one (``[]``) that so many reach, FP64 ``[]``."""
-        base = torch.as_tensor(threshold, dtype=torch.float64, device=self.context.device)
-        return (base * (max(count, 1) / self.k) ** (1 / FALL)).clamp_(min=TINY)
+        return above(total, threshold, int(reaching), self.ops).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
         """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
@@ -174,16 +167,14 @@ class OkTopk(Sparse[OkTopkState]):
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
-    def _summed(
-        self, picked: Picked, bounds: Tensor, thresholds: tuple[Tensor, Tensor]
-    ) -> tuple[int, Tensor, float, float]:
-        """Where this rank's region begins, the sums of all picks of it, FP32, and both thresholds; one look."""
+    def _summed(self, picked: Picked, bounds: Tensor, world: Tensor) -> tuple[int, Tensor, float]:
+        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look."""
         size, own = self.peers.size, self.peers.index
         sizes = picked.counts(bounds)
-        # The bits of thresholds are integers, so that counts stay integers.
-        others = bounds[own : own + 2], *(threshold.view(torch.int64) for threshold in thresholds)
+        # The threshold's bits are an integer, so that counts stay integers.
+        others = bounds[own : own + 2], world.view(torch.int64)
         seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values)), *others)
-        *_, begin, end = seen[:-2]
+        *_, begin, end, bits = seen
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
         message = self.peers.scatter_known(self._records.encode(picked), seen[:size], seen[size : 2 * size])
@@ -191,8 +182,7 @@ class OkTopk(Sparse[OkTopkState]):
         del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
-        local, world = unpack("2d", pack("2q", *seen[-2:]))
-        return begin, added(came, end - begin), local, world
+        return begin, added(came, end - begin), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
         """The largest sums, on all ranks, by a threshold or exactly; one look."""
@@ -205,16 +195,14 @@ class OkTopk(Sparse[OkTopkState]):
             own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
             everything = self._all(*self._spread(own, counts))
-            if threshold is None:
-                threshold = _least(everything)
         reduced = sums.new_zeros(self.numel)
         reduced[everything.indices] = everything.values
         return _Chosen(reduced, everything.values.count_nonzero(), threshold)
 
-    def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor | None]:
-        """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; and all counts.
+    def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
+        """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
 
-        Also the next threshold, FP64 ``[]``; None if that is the least of what all ranks choose. One look.
+        One look.
         """
         ops, mine, low = self.ops, self.peers.index, max(threshold / NEAR_SUMS, TINY)
         reach = torch.cat([ops.count_above(sums, at) for at in (threshold, low)])
@@ -222,14 +210,14 @@ class OkTopk(Sparse[OkTopkState]):
         total, more = found.sum(), near.sum()
         few, most = 5 * total < 4 * self.k, max(5 * self.k // 4, 1)
         filled = torch.minimum(found + (near - found) * (self.k - total) // (more - total).clamp(min=1), near)
-        cut = torch.where(total <= most, found, self.k * found // total.clamp(min=1))
+        cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
         own = torch.where(few, near, found)[mine]
         *counts, own, few, total = self.look(torch.where(few, filled, cut), own, few, total)
         picked = above(sums, low if few else threshold, own, ops)
         if counts[mine] < own:
             picked = picked.where(largest(picked.values, counts[mine], ops).indices)
-        mended = 0 < sum(counts) != total
-        return picked, counts, None if mended else self._next(threshold, total)
+        after = max(threshold * _moved(total / self.k), TINY)
+        return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
     def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
         """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
@@ -257,8 +245,6 @@ class OkTopk(Sparse[OkTopkState]):
             mask = (sums.abs() < threshold).logical_not_()
         else:
             own, _, threshold = self._reused(sums, world)
-            if threshold is None:
-                threshold = self.peers.gather(_least(own)).min()
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
         return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
 
@@ -282,10 +268,9 @@ class OkTopk(Sparse[OkTopkState]):
         return OkTopkState(float(local), world, bounds)
 
 
-def _least(picked: Picked) -> Tensor:
-    """The smallest magnitude, FP64 ``[]``; infinity if there is none."""
-    values = picked.values.abs() if len(picked) else picked.values.new_full((1,), torch.inf)
-    return values.min().double()
+def _moved(share: float) -> float:
+    """By what a threshold is multiplied whose count was this share of k."""
+    return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
 
 
 def _at(sums: Tensor, indices: Tensor, begin: int) -> Picked:
