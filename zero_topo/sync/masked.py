@@ -46,7 +46,7 @@ class Masked(Sparse[State]):
         sums = self.reduce_rows(packed)
         total[held] = packed.view(-1)
         if self.everywhere:
-            return torch.zeros_like(total).index_copy_(0, held, sums)
+            return self.zeros().index_copy_(0, held, sums)
         places = held.view(size, kept)[own] - own * self._columns
         return total.new_zeros(self._columns).index_copy_(0, places, sums)
 

@@ -182,7 +182,7 @@ class OkTopk(Sparse[OkTopkState]):
         del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
-        return begin, added(came, end - begin), unpack("d", pack("q", bits))[0]
+        return begin, added(came, came.values.new_zeros(end - begin)), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
         """The largest sums, on all ranks, by a threshold or exactly; one look."""
@@ -195,8 +195,7 @@ class OkTopk(Sparse[OkTopkState]):
             own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
             everything = self._all(*self._spread(own, counts))
-        reduced = sums.new_zeros(self.numel)
-        reduced[everything.indices] = everything.values
+        reduced = self.zeros().index_copy_(0, everything.indices, everything.values)
         return _Chosen(reduced, everything.values.count_nonzero(), threshold)
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:

@@ -55,8 +55,8 @@ class Outcome(Generic[State]):
     """What a mode made of one step.
 
     Attributes:
-        reduced: FP32, the sums that this rank needs: ``[P * C]``, or ``[C]``, the own row, where every rank has an
-            optimizer shard of its own. Used up.
+        reduced: FP32, the sums that this rank needs: ``[P * C]``, perhaps of :meth:`Sparse.zeros`, or ``[C]``, the own
+            row, where every rank has an optimizer shard of its own. Used up.
         residual: FP32 ``[P * C]``, what this rank did not deliver.
         state: of the mode, from the next step on.
         report: numbers of this step; those of the device are read when somebody asks for them.
@@ -109,6 +109,10 @@ class Sparse(Crossing, Generic[State]):
         self.numel = self.peers.size * self._columns
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
+        shard = context.shard
+        # The gradient shard is the table if all of it takes part, as it is: then nothing is copied to and fro.
+        whole = self._inner is None and not self._others and shard.dtype == torch.float32
+        self._in_place = shard.view(-1) if whole and self.numel == shard.numel() else None
         self._offloaded = config.offload_residual and context.device.type != "cpu"
         self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
@@ -152,11 +156,7 @@ class Sparse(Crossing, Generic[State]):
         return seen
 
     def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
-        total = self.table(shard, self._spans).view(-1)
-        if scale != 1:
-            total /= scale
-        if self.residual.numel() and not self._paid:
-            total += self.residual.to(total.device, non_blocking=True)
+        total = self._owing(shard, scale)
         try:
             outcome = self._reduced_all(total) if self.steps < self.config.start else self.exchanged(total)
         except _NotFiniteError:
@@ -165,6 +165,22 @@ class Sparse(Crossing, Generic[State]):
             return None
         self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
         return Step(outcome.residual, outcome.state, outcome.report, scale)
+
+    def _owing(self, shard: Tensor, scale: float) -> Tensor:
+        """Gradient plus residual, FP32 ``[P * C]``, a copy."""
+        owes = self.residual.numel() and not self._paid
+        if owes and self._in_place is not None and scale == 1 and not self._offloaded:
+            return self._in_place + self.residual
+        total = self.table(shard, self._spans).view(-1)
+        if scale != 1:
+            total /= scale
+        return total.add_(self.residual.to(total.device, non_blocking=True)) if owes else total
+
+    def zeros(self) -> Tensor:
+        """FP32 zeros ``[P * C]`` for the sums, when the gradients are no longer needed."""
+        if self._in_place is not None:
+            return self._in_place.zero_()
+        return torch.zeros(self.numel, device=self.context.device)
 
     def exchanged(self, total: Tensor) -> Outcome[State]:
         """What the mode makes of it; what is not finite is in the sums."""
@@ -218,7 +234,8 @@ class Sparse(Crossing, Generic[State]):
         own, size = self.peers.index, self.peers.size
         which = slice(None) if self.everywhere else slice(own, own + 1)
         table = reduced.view(-1, self._columns).expand(size, -1)  # the own row at every place, if it is alone
-        self.deliver(shard, self._spans, table, which)
+        if reduced.data_ptr() != shard.data_ptr():
+            self.deliver(shard, self._spans, table, which)
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))

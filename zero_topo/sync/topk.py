@@ -82,7 +82,7 @@ class AllGathered(Stateless):
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
         own = torch.full((1,), len(picked), device=total.device)
         counts = self.look(self.peers.gather(told(own, picked.values)))
-        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.numel)
+        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.zeros())
         total[picked.indices] -= picked.values
         return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
 
@@ -148,7 +148,7 @@ class TopkDsa(Stateless):
         message = self.peers.scatter_known(message, sizes[:size], sizes[size:])
         came = records.decode(message)
         del message
-        return added(came, self._columns)
+        return added(came, came.values.new_zeros(self._columns))
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
@@ -165,7 +165,7 @@ class TopkDsa(Stateless):
         total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
         picks = records.decode(self.peers.gather_known(records.encode(sums), seen[:size]))
         rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
-        reduced = total.new_zeros(size, width)
+        reduced = self.zeros().view(size, width)
         reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
         if any(seen[size:]):
             came = self.peers.gather_known(own[None][: seen[size + index]], seen[size:])
@@ -201,7 +201,7 @@ class GTopk(Stateless):
             parent, child = self._neighbours(step)
             came = self._pass(picked, child, parent)
             picked = picked if came is None else came
-        return Outcome(added(picked, self.numel), total, None, self.numbers(self.k, picked.values.count_nonzero()))
+        return Outcome(added(picked, self.zeros()), total, None, self.numbers(self.k, picked.values.count_nonzero()))
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
         """At one level of the tree: the member this one reports to, and the one that reports to it."""
