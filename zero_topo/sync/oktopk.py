@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from struct import pack, unpack
 
 import torch
@@ -182,7 +183,7 @@ class OkTopk(Sparse[OkTopkState]):
         del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
-        return begin, added(came, came.values.new_zeros(end - begin)), unpack("d", pack("q", bits))[0]
+        return begin, added(came, partial(came.values.new_zeros, end - begin)), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
         """The largest sums, on all ranks, by a threshold or exactly; one look."""

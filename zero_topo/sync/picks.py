@@ -15,6 +15,7 @@ Note [Selection]
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -179,11 +180,16 @@ def positions(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count)[:, 0]
 
 
-def added(picked: Picked, zeros: Tensor) -> Tensor:
-    """FP32 zeros ``[n]``, to which is added what is picked, of each element in the order given; Note [In order]."""
+def added(picked: Picked, zeros: Callable[[], Tensor]) -> Tensor:
+    """The sums of what is picked, of each element in the order given; Note [In order].
+
+    Args:
+        picked: of one or more peers.
+        zeros: makes FP32 ``[n]``, which is returned; not before there is room for it.
+    """
     if not _on_cpu(picked.values):
         picked = in_runs(picked)
-    return zeros.index_add_(0, picked.indices, picked.values)
+    return zeros().index_add_(0, picked.indices, picked.values)
 
 
 def _on_cpu(x: Tensor) -> bool:

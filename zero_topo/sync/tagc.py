@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import torch
@@ -169,7 +170,7 @@ class Tagc(Sparse[int]):
         came = self.peers.scatter_known(rounded.values.to(self.dtype), seen[:size], seen[size:])
         places = positions(masks.reshape(-1), len(came)) % self.width
         total[picked.indices] -= rounded.values
-        return _Sums(added(Picked(places, came.float()), came.new_zeros(self.width, dtype=torch.float32)))
+        return _Sums(added(Picked(places, came.float()), partial(came.new_zeros, self.width, dtype=torch.float32)))
 
     def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> _Sums:
         """Sums of sketches, and of values beside them."""

@@ -9,6 +9,7 @@ Words that a rank sends for ``k`` picks of ``n`` elements on ``P`` peers, a pick
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from statistics import NormalDist
 
 import torch
@@ -82,7 +83,7 @@ class AllGathered(Stateless):
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
         own = torch.full((1,), len(picked), device=total.device)
         counts = self.look(self.peers.gather(told(own, picked.values)))
-        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.zeros())
+        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.zeros)
         total[picked.indices] -= picked.values
         return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
 
@@ -148,7 +149,7 @@ class TopkDsa(Stateless):
         message = self.peers.scatter_known(message, sizes[:size], sizes[size:])
         came = records.decode(message)
         del message
-        return added(came, came.values.new_zeros(self._columns))
+        return added(came, partial(came.values.new_zeros, self._columns))
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
@@ -201,7 +202,7 @@ class GTopk(Stateless):
             parent, child = self._neighbours(step)
             came = self._pass(picked, child, parent)
             picked = picked if came is None else came
-        return Outcome(added(picked, self.zeros()), total, None, self.numbers(self.k, picked.values.count_nonzero()))
+        return Outcome(added(picked, self.zeros), total, None, self.numbers(self.k, picked.values.count_nonzero()))
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
         """At one level of the tree: the member this one reports to, and the one that reports to it."""
