@@ -3,6 +3,7 @@
  * Masks, threshold selection and count sketches on CPUs: checks the arguments and chooses the instruction set.
  */
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <vector>
 
@@ -42,13 +43,38 @@ int check_sketch(const void *x, int64_t n, const void *table, int64_t rows, zt_r
  *     Magnitudes compare as the integers of their bits. A histogram of their upper bits says in which bin the k-th
  *     largest lies, and a selection among the few of that bin, which it is: twice through a row that stays in the
  *     first cache, where a selection among all would move them.
+ *
+ * Note [A guess]
+ *     Of a long row a sample says what magnitude somewhat more than k elements reach. One vectorised pass takes those
+ *     out, in order, and the k largest are among them; only where they are too few after all, or too many, is the row
+ *     itself gone through. The sample is of the same places in every call, scattered, so that no period hides.
  */
 constexpr int kLowBits = 20;
+constexpr int64_t kSample = 2048;
 
 uint32_t magnitude(const float *x) {
     uint32_t bits;
     memcpy(&bits, x, 4);
     return bits & 0x7fffffff;
+}
+
+struct Guess {
+    float threshold;
+    int64_t most; /* that are likely to reach it; 0: no guess */
+};
+
+Guess guess(const float *x, int64_t n, int64_t k, std::vector<uint32_t> &sample) {
+    const int64_t stride = n / kSample;
+    if (stride < 16 || k > n / 8) return {0, 0};
+    sample.resize(kSample);
+    for (int64_t i = 0; i < kSample; ++i)
+        sample[static_cast<size_t>(i)] = magnitude(x + i * stride + (i * 2654435761 >> 12) % stride);
+    const auto surely = [](double count) { return static_cast<int64_t>(count + 4 * std::sqrt(count) + 4); };
+    const int64_t rank = surely(static_cast<double>(k) / static_cast<double>(stride));
+    std::nth_element(sample.begin(), sample.begin() + rank, sample.end(), std::greater<uint32_t>());
+    float threshold;
+    memcpy(&threshold, &sample[static_cast<size_t>(rank)], 4);
+    return {threshold, stride * surely(static_cast<double>(rank))};
 }
 
 /* The k-th largest of n magnitudes, and how many of those that equal it are among the k. */
@@ -64,6 +90,21 @@ uint32_t kth_largest(const float *x, int64_t n, int64_t k, std::vector<uint32_t>
     const uint32_t kth = bin[static_cast<size_t>(k - 1)];
     *equal = k - std::count_if(bin.begin(), bin.end(), [&](uint32_t other) { return other > kth; });
     return kth;
+}
+
+/* The k largest of n, in order: where they are, by their places if these are given. */
+void take_largest(const float *x, int64_t n, int64_t k, const int64_t *places, std::vector<uint32_t> &bin,
+                  int64_t *out) {
+    int64_t equal = 0;
+    const uint32_t kth = kth_largest(x, n, k, bin, &equal);
+    const int64_t *end = out + k;
+    for (int64_t i = 0; out < end; ++i) {
+        const uint32_t size = magnitude(x + i);
+        const bool same = size == kth && equal > 0;
+        *out = places ? places[i] : i;
+        out += size > kth || same;
+        equal -= same;
+    }
 }
 
 }  // namespace
@@ -145,14 +186,21 @@ extern "C" int zt_cpu_row_largest(const float *x, int64_t columns, int64_t k, in
     if (!inside(rows, kMost / columns)) return ZT_BAD_RANGE;
     if (rows.end > rows.begin && (!x || !indices)) return ZT_BAD_SIZE;
     std::vector<uint32_t> bin;
+    std::vector<int64_t> places;
+    std::vector<float> values;
     for (int64_t row = rows.begin; row < rows.end; ++row) {
         const float *own = x + row * columns;
-        int64_t *out = indices + row * k, equal = 0;
-        const uint32_t kth = kth_largest(own, columns, k, bin, &equal);
-        for (int64_t i = 0; i < columns; ++i) {
-            const uint32_t size = magnitude(own + i);
-            if (size > kth || (size == kth && equal-- > 0)) *out++ = i;
-        }
+        const Guess above = guess(own, columns, k, bin);
+        places.resize(static_cast<size_t>(above.most));
+        values.resize(static_cast<size_t>(above.most));
+        const Picks picks = {places.data(), reinterpret_cast<uint8_t *>(values.data()), above.most};
+        const Elements elements = {reinterpret_cast<uint8_t *>(const_cast<float *>(own)), ZT_FP32};
+        int64_t found = 0;
+        if (above.most) found = kernels(ZT_BEST)->compact_above(elements, {0, columns}, above.threshold, picks);
+        if (k <= found && found <= above.most)
+            take_largest(values.data(), found, k, places.data(), bin, indices + row * k);
+        else
+            take_largest(own, columns, k, nullptr, bin, indices + row * k);
     }
     return ZT_OK;
 }
