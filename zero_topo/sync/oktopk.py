@@ -205,14 +205,16 @@ class OkTopk(Sparse[OkTopkState]):
         One look.
         """
         ops, mine, low = self.ops, self.peers.index, max(threshold / NEAR_SUMS, TINY)
-        reach = torch.cat([ops.count_above(sums, at) for at in (threshold, low)])
-        found, near = self.peers.gather(reach).T
-        total, more = found.sum(), near.sum()
-        few, most = 5 * total < 4 * self.k, max(5 * self.k // 4, 1)
-        filled = torch.minimum(found + (near - found) * (self.k - total) // (more - total).clamp(min=1), near)
-        cut = torch.where(total <= most, found, most * found // total.clamp(min=1))
-        own = torch.where(few, near, found)[mine]
-        *counts, own, few, total = self.look(torch.where(few, filled, cut), own, few, total)
+        reach = self.look(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
+        found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
+        total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
+        few = 5 * total < 4 * self.k
+        if few:
+            more = max(sum(reach[1::2]) - total, 1)
+            counts = torch.minimum(found + (near - found) * (self.k - total) // more, near).tolist()
+        else:
+            counts = (found if total <= most else most * found // total).tolist()
+        own = reach[2 * mine + few]
         picked = above(sums, low if few else threshold, own, ops)
         if counts[mine] < own:
             picked = picked.where(largest(picked.values, counts[mine], ops).indices)

@@ -351,7 +351,7 @@ def told(counts: Tensor, picked: Tensor) -> Tensor:
         counts: int64.
         picked: this rank's picks, among which is what is not finite, if it has any.
     """
-    return torch.where(picked.isfinite().all(), counts, -1)
+    return torch.where(picked.abs().amax().isfinite(), counts, -1) if len(picked) else counts
 
 
 def taken(parameter: Parameter, config: SparseSync) -> bool:
