@@ -15,9 +15,10 @@ Note [One call makes all groups of a hop]
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,7 @@ class Hop:
         slots: ``slots[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree may not.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
+        comm: of MPI, its members in tree order, to carry the messages instead of the group.
     """
 
     lo: int
@@ -53,6 +55,7 @@ class Hop:
     slots: tuple[int, ...]
     domain: str
     group: dist.ProcessGroup | None
+    comm: Any = None
 
     @property
     def size(self) -> int:
@@ -126,6 +129,7 @@ class Mesh:
         self.calls = 0
         hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
         self._hops = {hop: self._create(*hop) for hop in hops}
+        self._over_mpi: dict[tuple[int, int], Hop] = {}
 
     def route(self, lo: int, hi: int) -> Route:
         """The way through the hop ``(lo, hi)``.
@@ -142,6 +146,27 @@ class Mesh:
             KeyError: if it was not asked for at construction: groups are never created in the middle of a step.
         """
         return self._hops[lo, hi]
+
+    def over_mpi(self, hop: Hop) -> Hop:
+        """A hop of this mesh whose messages MPI carries; its members call it together, the first time.
+
+        Raises:
+            ValueError: on every rank, if MPI does not know the job's ranks as torch does.
+        """
+        if hop.group is None:
+            return hop
+        if (hop.lo, hop.hi) not in self._over_mpi:
+            world: Any = importlib.import_module("mpi4py.MPI").COMM_WORLD
+            if (world.Get_size(), world.Get_rank()) != (dist.get_world_size(), dist.get_rank()):
+                raise ValueError(
+                    f"sync.transport = mpi: MPI sees rank {world.Get_rank()} of {world.Get_size()}, torch rank "
+                    f"{dist.get_rank()} of {dist.get_world_size()}; start the job with mpirun, or set "
+                    '"transport": "torch"'
+                )
+            ranks = self.plan.group(self.rank, hop.lo, hop.hi)
+            comm = world.Create_group(world.Get_group().Incl(ranks), hop.lo)
+            self._over_mpi[hop.lo, hop.hi] = replace(hop, comm=comm)
+        return self._over_mpi[hop.lo, hop.hi]
 
     def _create(self, lo: int, hi: int) -> Hop:
         ranks = self.plan.group(self.rank, lo, hi)

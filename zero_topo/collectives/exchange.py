@@ -1,5 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""torch's exchanges in one hop: to all others the same message, or to each its own. Members are in tree order.
+"""The exchanges in one hop: to all others the same message, or to each its own. Members are in tree order.
+
+They are torch's, or for a hop over MPI those of ``mpi.py``.
 
 Note [Point to point on gloo]
     gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's rate, an all-gather a
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_topo.collectives import mpi
 from zero_topo.collectives.handle import Handle, Work
 from zero_topo.mesh import Hop
 
@@ -51,6 +54,8 @@ def to_all(hop: Hop, message: Tensor) -> Handle[Tensor]:
     Returns:
         ``[size, numel]``, once waited for.
     """
+    if hop.comm is not None:
+        return mpi.to_all(hop.comm, message)
     received = torch.empty(hop.size, message.numel(), dtype=message.dtype, device=message.device)
     if _point_to_point(hop):
         received[hop.index].copy_(message)
@@ -65,6 +70,8 @@ def to_each(hop: Hop, table: Tensor) -> Handle[Tensor]:
     Returns:
         What each member sent here, in the same shape, once waited for.
     """
+    if hop.comm is not None:
+        return mpi.to_each(hop.comm, table)
     if _point_to_point(hop):
         received = torch.empty_like(table)
         received[hop.index].copy_(table[hop.index])
@@ -87,6 +94,8 @@ def to_each_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Seque
     Returns:
         What came, ``[sum(expected), width]`` in the order of the members, once waited for.
     """
+    if hop.comm is not None:
+        return mpi.to_each_uneven(hop.comm, rows, sizes, expected)
     received = rows.new_empty(sum(expected), rows.shape[1])
     if _point_to_point(hop):
         parts, places = rows.split(list(sizes)), received.split(list(expected))
@@ -114,6 +123,8 @@ def to_all_uneven(hop: Hop, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor
     Returns:
         Those of all, ``[sum(sizes), width]`` in the order of the members, once waited for.
     """
+    if hop.comm is not None:
+        return mpi.to_all_uneven(hop.comm, rows, sizes)
     if not _point_to_point(hop):
         return to_each_uneven(hop, rows.repeat(hop.size, 1), [len(rows)] * hop.size, sizes)
     received = rows.new_empty(sum(sizes), rows.shape[1])

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The members of a hop, by torch's collectives. Another transport overrides the ``_to_`` methods.
+    """The members of a hop, as ``exchange.py`` carries it.
 
     Attributes:
         size: how many there are.
@@ -45,7 +45,7 @@ class Peers:
         """
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
-        came = self._begin("all_gather", (self.size - 1) * x.nbytes, partial(self._to_all, as_bytes(x)))
+        came = self._begin("all_gather", (self.size - 1) * x.nbytes, partial(to_all, self._hop, as_bytes(x)))
         return Handle(None, (), lambda: came.wait().view(x.dtype).view(self.size, *x.shape))
 
     def scatter_later(self, table: Tensor) -> Handle[Tensor]:
@@ -58,7 +58,7 @@ class Peers:
         if self.size == 1:
             return Handle(None, (), lambda: table)
         nbytes = (self.size - 1) * (table.nbytes // self.size)
-        return self._begin("all_to_all", nbytes, partial(self._to_each, table))
+        return self._begin("all_to_all", nbytes, partial(to_each, self._hop, table))
 
     def scatter(self, table: Tensor) -> Tensor:
         """As :meth:`scatter_later`, of any type, waited for."""
@@ -67,7 +67,7 @@ class Peers:
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
-        begin = partial(self._to_all_uneven, _rows_of_bytes(rows), sizes)
+        begin = partial(to_all_uneven, self._hop, _rows_of_bytes(rows), sizes)
         return self._uneven(rows, (self.size - 1) * rows.nbytes, begin)
 
     def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
@@ -79,7 +79,7 @@ class Peers:
             expected: rows that come from each member, who say the same.
         """
         table = _rows_of_bytes(rows)
-        begin = partial(self._to_each_uneven, table, sizes, expected)
+        begin = partial(to_each_uneven, self._hop, table, sizes, expected)
         return self._uneven(rows, (len(table) - sizes[self.index]) * table.shape[1], begin)
 
     def _uneven(self, rows: Tensor, nbytes: int, begin: Callable[[], Handle[Tensor]]) -> Tensor:
@@ -94,18 +94,6 @@ class Peers:
     ) -> Handle[T]:
         exchange = Exchange(op, self._counted.phase, self._hop.domain, self.size, nbytes, even)
         return self._counted.meter.exchange(exchange, begin)
-
-    def _to_all(self, message: Tensor) -> Handle[Tensor]:
-        return to_all(self._hop, message)
-
-    def _to_each(self, table: Tensor) -> Handle[Tensor]:
-        return to_each(self._hop, table)
-
-    def _to_each_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        return to_each_uneven(self._hop, rows, sizes, expected)
-
-    def _to_all_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        return to_all_uneven(self._hop, rows, sizes)
 
 
 def _rows_of_bytes(rows: Tensor) -> Tensor:

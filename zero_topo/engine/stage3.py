@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter, Span
 from zero_topo.collectives.wire import wire_of
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import GradientOptions, Gradients
@@ -187,6 +187,7 @@ class Stage3:
             loss_scaled=setup.like.dtype == torch.float16,
             sparse=sparse_ops(self.quantizer, setup.like.device),
             moments=setup.moments,
+            mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=tuple(
                 Parameter(*of)
                 for of in zip(setup.names, setup.numels, setup.dims, self.layout.spans(slots), strict=True)

@@ -16,7 +16,7 @@ from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span, merged
 from zero_topo.config import AGED_REFUSED
-from zero_topo.mesh import Mesh
+from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import Plan
 from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.sparse_ops import SparseOps
@@ -81,6 +81,7 @@ class SyncContext:
         sparse: element-wise operations, for modes that use them.
         parameters: all of them, in the order of their columns.
         moments: what the optimizer remembers now; empty before its first step.
+        mpi: whether MPI carries what crosses gradient domains.
     """
 
     plan: Plan
@@ -93,6 +94,7 @@ class SyncContext:
     sparse: SparseOps
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
+    mpi: bool
 
     @property
     def columns(self) -> int:
@@ -108,6 +110,11 @@ class SyncContext:
     def own_row(self) -> int:
         """Of the gradient shard: that of the rank's own world shard."""
         return self.plan.row(self.mesh.rank, self.plan.gradients)
+
+    def across(self, degree: int) -> Route:
+        """The way from shards of so high a degree to those of the world."""
+        *inner, last = self.mesh.route(degree, self.plan.world_size).hops
+        return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last))
 
     @property
     def counted(self) -> Counted:

@@ -32,15 +32,11 @@ class Crossing(SyncMode):
 
     def __init__(self, context: SyncContext, dense_wire: Wire) -> None:
         super().__init__(context)
-        hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
+        hops = context.across(context.plan.gradients).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.across: Hop = hops[-1]
-        self.peers = self.join(self.across)
+        self.peers = Peers(self.across, context.counted)
         self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
-
-    def join(self, across: Hop) -> Peers:
-        """The peers of the hop across."""
-        return Peers(across, self.context.counted)
 
     def members(self) -> list[int]:
         """The peers' ranks."""

@@ -29,9 +29,9 @@ class Dense(SyncMode):
     def __init__(self, config: DenseSync, context: SyncContext) -> None:
         super().__init__(context)
         plan = context.plan
-        self._up = context.mesh.route(plan.gradients, plan.world_size)
+        self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
-        self._down = context.mesh.route(target, plan.world_size)
+        self._down = context.across(target)
         self._wire = wire_of(context.quantizer, None, context.dtype)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:

@@ -34,10 +34,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.mpi import MpiPeers
-from zero_topo.collectives.peers import Peers
 from zero_topo.config import OkTopkSync
-from zero_topo.mesh import Hop
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     TINY,
@@ -99,12 +96,6 @@ class OkTopk(Sparse[OkTopkState]):
         super().__init__(config, context)
         # Of sums that stay with their owners positions are those in the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
-
-    def join(self, across: Hop) -> Peers:
-        """The peers of the hop across, over the transport that the config names."""
-        if self.config.transport == "mpi":
-            return MpiPeers(across, self.context.counted)
-        return super().join(across)
 
     @property
     def k(self) -> int:

@@ -64,7 +64,7 @@ class Scape(Masked[ScapeState]):
     config: ScapeSync
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
-        hops = context.mesh.route(context.plan.gradients, context.plan.world_size).hops
+        hops = context.across(context.plan.gradients).hops
         self._inside = Peers(hops[0], context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
 

@@ -94,7 +94,7 @@ class Sparse(Crossing, Generic[State]):
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
-        self.config = config  # ahead of joining the peers, which may ask for it
+        self.config = config
         super().__init__(context, exact(context))
         plan = context.plan
         self.dtype = DTYPES[config.value_dtype]
