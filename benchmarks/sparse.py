@@ -1,6 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
 
+Beside them torch's own all-reduce of the gradients as one vector, and dense sync.
+
 Note [What is measured]
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
     network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over ranks and steps, and
@@ -25,9 +27,9 @@ from zero_topo.topology.presets import emulated
 
 PROGRAM = "benchmarks.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
-DENSE = "dense"
+ALL_REDUCE, DENSE = WHOLE = "all_reduce", "dense"
 ELEMENT = 96  # bytes that a rank holds for an element: gradient, weights, residual, picks, and what a mode copies
-MODES = (DENSE, *(mode.MODE for mode in SPARSE_MODES))
+MODES = (*WHOLE, *(mode.MODE for mode in SPARSE_MODES))
 # Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"oktopk": {"tau": 8, "tau_prime": 8}, "radius": {"interval": 8}}
@@ -39,7 +41,7 @@ class SparseBench:
     """What to measure.
 
     Attributes:
-        modes: of sync, "dense" for comparison.
+        modes: of sync, "all_reduce" and "dense" for comparison.
         densities: of the sparse ones.
         ranks: sizes of the group.
         sources: of gradients: "synthetic" (heavy tails, half of it common to all ranks) or "model" (the example's GPT).
@@ -76,15 +78,15 @@ class SparseBench:
         """Each mode at each density, on each source of gradients."""
         for source in self.sources:
             for mode in self.modes:
-                for density in (1.0,) if mode == DENSE else self.densities:
+                for density in (1.0,) if mode in WHOLE else self.densities:
                     block = data_parallel(sync_of(mode, density))
                     yield {"source": source, "scheme": mode, "density": density, "block": block}
 
 
 def sync_of(mode: str, density: float) -> dict[str, Any]:
-    """The ``sync`` block of a mode at a density."""
-    if mode == DENSE:
-        return {"mode": mode}
+    """The ``sync`` block of a mode at a density; that of dense sync beside torch's all-reduce."""
+    if mode in WHOLE:
+        return {"mode": DENSE}
     share = {"theta": 1 - density} if mode == "tagc" else {"density": density}
     return {"mode": mode, **share, **INTERVALS.get(mode, {})}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.bare import bare_setup
 from benchmarks.control import Control
+from benchmarks.sparse import ALL_REDUCE
 from zero_topo.bench.records import Spread
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
@@ -103,19 +104,22 @@ def measure(settings: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     for step in range(settings["warmup"] + settings["steps"]):
         engine.gradients.scatter(range(len(source.numels)), source.gradients(step), last=False)
         wanted = _wanted(engine)
-        dist.barrier()
-        clock.reset()
-        began = time.perf_counter()
-        engine.gradients.sync()
-        took = time.perf_counter() - began
+        if job["scheme"] == ALL_REDUCE:
+            plain = engine.gradients.buffer.clone()
+            took = exchange = _timed(partial(dist.all_reduce, plain))
+            engine.gradients.sync()
+        else:
+            clock.seconds = 0.0
+            took = _timed(engine.gradients.sync)
+            plain, exchange = engine.gradients.optimizer_rows(), clock.seconds
         rows = engine.gradients.optimizer_rows()
         synced = [rows[:, begin:end].reshape(-1) for begin, end in engine.layout.spans(range(len(source.numels)))]
         source.update([flat[:n] for flat, n in zip(synced, source.numels, strict=True)])
         optimizer.step(engine, rows)
         if step >= settings["warmup"]:
             times.append(took)
-            exchanges.append(clock.seconds)
-            errors.append(float((rows.double() - wanted).norm() / wanted.norm()))
+            exchanges.append(exchange)
+            errors.append(float((plain.double() - wanted).norm() / wanted.norm()))
         engine.end_step(skipped=False)
         if step >= settings["warmup"]:
             sent += sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
@@ -159,6 +163,14 @@ def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...])
     return Stage3(config, setup), optimizer
 
 
+def _timed(call: Callable[[], object]) -> float:
+    """Seconds that a call takes, which all ranks begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def _wanted(engine: Stage3) -> Tensor:
     """The sum over ranks of gradient plus residual, FP64 ``[N, F]``."""
     total = engine.gradients.buffer.double()
@@ -192,10 +204,6 @@ class _Clock:
         if isinstance(mode, Sparse):
             for name in ("gather", "gather_known", "scatter", "scatter_known"):
                 setattr(mode.peers, name, self._timed(getattr(mode.peers, name)))
-
-    def reset(self) -> None:
-        """Start again."""
-        self.seconds = 0.0
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.sparse import WHOLE
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.units import format_bytes, format_seconds
 
@@ -52,7 +53,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
     """The picture, by its file's name: words per pick against ranks, and error against bytes."""
-    sparse = [row for row in content["results"] if row["mode"] != "dense"]
+    sparse = [row for row in content["results"] if row["mode"] not in WHOLE]
     sources = list(dict.fromkeys(row["source"] for row in content["results"]))
     figure = Figure(figsize=(11, 4.2 * len(sources)), dpi=120, layout="constrained")
     panels = figure.subplots(len(sources), 2, squeeze=False)

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import ranks, scale_report, sparse, sparse_report
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.room import check_room
-from benchmarks.sparse import MODES, SparseBench
+from benchmarks.sparse import MODES, WHOLE, SparseBench
 from benchmarks.sparse_ranks import model_for
 from tests.commands import Run
 from zero_topo.bench import quantizers, records
@@ -58,11 +58,11 @@ def test_the_command_writes_record_and_picture_and_prints_json(run: Run, tmp_pat
     assert (tmp_path / "quantizers.png").stat().st_size > 1000
 
 
-def test_every_mode_is_measured_and_dense_once() -> None:
+def test_every_mode_is_measured_and_what_sends_all_once() -> None:
     """A mode that is added to the config is added to the benchmark."""
     jobs = list(SparseBench(sources=("synthetic",), densities=(0.1, 0.01)).jobs())
-    assert {job["scheme"] for job in jobs} == {"dense", *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
-    assert [job["density"] for job in jobs if job["scheme"] == "dense"] == [1.0]
+    assert {job["scheme"] for job in jobs} == {*WHOLE, *(mode.MODE for mode in SPARSE_MODES)} == set(MODES)
+    assert [job["density"] for job in jobs if job["scheme"] in WHOLE] == [1.0, 1.0]
     assert all(sum(job["scheme"] == mode.MODE for job in jobs) == 2 for mode in SPARSE_MODES)
 
 
