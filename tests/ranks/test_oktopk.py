@@ -88,6 +88,27 @@ def test_picks_stay_about_k_and_words_carry_more_than_top_ks() -> None:
     assert carried > sum(plain[0][step].energy / (plain[0][step].sent / 4) for step in reused) / len(reused)
 
 
+@pytest.mark.parametrize("peers", [2, 3, 8])
+def test_an_owner_adds_up_all_of_its_own_row(peers: int) -> None:
+    """Where sums stay with their owners, a rank picks of the others' rows, and of its own needs to pick nothing: an
+    element is chosen by what its owner has of it, large or not, and what came."""
+    columns, density = 4000, 0.02
+    numel = peers * columns
+    w = sparse_world({**DATA_PARALLEL, "optimizer": "world"}, peers, "oktopk", (numel,), density=density, sharded=True)
+    grads = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(peers)]
+    sums = torch.zeros(peers, columns)
+    for rank, grad in enumerate(grads):
+        rows = (grad / peers).view(peers, columns)
+        others = rows.clone()
+        others[rank] = 0
+        least = others.abs().flatten().topk(share(density, numel - columns)).values.min()
+        sums += torch.where((others.abs() >= least), others, 0.0)
+        sums[rank] += rows[rank]
+    least = sums.abs().flatten().topk(share(density, numel)).values.min()
+    for rank, (found,) in enumerate(run(w, 1, lambda rank, _: [grads[rank].clone()])):
+        torch.testing.assert_close(found.own, torch.where(sums[rank].abs() >= least, sums[rank], 0.0))
+
+
 def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds all as picks."""
     taken: list[int] = []
@@ -108,6 +129,22 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_threads(2, rank_main)
     assert max(taken) <= 8 * share(DENSITY, 5000) < 5000 / 5
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_in_an_owners_row_is_said_too(bad: float) -> None:
+    """It is not among what that rank picks, and all ranks are to know: each clips by the norm of all rows."""
+    columns = 100
+    w = sparse_world({**DATA_PARALLEL, "optimizer": "world"}, 3, "oktopk", (3 * columns,), density=0.1, sharded=True)
+
+    def grads(rank: int, _: int) -> list[Tensor]:
+        grad = torch.ones(3 * columns)
+        if rank == 1:
+            grad[columns + 7] = bad
+        return [grad]
+
+    for (found,) in run(w, 1, grads):
+        assert found.own.isnan().all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

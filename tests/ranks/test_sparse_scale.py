@@ -80,7 +80,7 @@ def test_launches_and_waits_do_not_grow_with_the_peers(name: str, sharded: bool)
         levels = 4 if name == "gtopk" else 1.2
         assert sum(b.calls.values()) <= levels * sum(a.calls.values())
     if "oktopk" in name:
-        assert [sum(step.waits.values()) for step in many].count(3) >= 3
+        assert sum(sum(step.waits.values()) <= 3 for step in many) >= 3
 
 
 HELD: list[tuple[str, dict[str, Any]]] = [

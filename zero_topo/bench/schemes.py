@@ -103,6 +103,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 _synced(f"oktopk-aged-{percent}", {"mode": "oktopk", "density": percent / 100}, "AgedAdamW")
                 for percent in (5, 10)
             ),
+            _synced("oktopk-sharded", {"mode": "oktopk", "density": 0.02, "sharded": True}, "AgedAdamW"),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("tagc", {"mode": "tagc"}),

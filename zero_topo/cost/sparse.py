@@ -178,7 +178,8 @@ def _(mode: OkTopkSync, columns: int, plan: Plan, peers: int) -> float:
     """Selecting; adding up; a row of sums, and what is chosen of it or, where all sums are told to all, of all."""
     n, k, row = peers * columns, mode.density * peers * columns, 4 * columns
     chosen: float = row + columns if mode.sharded else 4 * n + (PICK_BYTES + 4) * min(peers * k, n)
-    return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, row + chosen)
+    own = row if mode.sharded else 0  # is put aside, and becomes the sums
+    return PICK_BYTES * k + max(own + 4 * n, own + SORTING_BYTES * k, row + chosen)
 
 
 @mode_bytes.register

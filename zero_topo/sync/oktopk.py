@@ -20,8 +20,11 @@ Note [Thresholds]
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
-    and nothing of step 3 travels but counts, and magnitudes when the threshold is found. A rank then does not know
-    which of its picks were chosen: its residual loses all of them, and the owner keeps the sums it did not choose.
+    and nothing of step 3 travels but counts, and magnitudes when the threshold is found: of each owner the largest, up
+    to four times its share of k. A rank then does not know which of its picks were chosen: its residual loses all of
+    them, and the owner keeps the sums it did not choose. Picks are of the others' rows, ``density`` of their elements.
+    Its own row a rank need not send: all of it is in the sums, so that an element is chosen when what its owner has and
+    owes and what came is large together.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
 MOST_MOVED = 2.0  # a threshold in a step
 MOST_TAKEN = 8  # times k: of more than that the largest are found in place, which holds less
-NEAR, NEAR_SUMS = 1.2, 1.5  # times as low as a threshold: where more are if few reach it; of sums most are zero
+# Times as low as a threshold: where more are if few reach it; of sums of picks most are zero.
+NEAR, NEAR_SUMS = 1.2, 1.5
 
 
 @dataclass(frozen=True)
@@ -99,22 +103,28 @@ class OkTopk(Sparse[OkTopkState]):
 
     @property
     def k(self) -> int:
-        """Picks of a rank, and of the sums."""
+        """Picks of the sums."""
         return share(self.density, self.numel)
+
+    @property
+    def picks(self) -> int:
+        """Of a rank."""
+        return share(self.density, self.numel - self._columns) if self.config.sharded else self.k
 
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
+        own = self._own(total)
         picked, threshold, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
-        begin, sums, world = self._summed(picked, bounds, state.world)
-        if self.config.sharded:
+        begin, sums, world = self._summed(picked, bounds, state.world, own)
+        if own is not None:
             chosen = self._sharded(sums, None if exact else world)
-            # This rank does not know whose picks were chosen: owners take the rest of the sums.
+            # This rank does not know whose picks were chosen: owners keep the rest of the sums.
             total[picked.indices] -= picked.values
-            total[begin : begin + len(sums)].add_(sums).sub_(chosen.reduced)
+            torch.sub(sums, chosen.reduced, out=total[begin : begin + len(sums)])
         else:
             chosen = self._choose(sums, begin, None if exact else world)
             total[picked.indices] -= torch.where(chosen.reduced[picked.indices] != 0, picked.values, 0.0)
@@ -129,24 +139,34 @@ class OkTopk(Sparse[OkTopkState]):
         }
         return Outcome(chosen.reduced, total, OkTopkState(threshold, chosen.threshold, bounds), report)
 
+    def _own(self, total: Tensor) -> Tensor | None:
+        """If sums stay with their owners, what this rank has of its row, ``[C]``, taken out of the total."""
+        if not self.config.sharded:
+            return None
+        row = total.view(self.peers.size, -1)[self.peers.index]
+        own = row.clone()
+        row.zero_()
+        return own
+
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
 
         Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
         if not exact:
-            at, low, ops, room = state.local, max(state.local / NEAR, TINY), self.ops, 5 * self.k // 4
+            at, low, ops, k = state.local, max(state.local / NEAR, TINY), self.ops, self.picks
+            room = 5 * k // 4
             reach = ops.compact_above(total, at, min(room, self.numel))
             found, near = self.look(reach.found, ops.count_above(total, low))
-            few = 5 * found < 4 * self.k
+            few = 5 * found < 4 * k
             count = near if few else found
-            if self.k <= near and count <= MOST_TAKEN * self.k:
+            if k <= near and count <= MOST_TAKEN * k:
                 picked = Picked(reach.indices[:count], reach.values[:count])
                 if few or count > room:
                     picked = above(total, low if few else at, count, ops)
-                    picked = picked.where(largest(picked.values, self.k, ops).indices)
-                return picked.rounded(self.dtype), max(at * _moved(found / self.k), TINY), False
-        bound = kth_largest(total, self.k, self.ops)
+                    picked = picked.where(largest(picked.values, k, ops).indices)
+                return picked.rounded(self.dtype), max(at * _moved(found / k), TINY), False
+        bound = kth_largest(total, self.picks, self.ops)
         threshold, reaching = self.look(bound, count_reaching(total, bound, self.ops))
         return above(total, threshold, int(reaching), self.ops).rounded(self.dtype), threshold, True
 
@@ -159,13 +179,16 @@ class OkTopk(Sparse[OkTopkState]):
         bounds[1:-1] = self.peers.gather(own).sum(dim=0) // size
         return bounds
 
-    def _summed(self, picked: Picked, bounds: Tensor, world: Tensor) -> tuple[int, Tensor, float]:
-        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look."""
-        size, own = self.peers.size, self.peers.index
+    def _summed(self, picked: Picked, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
+        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look.
+
+        To what this rank has of its own row they are added, in place.
+        """
+        size, mine = self.peers.size, self.peers.index
         sizes = picked.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
-        others = bounds[own : own + 2], world.view(torch.int64)
-        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values)), *others)
+        others = bounds[mine : mine + 2], world.view(torch.int64)
+        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values, own)), *others)
         *_, begin, end, bits = seen
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
@@ -174,7 +197,8 @@ class OkTopk(Sparse[OkTopkState]):
         del picked, message
         if not self.config.sharded:
             came.indices.sub_(begin)
-        return begin, added(came, partial(came.values.new_zeros, end - begin)), unpack("d", pack("q", bits))[0]
+        zeros = partial(came.values.new_zeros, end - begin) if own is None else lambda: own
+        return begin, added(came, zeros), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
         """The largest sums, on all ranks, by a threshold or exactly; one look."""
@@ -195,7 +219,8 @@ class OkTopk(Sparse[OkTopkState]):
 
         One look.
         """
-        ops, mine, low = self.ops, self.peers.index, max(threshold / NEAR_SUMS, TINY)
+        near_by = NEAR if self.config.sharded else NEAR_SUMS
+        ops, mine, low = self.ops, self.peers.index, max(threshold / near_by, TINY)
         reach = self.look(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
         found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
@@ -230,11 +255,11 @@ class OkTopk(Sparse[OkTopkState]):
         return self._records.decode(came), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """As :meth:`_choose`, each on its owner; Note [Sharded]. One look."""
+        """As :meth:`_choose`, each on its owner; Note [Sharded]. One look, or none."""
         if world is None:
-            counts = self.look(self.peers.gather(sums.count_nonzero()))
-            magnitudes = sums[positions(sums != 0, counts[self.peers.index])].abs()
-            threshold = kth_largest(self.peers.gather_known(magnitudes, counts), self.k, self.ops)
+            most = min(self.k, CROWDED * -(-self.k // self.peers.size))
+            magnitudes = largest(sums, most, self.ops).values.abs()
+            threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k, self.ops)
             mask = (sums.abs() < threshold).logical_not_()
         else:
             own, _, threshold = self._reused(sums, world)

@@ -344,14 +344,15 @@ class Sparse(Crossing, Generic[State]):
         return self.fresh()
 
 
-def told(counts: Tensor, picked: Tensor) -> Tensor:
+def told(counts: Tensor, *held: Tensor | None) -> Tensor:
     """What to tell all peers in place of a step's first counts, int64; see Note [Not a number].
 
     Args:
         counts: int64.
-        picked: this rank's picks, among which is what is not finite, if it has any.
+        held: among which is what is not finite on this rank, if it has any: its picks, and what it does not pick from.
     """
-    return torch.where(picked.abs().amax().isfinite(), counts, -1) if len(picked) else counts
+    ends = [end for part in held if part is not None and len(part) for end in part.aminmax()]
+    return torch.where(torch.stack(ends).isfinite().all(), counts, -1) if ends else counts
 
 
 def taken(parameter: Parameter, config: SparseSync) -> bool:
