@@ -66,6 +66,7 @@ def _synced(name: str, sync: Mapping[str, Any], optimizer: str = "AdamW", replic
 RADIUS = {"mode": "radius", "density": 0.4, "interval": 50, "start": 60}
 INT4, TERNARY = {"mode": "quantized", "bits": 4}, {"mode": "ternary"}
 REPLICATED = {"optimizer": "node"}
+SHARDED = {"sharded": True}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
@@ -100,10 +101,14 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
             *(
-                _synced(f"oktopk-aged-{percent}", {"mode": "oktopk", "density": percent / 100}, "AgedAdamW")
-                for percent in (5, 10)
+                _synced(f"oktopk-{name}", {"mode": "oktopk", "density": percent / 100, **sums}, "AgedAdamW")
+                for name, percent, sums in (
+                    ("aged-5", 5, {}),
+                    ("aged-10", 10, {}),
+                    ("sharded-aged", 2, SHARDED),
+                    ("sharded-aged-5", 5, SHARDED),
+                )
             ),
-            _synced("oktopk-sharded", {"mode": "oktopk", "density": 0.02, "sharded": True}, "AgedAdamW"),
             _synced("ternary-aged", TERNARY, "AgedAdamW"),
             _synced("ternary-node", TERNARY, "AgedAdamW", replicated=True),
             _synced("tagc", {"mode": "tagc"}),
