@@ -110,8 +110,8 @@ class OkTopkSync(SparseSync):
     sharded: bool = Field(
         False,
         strict=True,
-        description="Regions are the optimizer shards and sums stay with their owners: about 2k words in place of 4k. "
-        "Needs an optimizer that is sharded over the world.",
+        description="Regions are the optimizer shards and sums stay with their owners, with all of these' own rows: "
+        "about 2k words in place of 4k. Needs an optimizer that is sharded over the world.",
     )
 
     transport: Literal["torch", "mpi"] = Field(
