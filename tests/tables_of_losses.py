@@ -68,11 +68,13 @@ def rates_rows() -> list[str]:
 
 
 def aged_rows() -> list[str]:
-    """The table of AgedAdamW behind sparse sync, by nodes, from the records: the floor from the longer one."""
+    """The table of AgedAdamW behind sparse sync, by nodes, from the records: one floor, from that of ternary."""
     rows = []
-    for nodes, names in ((2, ("aged",)), (4, ("aged", "feedback")), (8, ("aged", "denser", "feedback"))):
+    more: tuple[tuple[int, tuple[str, ...]], ...] = ((2, ()), (4, ("feedback",)), (8, ("denser", "feedback")))
+    for nodes, names in more:
         floor, *longer = _trainings(f"sparse-ternary-{nodes}")
-        others = [of for name in names for of in _trainings(f"sparse-{name}-{nodes}") if of != floor]
+        records = ("aged", "sharded", *names)
+        others = [of for name in records for of in _trainings(f"sparse-{name}-{nodes}") if of[0] != floor[0]]
         rows += [row([str(nodes), *cells]) for cells in (floor, *others, *longer)]
     return rows
 

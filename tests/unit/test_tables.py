@@ -242,7 +242,7 @@ LOSSES = [
     "convergence",
     *(f"sparse-{of}" for of in ("training", "feedback", "rates", "rates-above", "rates-aged", "denser-8")),
     *(f"sparse-{of}" for of in ("20m", "3000", "fragments", "feedback-4", "feedback-8")),
-    *(f"sparse-{of}-{nodes}" for of in ("aged", "ternary") for nodes in (2, 4, 8)),
+    *(f"sparse-{of}-{nodes}" for of in ("aged", "sharded", "ternary") for nodes in (2, 4, 8)),
 ]
 
 

@@ -83,7 +83,9 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
             BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
             # Sparse sync beside weights held as codes; where the optimizer is replicated nothing is published.
-            BenchScheme("topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk"}}, optimizer="AgedAdamW"),
+            BenchScheme(
+                "topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk", **SHARDED}}, optimizer="AgedAdamW"
+            ),
             BenchScheme("topo-ternary", {"scheme": "topo", "sync": TERNARY}, optimizer="AgedAdamW"),
             BenchScheme("topo-scape", {"scheme": "topo", **REPLICATED, "sync": {"mode": "scape"}}, optimizer="AdamS"),
             BenchScheme("node-ternary", {"scheme": "topo", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"),

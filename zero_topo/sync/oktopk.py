@@ -16,7 +16,7 @@ Note [Thresholds]
     it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
     chosen, which bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than
     4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks
-    have there.
+    have there; or five sixths, if sums are not of picks alone.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
