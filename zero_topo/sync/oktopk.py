@@ -100,6 +100,7 @@ class OkTopk(Sparse[OkTopkState]):
         super().__init__(config, context)
         # Of sums that stay with their owners positions are those in the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
+        self._open = self.numel - self._columns if config.sharded else self.numel  # elements that this rank picks of
 
     @property
     def k(self) -> int:
@@ -109,7 +110,7 @@ class OkTopk(Sparse[OkTopkState]):
     @property
     def picks(self) -> int:
         """Of a rank."""
-        return share(self.density, self.numel - self._columns) if self.config.sharded else self.k
+        return share(self.density, self._open)
 
     def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
@@ -133,7 +134,7 @@ class OkTopk(Sparse[OkTopkState]):
                 total[begin : begin + len(sums)] += torch.where(came != 0, sums - came, 0.0)
         report: dict[str, float | Tensor] = {
             "density_asked": self.density,
-            "density": len(picked) / self.numel,
+            "density": len(picked) / self._open,
             "union": chosen.count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }

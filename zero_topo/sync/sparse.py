@@ -13,9 +13,10 @@ Note [A sparse step]
 Note [Not a number]
     What is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that swallowed
     it would train on. NaN is the largest of all and above every threshold, so picks hold what is not finite if there is
-    any, and nobody goes through a gradient for it. Where ranks tell one another how many picks they will send, a rank
-    that has such ones says -1 in place of its counts: all stop there, and all get NaN. Where messages have one length,
-    the sums have it. Under a mask ranks say a flag, and the device puts NaN into the sums.
+    any, and nobody goes through a gradient for it, but for a row of which a rank picks nothing. Where ranks tell one
+    another how many picks they will send, a rank that has such ones says -1 in place of its counts: all stop there, and
+    all get NaN. Where messages have one length, the sums have it. Under a mask ranks say a flag, and the device puts
+    NaN into the sums.
 
 Note [Looks]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
