@@ -12,12 +12,12 @@ from tests.house import Function, Source, function_lines, parameters, sources
 
 LICENCE = "# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0"
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MEDIAN_FILE_LINES = 200
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
-MAX_PARAMETERS = 6
+MAX_PARAMETERS = 9
 
 SEAM = tuple(f"zero_topo/engine/{name}.py" for name in ("seam", "hook", "hook_gradients", "hook_offload", "start"))
 """The one place that may name DeepSpeed's privates: the first lists and checks them, the next two override them, with
@@ -45,7 +45,7 @@ def test_files_say_what_they_are_for() -> None:
 
 
 def test_no_file_is_long() -> None:
-    """No file has over 400 lines, and the median file of the package at most 200."""
+    """No file has over 600 lines, and the median file of the package at most 200."""
     assert not [f"{source.name}: {source.lines}" for source in EVERYTHING if source.lines > MAX_FILE_LINES]
     assert statistics.median(source.lines for source in PACKAGE) <= MEDIAN_FILE_LINES
 
@@ -65,7 +65,7 @@ def test_functions_say_what_they_return() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    """More than six parameters want to be a frozen dataclass. The seam's overrides keep DeepSpeed's signatures."""
+    """More than nine parameters want to be a frozen dataclass. The seam's overrides keep DeepSpeed's signatures."""
     mine = [source for source in PACKAGE if source.name not in SEAM]
     many = {where: parameters(function) for where, function in functions(mine)}
     assert not {where: names for where, names in many.items() if len(names) > MAX_PARAMETERS}
