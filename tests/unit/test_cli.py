@@ -92,7 +92,7 @@ def test_check_shows_the_plan_and_the_notes_of_a_good_config(run: Run, tmp_path:
     path = ds_config(tmp_path, zero_topo={"topology": EMULATED, "scheme": "topo"})
     status, out, err = run("check", path)
     assert (status, err) == (0, "")
-    assert "- scheme topo: weights int8 over gpu (degree 2)" in out and out.endswith("ok\n")
+    assert "- scheme topo: weights INT8 over gpu (2 ranks)" in out and out.endswith("ok\n")
     report = json.loads(run("check", path, "--json")[1])
     assert report["degrees"]["optimizer"] == 8 and report["topology"]["nodes"] == 2
 

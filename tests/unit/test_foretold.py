@@ -77,4 +77,4 @@ def test_check_says_what_will_happen(name: str, ranks: int, machine: str, run: R
     known = finds_out or isinstance(block["topology"], str)
     assert ("trains models of up to" in out) == (known and not chosen)
     if here == "dgx-h100" and block.get("scheme") == "topo" and "weights" not in block:
-        assert "every rank holds all weights" in out
+        assert "every rank stores all weights" in out

@@ -159,8 +159,9 @@ def _unsynchronized(ds_config: Mapping[str, Any]) -> str | None:
     if on is False or synchronized is False:
         return None
     return (
-        "timers.throughput.synchronized = true, the default: DeepSpeed stops the device twice a micro-batch, so "
-        'nothing is published under the forward pass; set "timers": {"throughput": {"synchronized": false}}'
+        "timers.throughput.synchronized = true, the default: DeepSpeed synchronizes the device twice per micro-batch, so "
+        "the all-gather of updated weights cannot run under the next forward pass; set "
+        '"timers": {"throughput": {"synchronized": false}}'
     )
 
 

@@ -81,10 +81,9 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
         if not isinstance(built, TopoStage3):
-            tell(rank, ["this engine has no optimizer, so stock ZeRO-3 gathers serve it"])
+            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
         else:
-            notes = [built.frozen.note(), built.topo.mesh.words(), built.topo.gradients.mode.note()]
-            tell(rank, filter(None, notes))
+            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built

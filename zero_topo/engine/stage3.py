@@ -211,6 +211,16 @@ class Stage3:
         """Type in which dense sync values travel."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
+    def notes(self) -> list[str | None]:
+        """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
+        setup, spec = self.setup, self.config.resident_spec
+        int8 = None
+        if spec is not None:
+            coded = coded_slots(self.config.plan, setup.numels, setup.dims, setup.persistent, spec.block_size)
+            stored = sum(numel for numel, is_int8 in zip(setup.numels, coded, strict=True) if is_int8)
+            int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(setup.numels)} elements"
+        return [int8, self.mesh.words() or None, self.gradients.mode.note()]
+
     def restart(self, masters: Tensor | None = None) -> None:
         """Take each rank's own world shard as the truth, at start-up and after a load. Collective.
 
