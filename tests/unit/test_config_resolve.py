@@ -135,7 +135,8 @@ def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
     assert has(topo, "gradient reduction between 2 groups of 4 ranks (sync): dense, reduce reduce_scatter")
     assert not has(zero3, "gradient reduction")
     assert has(topo, "all-gather of updated weights") and not has(hsdp, "all-gather of updated weights")
-    assert has(resolve(scheme="zero++"), "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes")
+    two_steps = "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes"
+    assert has(resolve(scheme="zero++"), two_steps)
     assert not has(topo, "reduce-scatter")
     assert has(resolve(scheme="mics"), "scheme mics: shards over the node (4 ranks)")
     assert not has(resolve(scheme="mics", weights=2), "scheme mics: shards")

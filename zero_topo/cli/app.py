@@ -75,10 +75,10 @@ def build(word: str = "") -> typer.Typer:
 
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print this and DeepSpeed's and torch's versions.")
+        bool, typer.Option("--version", help="Print the versions of zero_topo, DeepSpeed and torch.")
     ] = False,
 ) -> None:
-    """Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs."""
+    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. None needs a GPU."""
     if version:
         ours, *others = (f"{name} {installed(name) or 'not installed'}" for name in ("zero-topo", "deepspeed", "torch"))
         print(f"{ours} ({', '.join(others)}, Python {platform.python_version()})")

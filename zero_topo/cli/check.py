@@ -45,16 +45,24 @@ FOUND = (AUTO, MEASURED)
 
 
 def check(
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with a zero_topo block.")],
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
-    where: Annotated[
-        str | None, typer.Option("--machine", metavar="FILE|PRESET", help="Where it will run, if the block finds out.")
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
     ] = None,
-    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B, for memory.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="FILE|PRESET", help="Machine of the job, if the block does not name one."),
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B: checks memory.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
 ) -> None:
-    """Validate a DeepSpeed config and show the plan its zero_topo block makes, or would choose."""
+    """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
     loaded = load_deepspeed_config(ds_config)
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
     block = ZeroTopoConfig.from_ds_config(loaded)

@@ -11,7 +11,7 @@ import typer
 
 HEAD = 4096  # bytes, among which a file's mark is
 
-Force = Annotated[bool, typer.Option("--force", help="Write over files that are no older results of the same kind.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 
 
 def check_files(files: Iterable[tuple[Path | None, str, str]], force: bool) -> None:

@@ -50,22 +50,30 @@ USUAL_PARAMS = "1B"
 class MigrateOptions:
     """Of ``migrate``."""
 
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON of stage 3.")] = ""
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     machine: Annotated[
-        str | None, typer.Option(metavar="FILE|PRESET", help="Where it runs, for bytes and memory; default: this job.")
+        str | None,
+        typer.Option(metavar="FILE|PRESET", help="Machine of the job, for bytes and memory; default: this job's."),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
+        None
+    )
     params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
-    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the new config.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+        ),
+    ] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
 
 
 @taking(MigrateOptions)
 def migrate(options: MigrateOptions) -> None:
-    """Translate DeepSpeed's keys for ZeRO++, LoCo and MiCS into a zero_topo block, and show what changes."""
+    """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     if not options.ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
     check_files([(options.output, "", f'"{ROOT}": ')], options.force)

@@ -47,7 +47,10 @@ OF_A_JOB = (
 
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Show each scheme's plan for a model in 16-bit training with Adam, or the best plan (--recommend)."""
+    """Show memory and traffic of each scheme for a model. --recommend ranks all plans that fit.
+
+    Training is in 16 bits with Adam.
+    """
     asked = [(name, view) for name, view in VIEWS if getattr(options, name)]
     if len(asked) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)

@@ -159,7 +159,7 @@ def _unsynchronized(ds_config: Mapping[str, Any]) -> str | None:
     if on is False or synchronized is False:
         return None
     return (
-        "timers.throughput.synchronized = true, the default: DeepSpeed synchronizes the device twice per micro-batch, so "
+        "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, so "
         "the all-gather of updated weights cannot run under the next forward pass; set "
         '"timers": {"throughput": {"synchronized": false}}'
     )

@@ -40,8 +40,8 @@ class Frozen:
         if not self._others:
             return None
         return (
-            f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: unmodified "
-            "ZeRO-3 shards them over all ranks"
+            f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: "
+            "unmodified ZeRO-3 shards them over all ranks"
         )
 
     @property
