@@ -21,7 +21,7 @@ from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.mutants import figures
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
-from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences
+from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
@@ -200,6 +200,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
         (README, loss_sentences),
+        (README, stock_sentences),
         (ROOT / "docs/losses-sparse.md", fragment_sentences),
         (ROOT / "CONTRIBUTING.md", mutant_sentences),
     ],
