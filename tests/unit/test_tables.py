@@ -47,8 +47,8 @@ def place(config: ResolvedConfig, role: str) -> str:
     if degree is None:
         return "-"
     spec = {"weights": config.weights_spec, "secondary": config.secondary_spec, "gradients": config.gradients_spec}
-    quantized, held = spec.get(role), " held" if role == "weights" and config.resident_spec else ""
-    return config.topology.domain(degree) + (f", INT{quantized.bits}{held}" if quantized else "")
+    quantized, stored = spec.get(role), " stored" if role == "weights" and config.resident_spec else ""
+    return config.topology.domain(degree) + (f", INT{quantized.bits}{stored}" if quantized else "")
 
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}

@@ -84,7 +84,7 @@ def check(
         return
     print(render_tree(found))
     print()
-    show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
+    show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes, *limits(loaded)))
 
 
