@@ -40,7 +40,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "quantized_frozen": (zero(zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable", "remove"),
     "stage_2": (zero(stage=2), "zero_optimization.stage = 2", "set it to 3"),
     "no_stage": ({key: GOOD[key] for key in GOOD if key != "zero_optimization"}, "stage is not set", '"stage": 3'),
-    "param_offload": (zero(offload_param={"device": "cpu"}), "parameter offload", '"weights": "node"'),
     "param_nvme": (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "parameter offload", '"weights": "node"'),
     "optimizer_nvme": (zero(offload_optimizer={"device": "nvme"}), "NVMe offload", 'set it to "cpu"'),
     "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "ZenFlow", "offload_optimizer"),

@@ -121,7 +121,7 @@ REFUSED = (
     '{"zero_topo": {"quantize": {"weights": "int2"}}}',
     '{"zero_topo": {"sync": {"mode": "scape"}}}',
     '{"zero_optimization": {"stage": 2}}',
-    '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+    '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
     '{"tensor_parallel": {"autotp_size": 2}}',
 )
 

@@ -30,7 +30,6 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.deepspeed_json import limits
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned
@@ -70,7 +69,7 @@ def check(
         raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
     found = _machine(block, loaded, where, world_size)
     shape = model_named(params, model)
-    translated = translate(loaded).lines
+    translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and shape is None:
         _forecast(block, found, loaded, as_json)
         return
@@ -85,7 +84,7 @@ def check(
     print(render_tree(found))
     print()
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
-    _say((*translated, *resolved.notes, *limits(loaded)))
+    _say((*translated, *resolved.notes))
 
 
 def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None, world_size: int | None) -> Topology:
@@ -116,7 +115,7 @@ def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any],
             f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
             "devices; --machine dgx-h100, or another, tells it now"
         )
-    translated = translate(loaded).lines
+    translated = translate(loaded, optimizer=True).lines
     if as_json:
         told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json()}
         told |= {"forecasts": forecasts_json(chosen), "translated": list(translated), "notes": notes}
@@ -127,7 +126,7 @@ def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any],
     if chosen:
         show(forecasts_table(chosen))
         print(f"{DEGREES}\n")
-    _say((*translated, *notes, *limits(loaded)))
+    _say((*translated, *notes))
 
 
 def _say(notes: tuple[str, ...]) -> None:

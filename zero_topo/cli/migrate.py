@@ -34,6 +34,7 @@ from zero_topo.config.stock_keys import (
     QUANTIZED_GRADIENTS,
     QUANTIZED_WEIGHTS,
     Translation,
+    base_block,
     switched_on,
     translate,
 )
@@ -109,14 +110,8 @@ def migrate(options: MigrateOptions) -> None:
 def migrated(ds_config: Mapping[str, Any]) -> Translation:
     """The config with a block: its own completed, or a new one that does what the stock keys do, or plain ZeRO-3."""
     if ROOT in ds_config:
-        return translate(ds_config)
-    active = set(switched_on(ds_config))
-    block: dict[str, Any] = {"scheme": "zero++" if active >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS} else "zero3"}
-    if MICS in active:
-        block = {}
-    elif active >= {LOCO, QUANTIZED_GRADIENTS}:
-        block = {"weights": "node", "gradients": "node", "optimizer": "world"}
-    found = translate({**ds_config, ROOT: block})
+        return translate(ds_config, optimizer=True)
+    found = translate({**ds_config, ROOT: base_block(switched_on(ds_config))}, optimizer=True)
     lines = found.lines or ("no key of ZeRO++, LoCo or MiCS is set: this is plain ZeRO-3",)
     return Translation(found.config, lines, found.problems)
 
