@@ -68,7 +68,7 @@ def migrate(options: MigrateOptions) -> None:
     """Translate DeepSpeed's keys for ZeRO++, LoCo and MiCS into a zero_topo block, and show what changes."""
     if not options.ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
-    check_files([(options.output, "", f'"{ROOT}": ')], options.force)
+    check_files([(options.output, "", None)], options.force)
     loaded = load_deepspeed_config(options.ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config)]:

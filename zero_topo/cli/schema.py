@@ -22,7 +22,7 @@ def schema(
     force: Force = False,
 ) -> None:
     """Print the JSON schema of the "zero_topo" block, or of a command's --json."""
-    check_files([(output, "", '"$schema": ')], force)
+    check_files([(output, "", '"$schema": "https://json-schema.org/')], force)
     if of is not None:
         from zero_topo.cli.documents import document
 
