@@ -21,12 +21,13 @@ def report(
     force: Force = False,
 ) -> None:
     """Print what a run sent and held, beside the formulas and beside ZeRO-3; write it as a page with pictures."""
+    from zero_topo.cli.documents import DOCUMENTS
     from zero_topo.observe.marks import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render
 
-    found = read_report(folder)
+    found = read_report(folder, DOCUMENTS["report"])
     file = html or (None if as_json else folder / HTML)
     check_files([(file, ".html", PAGE)], force)
     if as_json:
