@@ -16,11 +16,12 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.options import taking
 from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, variables
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine
-from zero_topo.launch.slurm import SlurmJob, script, submit, write
+from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
 from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
 
 launch = typer.Typer(
@@ -62,6 +63,7 @@ class SlurmOptions:
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
     ] = None
+    force: Force = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
     dry_run: DryRun = False
 
@@ -90,11 +92,13 @@ def slurm(options: SlurmOptions) -> None:
     if options.dry_run:
         print(text, end="")
         return
-    write(path, text)
+    check_files([(path, "", HEADER)], options.force)
+    path.write_text(text, encoding="utf-8")
     if options.submit:
         print(f"job {submit(path)}: {job.ranks} ranks on {job.nodes} nodes of {machine.name} ({path})")
     else:
-        print(f"{path}: {job.ranks} ranks on {job.nodes} nodes of {machine.name}; submit it with: sbatch {path}")
+        told = f"{job.ranks} ranks on {job.nodes} nodes of {machine.name}"
+        print(f"{path}: {told}; submit it with: sbatch {shlex.quote(str(path))}")
 
 
 @dataclass(frozen=True)

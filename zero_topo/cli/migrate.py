@@ -77,7 +77,7 @@ def migrate(options: MigrateOptions) -> None:
     """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     if not options.ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
-    check_files([(options.output, "", f'"{ROOT}": ')], options.force)
+    check_files([(options.output, "", None)], options.force)
     loaded = load_deepspeed_config(options.ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config)]:

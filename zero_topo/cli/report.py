@@ -22,12 +22,13 @@ def report(
     force: Force = False,
 ) -> None:
     """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as well."""
+    from zero_topo.cli.documents import DOCUMENTS
     from zero_topo.observe.marks import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render
 
-    found = read_report(folder)
+    found = read_report(folder, DOCUMENTS["report"])
     file = html or (None if as_json else folder / HTML)
     check_files([(file, ".html", PAGE)], force)
     if as_json:

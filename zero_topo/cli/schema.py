@@ -26,7 +26,7 @@ def schema(
     force: Force = False,
 ) -> None:
     """Print the JSON schema of the block, or of a --json output."""
-    check_files([(output, "", '"$schema": ')], force)
+    check_files([(output, "", '"$schema": "https://json-schema.org/')], force)
     if of is not None:
         from zero_topo.cli.documents import document
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -31,6 +32,7 @@ from zero_topo.units import format_bytes
 
 PART = ".part"
 LATEST = "latest"
+OLD_S = 3600.0  # no save takes longer, so what is older was left by one that was killed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -128,6 +130,8 @@ class Beside(CheckpointEngine):
             for act in self.last:
                 act()
         self._agree("its files are whole; name its tag to load it")
+        if self._points:
+            _remove_parts(latest.parent)
         return True
 
     def clear(self) -> None:
@@ -150,7 +154,8 @@ class Beside(CheckpointEngine):
         if self._problem is not None:
             return
         self._written.append(path)
-        with _beside(path).open("wb") as file:
+        _beside(path).unlink(missing_ok=True)  # of a killed save; a link in its place is not followed
+        with _beside(path).open("xb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
@@ -163,6 +168,15 @@ class Beside(CheckpointEngine):
             raise OSError(f"zero_topo: the checkpoint is not saved: {error}") from None
         if self._problem is not None:  # all say the same
             raise OSError(f"zero_topo: the checkpoint is not saved: {self._problem}; {way_out}")
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove what killed saves left in a folder of checkpoints, with tags that hold nothing else."""
+    for part in (*folder.glob(f"*/*.pt{PART}"), _beside(folder / LATEST)):
+        with suppress(OSError):
+            if time.time() - part.lstat().st_mtime > OLD_S:
+                part.unlink()
+                part.parent.rmdir()
 
 
 def _beside(path: Path) -> Path:
