@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's own stage-3 tests, under the hook: `make test-deepspeed DIR=<a DeepSpeed checkout>`.
 
-First they run without a block: those that build a stage-3 engine or `zero.Init` and pass are what the blocks are held
-to. Then they run with each block of BLOCKS. What fails or is refused stands in `tests/data/deepspeed_suite.json` with
-its reason, or the run ends with exit code 1.
+`tests/data/deepspeed_suite.json` lists the tests that build a stage-3 engine or `zero.Init` and pass without a block
+(`ARGS=--select` finds them anew, for another release). They run with each block of BLOCKS. A test that does not pass has
+its reason in that file, or the run ends with exit code 1.
 
 The module is also the pytest plugin of these runs. DeepSpeed's tests fork their ranks from a server process, which
 imports this module first, and so torch and DeepSpeed once for all.
@@ -175,30 +175,33 @@ def unexplained(ended: Mapping[str, str], block: str, reasons: Sequence[Mapping[
 def main(arguments: Sequence[str]) -> int:
     """Run everything, print one table, and return the exit code."""
     checkout, *words = arguments
-    reasons = json.loads(EXPECTED.read_text())["reasons"]
+    known = json.loads(EXPECTED.read_text())
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "tests")
         shutil.copytree(Path(checkout, "tests"), copy)
-        stock = run(copy, "stock", FOLDERS, words)
-        ids = [id for id, row in stock.items() if row["stage3"] and row["outcome"] == "passed"]
-        print(f"{len(ids)} tests build ZeRO-3 and pass without a block", flush=True)
-        bad = []
-        for name in BLOCKS:
-            if name == "stock":
-                continue
-            rows = run(copy, name, ids)
-            ended = {id: judged(rows[id]) if id in rows else "not run" for id in ids}
-            print(f"{name}: {dict(Counter(ended.values()))}")
-            for reason in reasons:
-                count = sum(how != "passed" and bool(re.search(reason["ids"], id)) for id, how in ended.items())
-                if name in reason["blocks"] and count:
-                    print(f"  {count} explained: {reason['why']}")
-            missing = list(unexplained(ended, name, reasons))
-            for line in missing:
-                print(f"  UNEXPLAINED {line}")
-                print("    " + rows.get(line.split(": ")[0], {}).get("text", "")[-600:].replace("\n", "\n    "))
-            bad += missing
-    return 1 if bad else 0
+        if "--select" in words:
+            stock = run(copy, "stock", FOLDERS)
+            known["tests"] = [id for id, row in stock.items() if row["stage3"] and row["outcome"] == "passed"]
+            EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
+            return 0
+        bad = [_held(copy, name, known) for name in words or BLOCKS if name != "stock"]
+    return 1 if any(bad) else 0
+
+
+def _held(copy: Path, name: str, known: Mapping[str, Any]) -> int:
+    """Run all tests with a block, print how they ended, and return how many did not pass without a reason."""
+    rows = run(copy, name, known["tests"])
+    ended = {id: judged(rows[id]) if id in rows else "not run" for id in known["tests"]}
+    print(f"{name}: {dict(Counter(ended.values()))}")
+    for reason in known["reasons"]:
+        count = sum(how != "passed" and bool(re.search(reason["ids"], id)) for id, how in ended.items())
+        if name in reason["blocks"] and count:
+            print(f"  {count} explained: {reason['why']}")
+    missing = list(unexplained(ended, name, known["reasons"]))
+    for line in missing:
+        text = rows.get(line.split(": ")[0], {}).get("text", "")[-600:]
+        print(f"  UNEXPLAINED {line}\n    " + text.replace("\n", "\n    "), flush=True)
+    return len(missing)
 
 
 if __name__ == "__main__":
