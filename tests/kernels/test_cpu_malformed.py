@@ -292,7 +292,7 @@ def shapes(draw: st.DrawFn) -> list[Piece]:
     return pieces
 
 
-BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES), st.booleans())
+BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES))
 SPECS: st.SearchStrategy[golden.Spec] = BLOCKED | st.builds(Cast, st.sampled_from(list(DTYPES)))
 
 
