@@ -21,7 +21,7 @@ from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, v
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine
 from zero_topo.launch.slurm import SlurmJob, script, submit, write
-from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
+from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, of_step, rendezvous, torchrun
 
 launch = typer.Typer(
     help="Start ranks: on a Slurm cluster, with mpirun, torchrun or deepspeed.",
@@ -149,7 +149,7 @@ def torchrun_command(options: TorchrunOptions) -> None:
     asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
     told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
     kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
-    meeting = Rendezvous(**told, kind=kind, port=options.master_port)
+    meeting = rendezvous(**told, kind=kind, port=options.master_port)
     _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
 
 
