@@ -105,7 +105,7 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
 def test_an_empty_block_is_valid_and_has_the_documented_defaults() -> None:
     config = ZeroTopoConfig.parse({})
     assert (config.topology, config.scheme, config.meter, config.debug_checks) == ("auto", None, True, False)
-    assert config.quantize.block_size == 256 and config.quantize.symmetric
+    assert config.quantize.block_size == 256
     assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
 
 
@@ -117,7 +117,7 @@ def test_a_full_block_survives_a_round_trip_through_json() -> None:
         "secondary": "none",
         "gradients": "node",
         "optimizer": "world",
-        "quantize": {"weights": None, "gradients": "int8", "block_size": 64, "symmetric": False},
+        "quantize": {"weights": None, "gradients": "int8", "block_size": 64},
         "sync": {"mode": "dense", "reduce": "all_reduce", "dtype": "fp32"},
         "publish": {"dtype": "bf16"},
         "accumulation_dtype": "fp32",

@@ -87,8 +87,6 @@ def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -
     config = resolve(scheme="topo", quantize={"weights": None, "block_size": 64})
     assert specs(config) == (None, BlockSpec(8, 64), BlockSpec(4, 64))
     assert specs(resolve(scheme="zero++", quantize={"secondary": "int8"})) == (INT8, INT8, INT4)
-    asymmetric = resolve(scheme="zero3", quantize={"gradients": "int8", "symmetric": False})
-    assert asymmetric.gradients_spec == BlockSpec(8, 256, symmetric=False)
 
 
 def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
@@ -161,7 +159,6 @@ CODED: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "wo
 OBSTACLES: list[tuple[dict[str, Any], str]] = [
     ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the codes; set it to "int8"'),
     ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
-    ({"quantize": {"symmetric": False}}, "quantize.symmetric = false: codes have no zero points; set it to true"),
     ({"secondary": "node"}, "secondary = 4: all gathers send the codes, which 2 ranks share"),
     ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
     ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the codes\' own changes are published, exactly; drop it'),

@@ -185,7 +185,7 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
     weights = draw(st.sampled_from([d for d in aligned if gradients % d == 0]))
     secondary = draw(st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0]))
     bits = st.sampled_from([None, "int8", "int4"])
-    quantize = {role: draw(bits) for role in ("weights", "secondary", "gradients")} | {"symmetric": draw(st.booleans())}
+    quantize = {role: draw(bits) for role in ("weights", "secondary", "gradients")}
     publish = {"delta": draw(bits), "block_size": 128}
     if weights < optimizer and secondary in (None, weights) and draw(st.booleans()):
         quantize = {**dict.fromkeys(("weights", "secondary", "resident"), "int8"), "gradients": quantize["gradients"]}

@@ -22,7 +22,7 @@ from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, v
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
-from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
+from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, of_step, rendezvous, torchrun
 
 launch = typer.Typer(
     help="Start a job: Slurm, mpirun, torchrun or deepspeed.",
@@ -166,7 +166,7 @@ def torchrun_command(options: TorchrunOptions) -> None:
     asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
     told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
     kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
-    meeting = Rendezvous(**told, kind=kind, port=options.master_port)
+    meeting = rendezvous(**told, kind=kind, port=options.master_port)
     _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
 
 

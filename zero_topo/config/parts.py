@@ -56,14 +56,11 @@ class QuantizeConfig(StrictModel):
     block_size: BlockSize = Field(
         256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
     )
-    symmetric: bool = Field(
-        True, strict=True, description="Values around zero with a scale only; false adds a zero point for each block."
-    )
 
     def spec(self, role: str) -> BlockSpec | None:
         """The format of a key that takes bits; None where nothing is quantized."""
         name = getattr(self, role)
-        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size, self.symmetric)
+        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size)
 
 
 class PublishConfig(StrictModel):

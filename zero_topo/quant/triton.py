@@ -131,5 +131,5 @@ def _described(messages: Messages, spec: Format, numel: int) -> Table:
     unit = spec.bits // 8 if isinstance(spec, Cast) else ALIGNED.value
     if any(number % unit for number in (table.data_ptr(), *steps)):
         raise ValueError(f"{spec} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, {steps}")
-    planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.zero_points_offset(numel))
+    planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.nbytes(numel))
     return Table(table, steps[0], steps[1], steps[2], table.shape[2], *planes)
