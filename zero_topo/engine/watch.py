@@ -103,7 +103,7 @@ class Watch:
         self._rank, self._ranks, host = seat
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
         self._given: dist.Store | None = store  # on rank 0 it serves all clients, as long as it is kept
-        # A client serves one thread at a time, and the main thread may wait in its own for long. Torch 2.6 has no clone.
+        # A client serves one thread at a time, and the main thread may wait in its own. Torch 2.6 has no clone.
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
