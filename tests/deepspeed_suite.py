@@ -2,8 +2,8 @@
 """DeepSpeed's own stage-3 tests, under the hook: `make test-deepspeed DIR=<a DeepSpeed checkout>`.
 
 `tests/data/deepspeed_suite.json` lists the tests that build a stage-3 engine or `zero.Init` and pass without a block
-(`ARGS=--select` finds them anew, for another release). They run with each block of BLOCKS. A test that does not pass has
-its reason in that file, or the run ends with exit code 1.
+(`ARGS=--select` finds them anew, for another release). They run with each block of BLOCKS. A test that does not pass
+has its reason in that file, or the run ends with exit code 1.
 
 The module is also the pytest plugin of these runs. DeepSpeed's tests fork their ranks from a server process, which
 imports this module first, and so torch and DeepSpeed once for all.

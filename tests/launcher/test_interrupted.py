@@ -129,7 +129,7 @@ def test_an_engine_goes_on_after_a_load_that_failed(shared_path: Path) -> None:
     dist.barrier()
     with running(run) as engine:
         losses = advance(run, engine, 0, 2)
-        with pytest.raises(RuntimeError, match="size of tensor"):
+        with pytest.raises(ValueError, match=r"not loaded: .* masters in sub-groups of .* give it the same model"):
             engine.load_checkpoint(str(shared_path), load_module_strict=False)
         assert losses + advance(run, engine, 2, 4) == expected
         assert_same_bits(weights(engine), kept)

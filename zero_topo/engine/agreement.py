@@ -145,6 +145,23 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
     return [_place(found[DIGEST:]) for found in rows]
 
 
+def all_can(problem: str | None, told: Mapping[str, Any], device: torch.device, way_out: str) -> None:
+    """Go on only if every rank can, and all say the same. Collective.
+
+    Args:
+        problem: why this rank cannot; None if it can.
+        told: what it says if it can.
+        device: where the world's collectives take tensors.
+        way_out: what to do where not all can.
+
+    Raises:
+        ValueError: on every rank, naming one that cannot or differs.
+    """
+    agree(told if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
+    if problem is not None:  # all say the same
+        raise ValueError(f"{problem}; {way_out}")
+
+
 def _place(data: bytes) -> Seat:
     """What :func:`agree` gathers of a seat: a digest of the host, and the package's number plus one or zero."""
     package = int.from_bytes(data[8:], "little")

@@ -32,6 +32,7 @@ from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.hook_gradients import GradientHooks
 from zero_topo.engine.hook_offload import LP_PARAMS
 from zero_topo.engine.initialize import checked_first, seed_everything
+from zero_topo.engine.loading import loading_together
 from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
@@ -58,6 +59,7 @@ def install() -> None:
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
     DeepSpeedEngine.load_module_state_dict = _sharing_frozen(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
+    DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,9 +24,8 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from zero_topo.engine.agreement import agree
+from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.topology.seats import Seat
 from zero_topo.units import format_bytes
 
 PART = ".part"
@@ -161,13 +159,10 @@ class Beside(CheckpointEngine):
             os.fsync(file.fileno())
 
     def _agree(self, way_out: str) -> None:
-        told = {"written": True} if self._problem is None else {"refused": self._problem}
         try:
-            agree(told, Seat(socket.gethostname()), self._device, way_out)
+            all_can(self._problem, {}, self._device, way_out)
         except ValueError as error:
             raise OSError(f"zero_topo: the checkpoint is not saved: {error}") from None
-        if self._problem is not None:  # all say the same
-            raise OSError(f"zero_topo: the checkpoint is not saved: {self._problem}; {way_out}")
 
 
 def _remove_parts(folder: Path) -> None:

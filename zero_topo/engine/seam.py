@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
@@ -36,13 +37,17 @@ SINCE: Mapping[str, str] = MappingProxyType(
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
+LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
-REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
+REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
     (DeepSpeedEngine, "load_module_state_dict", None),
     (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
+    (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
+    (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),

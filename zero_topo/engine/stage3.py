@@ -312,16 +312,21 @@ class Stage3:
         Returns:
             The ages that came with it, for AgedAdamW: uint8 ``[N / O, F]``, the rows of the optimizer's shard.
         """
-        state, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        state = entry if isinstance(entry, Mapping) else {}
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None
-        try:
-            lost = restore(mode, state, self.config.plan)
-        except (ValueError, TypeError, AttributeError) as error:  # the last two from entries that are no tensors
-            problem = str(error)
         same = state.get("degrees") == self.config.plan.degrees()
         held = {key: state[key] for key in ("held", "scales") if same and key in state}
+        try:
+            if state is not entry:
+                raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
+            lost = restore(mode, state, self.config.plan)
+        except Exception as error:  # a damaged entry has any content
+            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
+            held, problem = {}, f"its entry held is no row of {self.weights.own_row.numel()} weights"
         brought = carried(folder)
         names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
         told = {"degrees": state.get("degrees"), "problem": problem, **names}
