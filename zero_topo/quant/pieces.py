@@ -151,6 +151,16 @@ def total_numel(pieces: Sequence[Piece]) -> int:
     return sum(piece.numel for piece in pieces)
 
 
+def filled(pieces: Sequence[Piece], block: int) -> list[Piece]:
+    """The pieces, each followed by values that do not exist, up to whole blocks: none holds values of two pieces."""
+    parts: list[Piece] = []
+    for piece in pieces:
+        parts.append(piece)
+        if missing := -piece.numel % block:
+            parts.append(Piece(piece.flat[:0], 1, missing, missing, piece.members))
+    return parts
+
+
 def read_all(pieces: Sequence[Piece], dtype: torch.dtype = torch.float32) -> Tensor:
     """The concatenated values, ``[members, numel]``, a copy."""
     return torch.cat([piece.read(dtype) for piece in pieces], dim=1)
