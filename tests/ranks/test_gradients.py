@@ -106,7 +106,7 @@ def test_no_block_of_the_scatter_holds_values_of_two_parameters(
 
     In INT4 an element is lost only if it is below 1/14 of the largest of its own parameter's block.
     """
-    block = {
+    block: dict[str, object] = {
         "scheme": "topo",
         "gradients": gradients,
         "quantize": {**PLAIN, "gradients": bits, "block_size": block_size},

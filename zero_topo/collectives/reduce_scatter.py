@@ -20,7 +20,7 @@ from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
-from zero_topo.quant.pieces import Piece, filled, total_numel
+from zero_topo.quant.pieces import Piece, at_blocks, total_numel
 from zero_topo.quant.spec import Cast, Reduce
 
 
@@ -61,10 +61,10 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
         exact = replace(wire, spec=Cast("fp32"))
         exact.decode(exact.encoded(parts), sums.pieces, sums.reduce)
         return Handle(None, (), lambda: None)
-    pieces = filled(sums.pieces, wire.block)
+    pieces = at_blocks(sums.pieces, wire.block)
     first, numel = route.hops[0], total_numel(pieces)
     send = _empty(first, route.size, wire.nbytes(numel), pieces[0].flat.device)
-    wire.encode(filled(parts, wire.block), send.transpose(0, 1))
+    wire.encode(at_blocks(parts, wire.block), send.transpose(0, 1))
     began = Peers(first, sums.counted).scatter_later(send)
 
     def finish() -> None:

@@ -11,9 +11,9 @@ Note [Sizes]
     ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. No block holds values of two parameters:
     in a gather every parameter is a message of its own; a scatter sends one per bucket and destination, where the rows
     of a parameter, one after the other, are filled up to whole blocks; sync and publish send one per run of parameters
-    (``packed_runs``), where each row of a parameter is. What is not quantized is not filled up. Parameters held as codes
-    are gathered as they lie, rows filled up to whole blocks; publish packs them into runs of their own, after one
-    message that says for each of these how many blocks escape. Messages go by the
+    (``packed_runs``), where each row of a parameter is. What is not quantized is not filled up. Parameters held as
+    codes are gathered as they lie, rows filled up to whole blocks; publish packs them into runs of their own, after
+    one message that says for each of these how many blocks escape. Messages go by the
     routes of ``plan.py``, unchanged from hop to hop.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.

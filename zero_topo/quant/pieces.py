@@ -151,13 +151,15 @@ def total_numel(pieces: Sequence[Piece]) -> int:
     return sum(piece.numel for piece in pieces)
 
 
-def filled(pieces: Sequence[Piece], block: int) -> list[Piece]:
-    """The pieces, each followed by values that do not exist, up to whole blocks: none holds values of two pieces."""
+def at_blocks(pieces: Sequence[Piece], block: int) -> list[Piece]:
+    """The pieces, with values that do not exist between them, so that each begins a block and none is of two pieces."""
     parts: list[Piece] = []
+    begin = 0
     for piece in pieces:
-        parts.append(piece)
-        if missing := -piece.numel % block:
+        if missing := -begin % block:
             parts.append(Piece(piece.flat[:0], 1, missing, missing, piece.members))
+        parts.append(piece)
+        begin += missing + piece.numel
     return parts
 
 
