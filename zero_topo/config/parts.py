@@ -54,7 +54,8 @@ class QuantizeConfig(StrictModel):
         "gathered as they are, and whose changes are published. Null keeps the weights in the model's type.",
     )
     block_size: BlockSize = Field(
-        256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
+        256,
+        description="Elements of one parameter that share a scale (4 bytes). Fewer are more exact and send more scales.",
     )
     symmetric: bool = Field(
         True, strict=True, description="Values around zero with a scale only; false adds a zero point for each block."
