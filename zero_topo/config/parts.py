@@ -55,7 +55,7 @@ class QuantizeConfig(StrictModel):
     )
     block_size: BlockSize = Field(
         256,
-        description="Elements of one parameter that share a scale (4 bytes). Fewer are more exact and send more scales.",
+        description="Elements of one parameter with one scale (4 bytes). Fewer is more exact but sends more scales.",
     )
     symmetric: bool = Field(
         True, strict=True, description="Values around zero with a scale only; false adds a zero point for each block."
