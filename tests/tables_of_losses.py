@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks import scatter
 from tests.documents import record, row
 from zero_topo.units import format_bytes
 
@@ -24,6 +25,11 @@ def convergence_rows(name: str = "convergence") -> list[str]:
             cells += [f"{100 * difference['mean']:+.2f}%", f"{100 * difference['worst']:+.2f}%"]
         rows.append(f"| `{result['scheme']}` | {' | '.join(cells)} |")
     return rows
+
+
+def scatter_rows() -> list[str]:
+    """The table of what the INT4 scatter leaves of gradients, from the record committed."""
+    return [row(cells) for cells in scatter.rows(record("scatter")["results"])]
 
 
 def resident_rows() -> list[str]:
@@ -132,6 +138,7 @@ def fragment_sentences() -> list[str]:
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
     {
         "convergence": convergence_rows,
+        "scatter": scatter_rows,
         "resident": resident_rows,
         "resident, long": partial(drift_rows, "resident-5000"),
         "sparse, long": partial(drift_rows, "sparse-3000"),

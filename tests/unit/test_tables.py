@@ -34,6 +34,7 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.cost.model_files import load_model
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
@@ -183,6 +184,23 @@ def scheme_sentences() -> list[str]:
     return [f"{sent}, for {topo[5]} held instead of {zero3[5]}"]
 
 
+def block_sentences() -> list[str]:
+    """What the page of kernels says of the scatter's bytes, each parameter at a block against all as one parameter."""
+    numels, words = load_model("gpt-neox-20b").numels(), []
+    for ranks in (RANKS, 4096, 75264):
+        config = resolve_config(ZeroTopoConfig.parse(ROWS["`zero++`"]), load_preset("frontier", ranks))
+        joined = ranks * sum(map(config.plan.shard_numel, numels))
+        each, one = (_scattered(config, Workload.uniform(of)) for of in (numels, [joined]))
+        words.append(f"{each / one - 1:.1%} on {ranks:,} ranks")
+    topo = resolve_config(ZeroTopoConfig.parse(ROWS["`topo`"]), load_preset("frontier", RANKS))
+    assert _scattered(topo, Workload.uniform(numels)) == _scattered(topo, Workload.uniform([sum(numels)]))
+    return [f"{', '.join(words[:2])} and {words[2]}; with `topo`, none"]
+
+
+def _scattered(config: ResolvedConfig, work: Workload) -> int:
+    return sum(nbytes for (phase, _), nbytes in step_bytes(config, work).items() if phase == "scatter")
+
+
 def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     """The text above it says so."""
     text = (ROOT / "docs/tutorial.md").read_text()
@@ -199,6 +217,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
+        (ROOT / "docs/kernels.md", block_sentences),
         (README, loss_sentences),
         (README, stock_sentences),
         (ROOT / "docs/losses-sparse.md", fragment_sentences),

@@ -54,7 +54,8 @@ class QuantizeConfig(StrictModel):
         "gathered as they are, and whose changes are published. Null keeps the weights in the model's type.",
     )
     block_size: BlockSize = Field(
-        256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
+        256,
+        description="Elements of one parameter with one scale (4 bytes). Fewer is more exact but sends more scales.",
     )
 
     def spec(self, role: str) -> BlockSpec | None:
