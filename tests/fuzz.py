@@ -29,6 +29,7 @@ from zero_topo.config import json_schema
 from zero_topo.config.refusals import BATCHES, BLOCKS
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox.__main__ import main as neox
+from zero_topo.strict import plain
 from zero_topo.topology.model import Topology
 from zero_topo.topology.rates import Rates
 
@@ -124,6 +125,8 @@ def obeys(*words: str, command: Callable[[list[str]], int] = main) -> None:
             status = command(list(words))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+    said = out.getvalue() + err.getvalue()
+    assert plain(said) == said, f"control characters in {said!r}"
     lines = err.getvalue().splitlines()
     assert (status, lines) == (0, []) or (status == 2 and 0 < len(lines) <= 20), (status, words, lines)
     assert all(0 < len(line) <= LINE and line.startswith("zero") for line in lines), lines

@@ -23,15 +23,15 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Look for what would make a run fail or crawl; a line each, with the fix. Exit status 1 if something fails."""
-    from rich.console import Console
     from rich.text import Text
 
     from zero_topo.doctor import FAIL, WARN, Surroundings, examine
+    from zero_topo.observe.console import PlainConsole
 
     if machine is not None:
         load_machine(machine)
     seen = Surroundings(config=config, machine=machine)
-    console, findings = Console(highlight=False), []
+    console, findings = PlainConsole(highlight=False), []
     with _patience():
         for finding in examine(seen):
             findings.append(finding)
