@@ -209,13 +209,18 @@ def linked(library: Path) -> None:
     library.symlink_to("elsewhere")
 
 
+def pipe(library: Path) -> None:
+    library.unlink()
+    os.mkfifo(library)
+
+
 NOBODY = 65534
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (half, "is damaged"),
     "another's": (lambda library: os.chown(library, NOBODY, NOBODY), f"belongs to user {NOBODY}"),
     "written by all": (lambda library: library.chmod(0o777), "can be written by others"),
     "a link": (linked, "Too many levels of symbolic links"),
-    "a pipe": (lambda library: (library.unlink(), os.mkfifo(library)), "neither a regular file"),
+    "a pipe": (pipe, "neither a regular file"),
 }
 
 

@@ -136,6 +136,19 @@ def test_a_strangers_files_are_one_line_or_a_page(
     assert status == 2 and len(err.splitlines()) == 1 and not (folder / "report.html").exists(), err
 
 
+def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
+    """Names come from files: what would move the cursor or set the clipboard is written as an escape, everywhere."""
+    bad = "\x1b]52;c;eA==\x07\u202e"
+    (folder / bad).mkdir()
+    machine = folder / bad / "machine.json"
+    machine.write_text(json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1}))
+    build_report(folder, replace(RESULT, title=bad), RUN, [replace(EXACT, memory={bad: 1})])
+    for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
+        _, out, err = run(*words)
+        said = out + err
+        assert re.search(r"\\(x1b|u001b)]52;c;eA==.*\\u202e", said) and not re.search("[\x1b\x07\u202e]", said), words
+
+
 def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) -> None:
     """Written at the end of the run, and by the command any time later, elsewhere too; no date, no random name."""
     build_report(folder, RESULT, RUN, [EXACT] * 8)

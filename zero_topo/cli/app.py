@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.output import only_json
+from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
 
@@ -85,6 +85,7 @@ def _common(
         raise typer.Exit
 
 
+@plain_output()
 def run(
     arguments: Sequence[str] | None = None,
     make: Callable[[str], typer.Typer] = build,

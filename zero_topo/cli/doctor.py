@@ -25,15 +25,15 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Look for what would make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
-    from rich.console import Console
     from rich.text import Text
 
     from zero_topo.doctor import FAIL, WARN, Surroundings, examine
+    from zero_topo.observe.console import PlainConsole
 
     if machine is not None:
         load_machine(machine)
     seen = Surroundings(config=config, machine=machine)
-    console, findings = Console(highlight=False), []
+    console, findings = PlainConsole(highlight=False), []
     with _patience():
         for finding in examine(seen):
             findings.append(finding)
