@@ -119,8 +119,8 @@ def emptied(path: Path) -> None:
 def changed(change: Callable[[Any], object], path: Path) -> None:
     """Save what the file holds, changed."""
     found = torch.load(path, weights_only=False)
-    found = change(found) or found
-    torch.save(found, path)
+    new = change(found)
+    torch.save(found if new is None else new, path)
 
 
 def put(value: Any, *place: Any) -> Harm:
@@ -201,7 +201,7 @@ KINDS: dict[str, tuple[str, str, Harm, str]] = {
     "a universal parameter of another size": (
         UNIVERSAL,
         "zero/inp.weight/fp32.pt",
-        put(torch.zeros(3), "param"),
+        partial(changed, lambda _: torch.zeros(3)),
         "inp.weight/fp32.pt holds 3 elements, but inp.weight has 407",
     ),
     "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
