@@ -250,15 +250,9 @@ class TopoStage3(GradientHooks):
             super().step(closure)
         finally:
             self.stepping = False
+        if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
-
-    def _post_step(self, timer_names: Any) -> None:
-        """Resident parameters that are still being published are gathered where the forward pass needs them."""
-        resident = self.persistent_parameters
-        if self.stepping and self.topo.weights.publishing:
-            self.persistent_parameters = []
-        super()._post_step(timer_names)
-        self.persistent_parameters = resident
 
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
@@ -290,14 +284,13 @@ class TopoStage3(GradientHooks):
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
-            device = weights.optimizer_rows().device
-            weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
+            self.topo.publish(range(slots[0], slots[-1] + 1), rows)
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        weights.publish(range(slots[0], slots[-1] + 1))
+        self.topo.publish(range(slots[0], slots[-1] + 1))
 
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 

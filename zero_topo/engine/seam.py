@@ -65,7 +65,6 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
-    (Stock, "_post_step", ("self", "timer_names")),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_norm_groups", ("self",)),
     (Stock, "independent_gradient_partition_epilogue", ("self",)),
