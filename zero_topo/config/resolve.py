@@ -231,7 +231,7 @@ def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[
     if spec is not None:
         yield f"weights are held as {spec} codes alone; vectors and small matrices stay as they are"
     if obstacle is not None:
-        yield f"weights are held in the model's own type, not as int8 codes: {obstacle.setting}, but {obstacle.why}"
+        yield f"weights are held in the model's own type: int8 codes do not go with {obstacle.setting}"
 
 
 def _who_holds_what(choice: _Choice, plan: Plan) -> str:

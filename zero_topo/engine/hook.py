@@ -35,7 +35,7 @@ from zero_topo.engine.initialize import checked_first, seed_everything
 from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
-from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.parameters import ParameterGathers, by_owner
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
@@ -63,6 +63,7 @@ def install() -> None:
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
+    Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,9 +168,13 @@ class TopoStage3(GradientHooks):
             self.frozen.move(self.topo.frozen)
             self.topo.restart_frozen()
             served.append((self.topo.frozen, self.frozen.slots))
-        self._gathers = ParameterGathers(self.topo, served, self._write_back, partial(self.require_states, LP_PARAMS))
+        require = partial(self.require_states, LP_PARAMS)
+        self._gathers = ParameterGathers(self.topo, served, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+
+    def _in_forward(self) -> bool:
+        return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
