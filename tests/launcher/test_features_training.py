@@ -176,7 +176,7 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
                 torch.testing.assert_close(model(x), expected(x))
     for group in (params, params[::-1]):  # as a coordinator of either model gathers what its modules use
         group[0].all_gather_coalesced(group).wait()
-        assert all(p.sub(0.5).abs().max() < 1e-6 for p in params)
+        assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
         group[0].partition(group)
     for model in models:
         next(model, None)
