@@ -23,6 +23,7 @@ from zero_topo.mesh import Hop, Mesh
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512)
+PERSISTENT = (1, 3)
 SMALL = {"block_size": 64}
 Q4 = {"sync": {"mode": "quantized", "bits": 4, **SMALL}, "publish": {"delta": "int4", **SMALL}}
 SHARES = ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
@@ -66,7 +67,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
     """The weights of each rank after some steps; ``mixed``: each waits for its gathers in an order of its own."""
 
     def rank_main(rank: int) -> Tensor:
-        trainer = Trainer(w, rank, lambda masters: AdamS(masters, 0.1), 1.0)
+        trainer = Trainer(w, rank, lambda masters: AdamS(masters, 0.1), 1.0, PERSISTENT)
         engine, weights = trainer.engine, trainer.engine.weights
         weights.publish_world()
         drawn = torch.Generator().manual_seed(rank)
@@ -85,7 +86,8 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
                 weights.optimizer_rows().copy_(masters)
             for part in (range(2), range(2, 4)):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
-                weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
+                engine.publish(part, masters[:, begin:end] if weights.needs_masters else None)
+            assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())
             engine.end_step(skipped=False)
         weights.finish()
         engine.gradients.mode.drain()

@@ -19,6 +19,7 @@ from zero_topo.sync import Moment
 NUMELS = (40, 7, 64, 512)
 GROUPS = (range(2), range(2, 4))
 """Slots that DeepSpeed's optimizer updates at once."""
+PERSISTENT = [1, 2]
 SMALL = {"block_size": 64}
 
 
@@ -38,7 +39,7 @@ class DeepSpeed:
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
         w, self.moments = world(block, numels=NUMELS), list[Moment]()
-        self.engine = engine = w.engine(torch.bfloat16, chunk=200, moments=lambda: self.moments)
+        self.engine = engine = w.engine(torch.bfloat16, 200, moments=lambda: self.moments, persistent=PERSISTENT)
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in GROUPS]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
@@ -86,6 +87,7 @@ class DeepSpeed:
             begins = [begin for begin, _ in self.columns]
             means = [torch.zeros_like(master) for master in self.masters]
             self.moments[:] = self.moments or [Moment(*of, 0.9) for of in zip(begins, means, strict=True)]
+        self.release(self.fetch(PERSISTENT, "gather_exact"))
         self.engine.end_step(skipped)
 
     def update(self, group: int) -> None:
@@ -94,10 +96,10 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            weights.publish(GROUPS[group], new.clone() if self.offload else new)
+            self.engine.publish(GROUPS[group], new.clone() if self.offload else new)
         else:
             weights.optimizer_rows()[:, begin:end].copy_(new)
-            weights.publish(GROUPS[group])
+            self.engine.publish(GROUPS[group])
 
 
 @contextmanager

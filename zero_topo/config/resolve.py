@@ -236,7 +236,7 @@ def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[
             "the model's own type"
         )
     if obstacle is not None:
-        yield f"weights are stored in the model's own type, not as INT8: {obstacle.setting}, and {obstacle.why}"
+        yield f"weights are stored in the model's own type: INT8 weights do not go with {obstacle.setting}"
 
 
 def _placement(choice: _Choice, plan: Plan) -> str:

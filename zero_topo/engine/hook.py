@@ -36,7 +36,7 @@ from zero_topo.engine.loading import loading_together
 from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
-from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.parameters import ParameterGathers, by_owner
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
@@ -65,6 +65,7 @@ def install() -> None:
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
+    Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,9 +169,13 @@ class TopoStage3(GradientHooks):
             self.frozen.move(self.topo.frozen)
             self.topo.restart_frozen()
             served.append((self.topo.frozen, self.frozen.slots))
-        self._gathers = ParameterGathers(self.topo, served, self._write_back, partial(self.require_states, LP_PARAMS))
+        require = partial(self.require_states, LP_PARAMS)
+        self._gathers = ParameterGathers(self.topo, served, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+
+    def _in_forward(self) -> bool:
+        return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
@@ -251,15 +256,9 @@ class TopoStage3(GradientHooks):
             super().step(closure)
         finally:
             self.stepping = False
+        if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
-
-    def _post_step(self, timer_names: Any) -> None:
-        """Resident parameters that are still being published are gathered where the forward pass needs them."""
-        resident = self.persistent_parameters
-        if self.stepping and self.topo.weights.publishing:
-            self.persistent_parameters = []
-        super()._post_step(timer_names)
-        self.persistent_parameters = resident
 
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
@@ -291,14 +290,13 @@ class TopoStage3(GradientHooks):
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
-            device = weights.optimizer_rows().device
-            weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
+            self.topo.publish(range(slots[0], slots[-1] + 1), rows)
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        weights.publish(range(slots[0], slots[-1] + 1))
+        self.topo.publish(range(slots[0], slots[-1] + 1))
 
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 

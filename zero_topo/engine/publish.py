@@ -11,7 +11,8 @@ Note [Delta publish]
 Note [Publish under forward]
     A run is published as soon as the optimizer has updated it, and is finished when a gather first needs one of its
     parameters (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another
-    version than the present one raises instead of reading it.
+    version than the present one raises instead of reading it. Persistent parameters are published in runs of their
+    own, before all others: the step waits for these alone, and ends with the parameters whole, as in stock ZeRO-3.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
+import torch
 from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather_pieces, spread
@@ -31,6 +34,7 @@ from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import packed_runs
+from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Reduce
 
 
@@ -40,6 +44,10 @@ class PublishOptions:
 
     wire: Wire
     run_numel: int
+
+
+Begun = Iterator[tuple[Sequence[int], Handle[None]]]
+"""Runs of slots, each with the handle of its publish."""
 
 
 class Publication:
@@ -57,23 +65,19 @@ class Publication:
         self._counted = Counted(meter, "publish")
         self._wanted = [0] * slots  # version of the weights, by slot
         self._held = [0] * slots  # version that is held
-        self._pending: list[tuple[range, Handle[None]]] = []
+        self._pending: list[tuple[Sequence[int], Handle[None]]] = []
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is under way to or from other ranks."""
-        return self._lane.overlaps and self._route.size > 1 and bool(self._pending)
-
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
+    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
         """Begin to publish some slots; each run with its handle."""
         raise NotImplementedError
 
-    def start(self, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
-        """Begin to publish consecutive slots whose optimizer rows were updated; collective.
+    def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
+        """Begin to publish slots whose optimizer rows were updated; collective.
 
         Args:
-            slots: the slots.
-            masters: FP32 ``[rows, columns]`` of these slots; None where the rows hold the new weights already.
+            slots: the slots, ascending.
+            masters: ``[rows, columns]``; these columns hold the masters of the slots, and perhaps of others between
+                them. None where the rows hold the new weights already.
             first: the column that the first of the masters is.
         """
         assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
@@ -129,29 +133,35 @@ class Publisher(Publication):
         super().__init__(len(layout.numels), mesh.route(plan.weights, plan.optimizer), meter, lane)
         self._layout, self._primary, self._options = layout, primary, options
 
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
-        for part in runs_of(slots, self._layout.padded_numels, self._options.run_numel):
-            publish = partial(self._publish, self._layout.spans(part), masters, first)
-            yield part, self._lane.run(publish, [] if masters is None else [masters])
+    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
+        for run in runs_of(slots, self._layout.padded_numels, self._options.run_numel):
+            parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in run)]  # neighbours
+            rows = [] if masters is None else [self._columns(masters, first, part) for part in parts]
+            yield run, self._lane.run(partial(self._publish, parts, rows), rows)
 
-    def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
+    def _columns(self, masters: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
+        begin, end = spans[0][0] - first, spans[-1][1] - first
+        return masters[:, begin:end].to(self._primary.device, torch.float32)
+
+    def _publish(self, parts: Sequence[Sequence[Span]], masters: Sequence[Tensor]) -> Handle[None]:
         wire, by_member = self._options.wire, members(self._primary, self._route.size)
-        spans = merged(spans, wire.block)
-        pieces = span_pieces(by_member, spans, wire.block)
-        if masters is None:
+        parts = [merged(spans, wire.block) for spans in parts]
+        pieces = span_pieces(by_member, chain(*parts), wire.block)
+        if not masters:
             if self._route.size == 1:
                 return Handle(None, (), lambda: None)
             return all_gather_pieces(self._route, pieces, wire, self._counted)
-        begin, end = spans[0][0], spans[-1][1]  # slots are neighbours
-        # What turns what all ranks hold into (almost) what the masters say.
-        differences = masters[:, begin - first : end - first] - by_member[self._route.index][:, begin:end]
-        message = wire.encoded(span_pieces(differences, places_of(spans), wire.block))
+        own, differences = by_member[self._route.index], list[Piece]()
+        for spans, rows in zip(parts, masters, strict=True):
+            # What turns what all ranks hold into (almost) what the masters say.
+            differ = rows - own[:, spans[0][0] : spans[-1][1]]
+            differences += span_pieces(differ, places_of(spans), wire.block)
+        message = wire.encoded(differences)
         add = Reduce(accumulate=True)
         wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
         return spread(self._route, message, pieces, wire, self._counted, add)
 
 
-def runs_of(slots: range, sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive slots in runs of at most ``limit`` elements, ``sizes`` being those of all slots."""
-    runs = packed_runs([sizes[slot] for slot in slots], limit)
-    return [range(slots.start + run.start, slots.start + run.stop) for run in runs]
+def runs_of(slots: Sequence[int], sizes: Sequence[int], limit: int) -> list[Sequence[int]]:
+    """Slots in runs of at most ``limit`` elements, ``sizes`` being those of all slots."""
+    return [slots[run.start : run.stop] for run in packed_runs([sizes[slot] for slot in slots], limit)]

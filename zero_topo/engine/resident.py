@@ -21,7 +21,7 @@ Note [Exact weights]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -36,7 +36,7 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import wire_of
 from zero_topo.engine.gathers import gathered, together
-from zero_topo.engine.publish import Publication, runs_of
+from zero_topo.engine.publish import Begun, Publication, runs_of
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Coded, Rows
 from zero_topo.engine.weights import WeightOptions, Weights, recorded_event
@@ -133,10 +133,10 @@ class CodePublisher(Publication):
         self._store, self._run_numel = store, run_numel
         self.most: dict[int, int] = {}
 
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
+    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
         assert masters is not None
         store, own = self._store, Masters(masters, first, self._route.index)
-        runs = runs_of(slots, store.padded_numels, self._run_numel)
+        runs = [range(run[0], run[-1] + 1) for run in runs_of(slots, store.padded_numels, self._run_numel)]
         parts = [Part(*store.columns(run), store.rows // self._route.size, self._route.size) for run in runs]
         changes = [store.ops.assess(own, store.codes, part) for part in parts]
         for run, part, change, most in zip(runs, parts, changes, self._most(changes), strict=True):
@@ -176,6 +176,7 @@ class ResidentWeights:
 
     Attributes:
         own: ``[N / O, F]`` in the model's dtype: the rows that the optimizer updates, of all slots.
+        coded: which slots have codes.
     """
 
     needs_masters = True
@@ -184,17 +185,18 @@ class ResidentWeights:
         self, layout: Layout, mesh: Mesh, meter: Meter, options: WeightOptions, like: Tensor, codes: CodeOptions
     ) -> None:
         plan, coded, lane = layout.plan, codes.coded, codes.lane
-        self.layout = layout
+        self.layout, self.coded = layout, coded
         self.own = like.new_zeros(layout.shape(plan.optimizer))
         self._mesh, self._meter, self._run_numel = mesh, meter, options.run_numel
         slots = [i for i, is_coded in enumerate(coded) if not is_coded]
         sub = Layout(replace(plan, secondary=None), layout.rank, tuple(layout.numels[i] for i in slots))
         sent = None if plan.weights == 1 else options.primary
         self._plain = Weights(sub, mesh, meter, replace(options, primary=sent, secondary=None), like, lane)
-        ranges = [torch.arange(*span, device=like.device) for span in layout.spans(slots)]
-        self._plain_columns = torch.cat([torch.arange(0, device=like.device), *ranges])
-        self._kinds = [list(accumulate(coded, initial=0)), list(accumulate((not c for c in coded), initial=0))]
-        places = [(c, self._kinds[not c][index]) for index, c in enumerate(coded)]
+        columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in layout.spans(slots))])
+        self._plain_columns = columns.to(like.device)
+        self._columns_on = {columns.device: columns, like.device: self._plain_columns}
+        kinds = [list(accumulate(coded, initial=0)), list(accumulate((not c for c in coded), initial=0))]
+        places = [(c, kinds[not c][index]) for index, c in enumerate(coded)]
         self._places = places
         self._store = CodeStore(layout, codes, like.device)
         wire = replace(options.publish, spec=BlockSpec(8, codes.block))
@@ -239,37 +241,41 @@ class ResidentWeights:
         """The rows the optimizer of this rank updates, ``[N / O, F]``."""
         return self.own
 
-    @property
-    def publishing(self) -> bool:
-        """Whether weights that were updated are still under way."""
-        return self._publisher.busy or self._plain.publishing
-
-    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+    def publish(
+        self, slots: Sequence[int] | None = None, masters: Tensor | None = None, first: int | None = None
+    ) -> None:
         """Begin to bring updated masters to all codes and plain shards. Collective.
 
         Args:
-            slots: consecutive slots; None is all.
-            masters: their FP32 masters, ``[N / O, columns]``.
+            slots: consecutive slots, or those of them that have codes, or the others; None is all.
+            masters: FP32 masters of the consecutive slots, ``[N / O, columns]``.
+            first: the column that the first of the masters is; None is that of the first slot.
         """
         assert masters is not None
         slots = range(len(self.layout.numels)) if slots is None else slots
-        first = self.layout.begins[slots[0]]
+        first = self.layout.begins[slots[0]] if first is None else first
         self.finish(slots)
-        self.own[:, first : first + masters.shape[1]].copy_(masters)
-        self._updated = recorded_event(self.own.device)
         coded, plain = self._by_kind(slots)
+        if coded:
+            masters = masters.to(self.own.device, torch.float32)
+            self.own[:, first : first + masters.shape[1]].copy_(masters)
         if plain:
             spans = self._plain.layout.spans(plain)
             columns = slice(spans[0][0], spans[-1][1])
-            updated = self.own.index_select(1, self._plain_columns[columns])
+            updated = masters.index_select(1, self._columns_on[masters.device][columns] - first).to(self.own)
             self._plain.optimizer_rows()[:, columns].copy_(updated)
+            self.own.index_copy_(1, self._plain_columns[columns], updated)
+        self._updated = recorded_event(self.own.device)
+        if plain:
             self._plain.publish(plain)
         if coded:
             self._publisher.start(coded, masters, first)
 
-    def _by_kind(self, slots: range) -> tuple[range, range]:
-        """The places of consecutive slots, of those that have codes and of the others."""
-        coded, plain = (range(kind[slots.start], kind[slots.stop]) for kind in self._kinds)
+    def _by_kind(self, slots: Sequence[int]) -> tuple[range, range]:
+        """The places of slots that have codes and of the others; consecutive slots of one kind are neighbours."""
+        places = [self._places[i] for i in slots]
+        kinds = [place for coded, place in places if coded], [place for coded, place in places if not coded]
+        coded, plain = (range(kind[0], kind[-1] + 1) if kind else range(0) for kind in kinds)
         return coded, plain
 
     def finish(self, slots: Sequence[int] | None = None) -> None:

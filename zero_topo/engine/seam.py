@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -69,7 +70,6 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
-    (Stock, "_post_step", ("self", "timer_names")),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_norm_groups", ("self",)),
     (Stock, "independent_gradient_partition_epilogue", ("self",)),
@@ -165,8 +165,10 @@ def _unlike_its_release() -> Iterator[str]:
 
 
 def attributes(owner: type) -> set[str]:
-    """Attributes of a class and, since those of its instances exist on instances only, all that its methods name."""
-    methods = [f for base in owner.__mro__ for f in vars(base).values() if inspect.isfunction(f)]
+    """Attributes of a class, and all names that methods of its package use: some attributes exist on instances only."""
+    package = owner.__module__.partition(".")[0]
+    bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]
+    methods = [f for base in bases for f in vars(base).values() if inspect.isfunction(f)]
     return {*dir(owner), *(name for method in methods for f in _layers(method) for name in f.__code__.co_names)}
 
 
@@ -176,9 +178,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return next((names for names in every if names != ("args", "kwargs")), every[-1])
 
 
-def _layers(function: Any) -> Iterator[Any]:
-    """A function, and those it wraps."""
-    yield function
-    for cell in function.__closure__ or ():
-        if inspect.isfunction(cell.cell_contents):
-            yield from _layers(cell.cell_contents)
+def _layers(function: Any) -> list[Any]:
+    """A function and those that its closures hold, each once: a closure may hold itself, and a cell may be empty."""
+    found = [function]
+    for layer in found:
+        for cell in getattr(layer, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty cell
+                if inspect.isfunction(cell.cell_contents) and cell.cell_contents not in found:
+                    found.append(cell.cell_contents)
+    return found

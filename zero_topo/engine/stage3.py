@@ -149,6 +149,7 @@ class Stage3:
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)
         self._gathering = Lane(setup.like.device, overlap=True)
         self.weights = self._build_weights(self.layout, setup.dims, setup.persistent)
+        self._updated: list[tuple[range, Tensor | None]] = []
         self.frozen = self._build_weights(still, setup.frozen.dims, setup.frozen.persistent) if still.numels else None
         self.gradients = self._build_gradients()
         self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
@@ -257,6 +258,28 @@ class Stage3:
         old = row.clone()  # the optimizer updates in place
         yield
         mode.after_update(begin, old, row, float(rate))
+
+    def publish(self, slots: range, masters: Tensor | None = None) -> None:
+        """Begin to publish a sub-group that the optimizer has updated, persistent parameters first. Collective.
+
+        Other parameters wait until the last sub-group that has persistent ones is updated: in one lane or one group
+        of ranks these would end after all that began before them (Note [Publish under forward]).
+
+        Args:
+            slots: of the sub-group; sub-groups come in the order of slots.
+            masters: see ``publish`` of the weights; unchanged until the step has ended.
+        """
+        persistent = self.setup.persistent
+        self._updated.append((slots, masters))
+        if any(persistent[slots.stop :]):
+            return
+        coded = self.weights.coded if isinstance(self.weights, ResidentWeights) else [not kept for kept in persistent]
+        for later in (False, True) if any(persistent) else (None,):
+            for group, rows in self._updated:
+                part = group if later is None else [i for i in group if coded[i] is later]
+                if part:
+                    self.weights.publish(part, rows, self.layout.begins[group.start])
+        self._updated.clear()
 
     def end_step(self, skipped: bool) -> None:
         """After an optimizer step, skipped or not: close the step of sync and of the meter, zero the gradients.

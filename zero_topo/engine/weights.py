@@ -145,21 +145,19 @@ class Weights:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
         return self._options.publish.lossy
 
-    @property
-    def publishing(self) -> bool:
-        """Whether weights that were updated are still under way."""
-        return self._publisher.busy
-
-    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+    def publish(
+        self, slots: Sequence[int] | None = None, masters: Tensor | None = None, first: int | None = None
+    ) -> None:
         """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
 
         Args:
-            slots: consecutive slots; None is all.
+            slots: ascending; None is all.
             masters: their FP32 masters, for differences.
+            first: the column that the first of the masters is; None is that of the first slot.
         """
         slots = range(len(self.layout.numels)) if slots is None else slots
         self.finish(slots)
-        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
+        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if first is None else first)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
