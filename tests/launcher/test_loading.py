@@ -18,7 +18,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from tests.launcher.checkpoints import SAVED_AT, STEPS, TAG, assert_same_bits, common_directory, job, loaded, net
-from tests.launcher.training import Job, advance, block, close, start, weights
+from tests.launcher.training import Job, Net, advance, block, close, start, weights
 
 DAMAGED = 1  # the rank
 UNIVERSAL = "universal"
@@ -44,7 +44,9 @@ def unscheduled(run: Job, **ds: Any) -> Job:
 RUNS: dict[str, Job] = {
     "q4": job(block("topo", **Q4), "bf16"),
     "codes": replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64)),
-    UNIVERSAL: unscheduled(job(block("topo")), checkpoint={"load_universal": True}),
+    UNIVERSAL: replace(
+        unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
+    ),
 }
 
 
