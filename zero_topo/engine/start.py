@@ -127,7 +127,7 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         return
     place = {param: index for index, param in enumerate(names)}
     for group in optimizer.param_groups:
-        order = sorted(range(len(group["params"])), key=lambda index: place.get(group["params"][index], -1))  # noqa: B023
+        order = sorted(range(len(group["params"])), key=lambda index: place.get(group["params"][index], -1))
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
 
 
