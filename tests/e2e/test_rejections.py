@@ -49,6 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "autoep": ({**GOOD, "expert_parallel": {"enabled": True}}, "AutoEP", "remove expert_parallel"),
     "deepcompile": ({**GOOD, "compile": {"deepcompile": True}}, "DeepCompile", "set it to false"),
     "ulysses": ({**GOOD, "sequence_parallel_size": 2}, "sequence_parallel_size = 2", "set it to 1"),
+    "whole_sums": ({**GOOD, "data_types": {"grad_accum_dtype": "int8"}}, 'grad_accum_dtype = "int8"', '"bf16"'),
     "rule_gradients": (topo(weights=2, gradients=1, optimizer=2), "gradients", "weights"),
     "rule_optimizer": (topo(weights=1, gradients=2, optimizer=1), "optimizer", "gradients"),
     "indivisible": (topo(weights=3, gradients="world", optimizer="world"), "3", "2"),

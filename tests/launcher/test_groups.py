@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import Job, Net, block
+from tests.launcher.training import Job, Net, advance, block, running
 
 SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2")
 
@@ -38,3 +39,20 @@ def stock() -> Result:
 def test_a_rank_may_list_its_parameters_in_another_order(scheme: str) -> None:
     """As a ``set`` of them does: they train as under stock ZeRO-3, where shards are of one parameter everywhere."""
     assert_equal(run(Job(steps=3, groups=partial(listed, reversed_on=(1,)), zero_topo=block(scheme))), stock())
+
+
+def test_a_checkpoint_is_loaded_in_its_own_order(shared_path: Path) -> None:
+    """Of ranks that differed, by ranks that differ in another way; refused where its shards would be mixed up."""
+    mixed, other, alike = (
+        Job(steps=4, groups=partial(listed, reversed_on=ranks), zero_topo=block("topo"))
+        for ranks in ((1,), (0, 2), tuple(range(dist.get_world_size())))
+    )
+    with running(mixed) as engine:
+        advance(mixed, engine, 0, 2)
+        engine.save_checkpoint(str(shared_path), tag="mixed")
+        expected = advance(mixed, engine, 2, 4)
+    with running(other) as engine:
+        engine.load_checkpoint(str(shared_path), tag="mixed")
+        assert advance(other, engine, 2, 4) == expected
+    with running(alike) as engine, pytest.raises(ValueError, match=r"the checkpoint has .* universal checkpoint"):
+        engine.load_checkpoint(str(shared_path), tag="mixed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from hashlib import sha256
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.engine.initialize import resolve_block
+from zero_topo.quant.pieces import FLOATS
 from zero_topo.topology.seats import Seat
 
 LOCAL: Mapping[str, str] = MappingProxyType(
@@ -37,6 +38,10 @@ LOCAL: Mapping[str, str] = MappingProxyType(
     }
 )
 """Keys of the DeepSpeed JSON (patterns of whole dotted names) that ranks may have each their own, and why."""
+SAME_ORDER = (
+    "give the optimizer its parameters in the order of the run that saved it, or load a universal checkpoint of it, "
+    "which goes by names"
+)
 LISTS = ("params", "param_names")
 """What an optimizer's group lists, parameter by parameter; the rest are settings of them all."""
 
@@ -109,6 +114,26 @@ def _trained(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
     }
 
 
+def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
+    """Raise ValueError for trained parameters of a type in which shards cannot be, or of two: shards are of one."""
+    kinds: dict[torch.dtype, str] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+        if getattr(param, "ds_numel", param.numel()):
+            kinds.setdefault(getattr(param, "ds_tensor", param).dtype, names.get(param, "?"))
+    for dtype, name in kinds.items():
+        if dtype not in FLOATS:
+            raise ValueError(
+                f"{name} is {dtype}: weights are held and sent as FP32, FP16 or BF16, and FP32 masters train them "
+                "under stock ZeRO-3 too; call model.float() before deepspeed.initialize or zero.Init gets the model"
+            )
+    if len(kinds) > 1:
+        named = " and ".join(f"{name} ({dtype})" for dtype, name in kinds.items())
+        raise ValueError(
+            f"trained parameters have several types, such as {named}: ZeRO-3 keeps them in one flat buffer; convert "
+            "the model to one type, or freeze those of the others"
+        )
+
+
 def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device) -> None:
     """Give each group's parameters the model's order if ranks list them differently, as a ``set`` does. Collective.
 
@@ -131,6 +156,26 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
 
 
+def check_order(checkpoint: Mapping[str, Any], names: Sequence[str], device: torch.device) -> None:
+    """Raise ValueError, on every rank, if a rank's file has the same parameters in another order. Collective.
+
+    Masters and optimizer states of a checkpoint have no names: they would go to other parameters of the same shape.
+
+    Args:
+        checkpoint: DeepSpeed's dictionary of the model's state.
+        names: the trained parameters, in the order of their shards.
+        device: where the world's collectives take tensors.
+    """
+    saved = [name for group in checkpoint.get("param_shapes") or () for name in group]
+    refused = {}
+    if saved != list(names) and sorted(saved) == sorted(names):
+        theirs, ours = next(pair for pair in zip(saved, names, strict=True) if pair[0] != pair[1])
+        refused = {"refused": f"the checkpoint has {theirs} where this optimizer has {ours}"}
+    agree(refused, Seat(socket.gethostname()), device, SAME_ORDER)
+    if refused:
+        raise ValueError(f"{refused['refused']}; {SAME_ORDER}")
+
+
 def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     """The block on which all ranks agree, or None; a rank that refuses its own tells the others first.
 
@@ -142,6 +187,8 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     memory = least_memory(engine.device) if ROOT in config else None
     try:
         found = resolve_block(config, dist.get_world_size(), engine.dp_world_size, engine=engine, memory=memory)
+        if found is not None and optimizer:
+            _refuse_types(optimizer, engine.param_names)
     except ValueError as error:
         agree({"refused": str(error)}, Seat(socket.gethostname()), engine.device)
         raise
