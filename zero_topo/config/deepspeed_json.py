@@ -276,6 +276,12 @@ CHECKS: tuple[Check, ...] = (
             "bf16.bf16_optimizer_states",
         )
     ),
+    Refusal(
+        "data_types.grad_accum_dtype",
+        lambda value: "int8" in str(value),
+        "gradients would be rounded to whole numbers",
+        'set it to "fp32", "bf16" or "fp16"',
+    ),
     Refusal("hybrid_engine.enabled", _on, f"the hybrid engine: {_OWN_GATHER}", "remove hybrid_engine"),
     Refusal("compile.deepcompile", _on, f"DeepCompile: {_OWN_GATHER}", "set it to false; torch.compile may stay on"),
     Refusal(

@@ -40,7 +40,7 @@ from zero_topo.engine.parameters import ParameterGathers, by_owner
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
-from zero_topo.engine.start import agreed, meeting, meeting_place
+from zero_topo.engine.start import agreed, check_order, meeting, meeting_place
 from zero_topo.engine.watch import watched
 from zero_topo.sync import OPTIMIZERS, AgedAdamW, Moment
 
@@ -57,7 +57,7 @@ def install() -> None:
     DeepSpeedEngine._zero_topo_hook = True
     DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
-    DeepSpeedEngine.load_module_state_dict = _sharing_frozen(DeepSpeedEngine.load_module_state_dict)
+    DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
@@ -71,7 +71,7 @@ def install() -> None:
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = agreed(engine)
+        resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
@@ -94,13 +94,17 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _sharing_frozen(load: Callable[..., None]) -> Callable[..., None]:
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
     """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
 
     @wraps(load)
-    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> None:
-        load(engine, *args, **kwargs)
-        if isinstance(engine.optimizer, TopoStage3):
+    def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        ours = isinstance(engine.optimizer, TopoStage3)
+        if ours:
+            trained = [param for group in engine.optimizer.fp16_groups for param in group]
+            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
+        load(engine, checkpoint, *args, **kwargs)
+        if ours:
             engine.optimizer.topo.restart_frozen()
 
     return wrapper
