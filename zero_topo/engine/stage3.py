@@ -279,6 +279,7 @@ class Stage3:
         The residuals of sync, and what the weights that all hold need beside the masters. One entry for DeepSpeed's own
         dictionary, or none if there is neither.
         """
+        self.weights.finish()
         held = self.weights.state_dict()
         sync = self.gradients.state_dict()
         owed = self.gradients.mode.owed()
@@ -303,6 +304,7 @@ class Stage3:
             The ages that came with it, for AgedAdamW: uint8 ``[N / O, F]``, the rows of the optimizer's shard.
         """
         state, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        self.weights.finish()
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None
