@@ -133,6 +133,10 @@ class Device(TorchDispatchMode):
         """The current one."""
         return self.stream(self.current)
 
+    def set_stream(self, stream: Stream) -> None:
+        """Make a stream the current one."""
+        self.entered[-1] = stream.name
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
         for name in self.clocks:

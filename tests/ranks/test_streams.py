@@ -18,7 +18,6 @@ from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.sync import Moment
 
 
-
 @dataclass(frozen=True)
 class Model:
     """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, and modules."""
