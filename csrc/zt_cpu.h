@@ -98,7 +98,7 @@ struct Kernels {
     int64_t (*sketch_peel)(Sketch sketch, const uint8_t *bits, int64_t n, float *x, zt_range lanes, void *work);
     /* One block of n values. Its scale becomes that from now on; whether it escapes. */
     bool (*assess)(const float *x, const int8_t *codes, int64_t n, float *scale);
-    /* Its codes become those of its values; and trits += weight * (their changes + 1). */
+    /* Its codes become those of its values, or go one step towards them; and trits += weight * (that step + 1). */
     void (*recode)(const float *x, float inverse, int64_t n, int8_t *codes);
     void (*advance)(const float *x, float inverse, int64_t n, uint8_t weight, int8_t *codes, uint8_t *trits);
     /* The changes of five blocks, added to their codes. */

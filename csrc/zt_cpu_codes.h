@@ -86,9 +86,10 @@ void advance(const float *x, float inverse, int64_t n, uint8_t weight, int8_t *_
     for (int64_t tile = 0; tile < n; tile += kTile) {
         fetch(x + tile, codes + tile, kTile);
         for (int64_t i = tile; i < tile + kTile; ++i) {
-            const uint8_t code = code_of(x[i], inverse);
-            trits[i] = static_cast<uint8_t>(trits[i] + weight * digit_of(code, codes[i]));
-            codes[i] = static_cast<int8_t>(code);
+            const auto code = static_cast<int8_t>(code_of(x[i], inverse));
+            const int step = (code > codes[i]) - (code < codes[i]); /* also if the master was edited since assess */
+            trits[i] = static_cast<uint8_t>(trits[i] + weight * (step + 1));
+            codes[i] = static_cast<int8_t>(codes[i] + step);
         }
     }
 }

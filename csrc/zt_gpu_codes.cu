@@ -50,14 +50,12 @@ ZT_DEVICE zt_packed<8> zt_biased(zt_packed<8> packed) {
     return {{packed.word[0] ^ 0x80808080u, packed.word[1] ^ 0x80808080u}};
 }
 
-/* now - before + base in each half; of the even bytes of both words, then of the odd ones. */
-ZT_DEVICE uint4 zt_apart(zt_packed<8> now, zt_packed<8> before, uint32_t base) {
-    return {zt_even(now.word[0]) + base - zt_even(before.word[0]), zt_even(now.word[1]) + base - zt_even(before.word[1]),
-            zt_odd(now.word[0]) + base - zt_odd(before.word[0]), zt_odd(now.word[1]) + base - zt_odd(before.word[1])};
+/* Bits where bytes are more than 1 apart: halves of 257 + d say so of every other one. */
+ZT_DEVICE uint32_t zt_far(uint32_t now, uint32_t before) {
+    const uint32_t even = zt_even(now) + 0x01010101u - zt_even(before);
+    const uint32_t odd = zt_odd(now) + 0x01010101u - zt_odd(before);
+    return (((even ^ 0x01000100u) + 0x00010001u) | ((odd ^ 0x01000100u) + 0x00010001u)) & 0xfffcfffcu;
 }
-
-/* Bits where a half of 257 + d has |d| > 1. */
-ZT_DEVICE uint32_t zt_far(uint32_t halves) { return ((halves ^ 0x01000100u) + 0x00010001u) & 0xfffcfffcu; }
 
 /* Whether any code of a lane's units is to change by more than one. */
 template <int UNITS>
@@ -65,8 +63,8 @@ ZT_DEVICE bool zt_moved(const float *v, float inverse, const zt_packed<8> *befor
     uint32_t far = 0;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
-        const uint4 d = zt_apart(zt_code_unit(v + u * ZT_UNIT, inverse), zt_biased(before[u]), 0x01010101u);
-        far |= zt_far(d.x) | zt_far(d.y) | zt_far(d.z) | zt_far(d.w);
+        const zt_packed<8> now = zt_code_unit(v + u * ZT_UNIT, inverse), old = zt_biased(before[u]);
+        far |= zt_far(now.word[0], old.word[0]) | zt_far(now.word[1], old.word[1]);
     }
     return far != 0;
 }
@@ -145,17 +143,29 @@ ZT_DEVICE zt_emission zt_emission_of(const zt_codes_arguments &a, int64_t tile, 
             (int32_t)(left < ZT_PLACED ? left : ZT_PLACED), escape};
 }
 
-/* A unit of one block: its codes are brought up to date, and written if it escapes; else what changed is added up. */
+/* Of each byte: 1 + the sign of now - before. Halves of 512 + d have bit 9 where d >= 0; one less, where d > 0. */
+ZT_DEVICE uint32_t zt_steps(uint32_t now, uint32_t before) {
+    const uint32_t bit = 0x02000200u, one = 0x00010001u;
+    const uint32_t even = zt_even(now) + bit - zt_even(before), odd = zt_odd(now) + bit - zt_odd(before);
+    return (((even & bit) + ((even - one) & bit)) >> 9) + (((odd & bit) + ((odd - one) & bit)) >> 1);
+}
+
+/* A unit of one block: if it escapes, its codes are written whole; else they go one step towards their masters, which
+ * may have been edited since they were assessed, and the digits of these steps are added up. */
 ZT_DEVICE void zt_emit_unit(const zt_codes_arguments &a, zt_home home, float inverse, int unit, uint8_t *whole,
-                            uint32_t power, uint4 *digits) {
+                            uint32_t power, uint2 *trits) {
     float v[ZT_UNIT];
     zt_load_masters<1>(home, a.codes.block, {0, 0, 0, unit, 0}, v);
     const zt_packed<8> before = zt_biased(zt_load_packed<8>(home.codes + unit * ZT_UNIT));
-    const zt_packed<8> now = zt_code_unit(v, inverse);
+    zt_packed<8> now = zt_code_unit(v, inverse);
+    if (whole) {
+        zt_store_packed<8>(whole + unit * ZT_UNIT, zt_biased(now));
+    } else {
+        const uint2 digits = {zt_steps(now.word[0], before.word[0]), zt_steps(now.word[1], before.word[1])};
+        now = {{before.word[0] + digits.x - 0x01010101u, before.word[1] + digits.y - 0x01010101u}};
+        trits->x += digits.x * power, trits->y += digits.y * power;
+    }
     zt_store_packed<8>(home.codes + unit * ZT_UNIT, zt_biased(now));
-    if (whole) zt_store_packed<8>(whole + unit * ZT_UNIT, zt_biased(now));
-    const uint4 d = zt_apart(now, before, 0x00010001u);
-    digits->x += d.x * power, digits->y += d.y * power, digits->z += d.z * power, digits->w += d.w * power;
 }
 
 /* 32 lanes take 20 places of change.order, 32 units of each of a group's five blocks at a time. */
@@ -181,7 +191,7 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
 #pragma unroll 1
         for (int i = lane; i < ZT_PLACED / 5 * units; i += ZT_WARP) {
             const int group = i >> bits, unit = i & (units - 1);
-            uint4 digits = {0, 0, 0, 0};
+            uint2 trits = {0, 0};
             uint32_t power = 1;
 #pragma unroll
             for (int k = 0; k < 5; k++, power *= 3) {
@@ -189,11 +199,10 @@ ZT_KERNEL(ZT_THREADS, 4) zt_emit_kernel(ZT_ARGUMENTS zt_codes_arguments a) {
                 const zt_home home = zt_told(mine, place);
                 const float inverse = zt_bits<float>(zt_shuffle(zt_bits<uint32_t>(own), place, ZT_WARP));
                 uint8_t *whole = e.escape ? a.message + e.to + (int64_t)place * block : nullptr;
-                if (home.codes) zt_emit_unit(a, home, inverse, unit, whole, power, &digits);
+                if (home.codes) zt_emit_unit(a, home, inverse, unit, whole, power, &trits);
             }
             if (e.escape || group * 5 >= e.many) continue;
-            const uint2 bytes = {zt_joined(digits.x, digits.z), zt_joined(digits.y, digits.w)};
-            zt_store<uint2>(a.message + e.to + group * block + unit * ZT_UNIT, bytes);
+            zt_store<uint2>(a.message + e.to + group * block + unit * ZT_UNIT, trits);
         }
     }
 }

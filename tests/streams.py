@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.mesh import Hop
-from zero_topo.quant import reference, registry
+from zero_topo.quant import code_reference, reference, registry
+from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Format, Reduce, Total
@@ -131,6 +132,15 @@ class Device(TorchDispatchMode):
     def current_stream(self) -> Stream:
         """The current one."""
         return self.stream(self.current)
+
+    def set_stream(self, stream: Stream) -> None:
+        """Make a stream the current one."""
+        self.entered[-1] = stream.name
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        for name in self.clocks:
+            Stream(self, name).synchronize()
 
     def catch_up(self, stream: str, clock: dict[str, int]) -> None:
         """A stream waits for what a clock says."""
@@ -314,6 +324,14 @@ def _of_messages(messages: Messages) -> list[Booking]:
     return [(table.untyped_storage(), _bytes(where, 1))]
 
 
+def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
+    """Codes and scales of the blocks of one member's message."""
+    with _disable_current_modes():
+        codes_at, scales_at = (places.numpy()[:, None] for places in code_reference._places(codes, part, member))
+        where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
+    return codes.held.untyped_storage(), np.concatenate(where)
+
+
 # -- in place of the accelerator -----------------------------------------------------------------------------------
 
 
@@ -348,6 +366,25 @@ class _Kernels:
         """See the reference."""
         with self._device.call("recode", _of_messages(messages), _of_messages(out)):
             reference.requantize(messages, source, spec, out, total)
+
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+        """See the reference."""
+        reads = [_all_of(masters.table), _of_codes(codes, part, masters.member)]
+        with self._device.call("assess", reads, [_all_of(scales), _all_of(escaped)]):
+            reference.codes_assess(masters, codes, part, scales, escaped)
+
+    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+        """See the reference."""
+        reads = [_all_of(x) for x in (masters.table, change.scales, change.order, change.count)]
+        held = _of_codes(codes, part, masters.member)
+        with self._device.call("emit", [*reads, held], [held, _all_of(message)]):
+            reference.codes_emit(masters, codes, part, change, message)
+
+    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+        """See the reference."""
+        held = [_of_codes(codes, part, member) for member in messages.kept()]
+        with self._device.call("apply", [*_of_messages(messages), *held], held):
+            reference.codes_apply(messages, codes, part)
 
 
 class _Collectives:
@@ -387,6 +424,8 @@ def symbolic_device() -> Iterator[Device]:
     with (
         patch("zero_topo.collectives.lane.torch", _Torch(device)),
         patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
+        patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
+        patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.engine.resident.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.collectives.peers.to_all", collectives.to_all),

@@ -4,11 +4,12 @@
 Note [One call makes all groups of a hop]
     Where the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
     world's, which takes all ranks: with ``new_group`` one collective of the world for each group, 65,864 of them at
-    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (torch 2.11
-    and later, pytorch#173687). It names a group by its ranks and by how many groups the rank is in. Where ranks are in
-    unequally many, be it only in the user's own code, members know one group by different names, and
-    ``destroy_process_group``, which goes by name, hangs (pytorch#190431). Then, and on every other backend, all ranks
-    create all groups of a hop in one order, numbered alike: without splits, those of others cost microseconds.
+    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks
+    (pytorch#173687; relied on from torch 2.13 on). It names a group by its ranks and by how many groups the rank is in.
+    Where ranks are in unequally many, be it only in the user's own code, members know one group by different names, and
+    ``destroy_process_group``, which goes by name, hangs (pytorch#190431). Then, with an older torch, and on every other
+    backend, all ranks create all groups of a hop in one order, numbered alike. The world's device is unset meanwhile,
+    so that nothing is split: groups of others cost microseconds, own ones connect at their first collective.
     ``use_local_synchronization``, by which a rank creates only its own, has the same names, and gloo's members meet by
     name: it hangs in the same case, and those of a second mesh find addresses that a destroyed one left behind.
 """
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -125,7 +128,7 @@ class Mesh:
         self.topology = topology
         self.rank = dist.get_rank()
         self._created: list[dist.ProcessGroup] = []
-        self._splitter = _splitter()
+        self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
         hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
         self._hops = {hop: self._create(*hop) for hop in hops}
@@ -182,9 +185,10 @@ class Mesh:
             return dist.group.WORLD
         groups, name = self.plan.groups(lo, hi), f"zero_topo {lo} to {hi}"
         if self._splitter is not None:
-            own = dist.split_group(split_ranks=groups, group_desc=name, backend=self._splitter)
+            own = dist.split_group(split_ranks=groups, timeout=self._timeout, group_desc=name, backend=self._splitter)
         else:
-            made = [dist.new_group(ranks, group_desc=name) for ranks in groups]
+            with _unbound():
+                made = [dist.new_group(ranks, timeout=self._timeout, group_desc=name) for ranks in groups]
             own = next(group for group in made if isinstance(group, dist.ProcessGroup))
         assert own is not None
         self.calls += len(groups) if self._splitter is None else 1
@@ -217,6 +221,24 @@ class Mesh:
             dist.destroy_process_group(group)
         self._created.clear()
         self._hops.clear()
+
+
+def _timeout() -> timedelta | None:
+    """How long collectives of the world may take, as it was set for the world; None if its backends do not say."""
+    world: Any = dist.group.WORLD
+    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    return max((told._timeout for told in options if hasattr(told, "_timeout")), default=None)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """The world without its device, of which each new group would be split; see the note of this module."""
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _splitter() -> str | None:

@@ -96,6 +96,23 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
     message = torch.zeros(TritSpec(block).nbytes(10, 0), dtype=torch.uint8, device=device)
     message[TritSpec(block).trits_offset(10, 0) :] = torch.arange(2 * block, device=device).to(torch.uint8)
     check_apply(backend, case, Messages(message.view(1, 1, 1, -1)))
+    for add in (0.01, -0.01, torch.inf, torch.nan):
+        check_edited(backend, block, add, device)
+
+
+def check_edited(backend: Any, block: int, add: float, device: str) -> None:
+    """Masters change after they were assessed: the message says what becomes of the owner's codes all the same."""
+    case, ops = Case(single(69, block), "mixed", device), CodeOps(backend, SparseOps("reference", reference))
+    owner, replica, expected = case.copy(), case.copy(), case.copy()
+    masters, part, size = case.masters(0), case.part, TritSpec(block).nbytes(69, 69)
+    change = OPS.assess(masters, owner, part)
+    masters.table[:, ::3] += add
+    message = ops.emit(masters, owner, part, change, size)
+    backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica, part)
+    assert_same(replica.held, owner.held, "the replica of masters that were edited")
+    if math.isfinite(add):
+        OPS.emit(masters, expected, part, change, size)
+        assert_same(owner.held, expected.held, "codes of masters that were edited")
 
 
 def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:

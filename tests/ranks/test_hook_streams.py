@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks.test_streams import DeepSpeed, job
+from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.engine import hook
 from zero_topo.engine.seam import Stock
+from zero_topo.engine.state_offload import HostCopies
 
 
 class Copies(TorchDispatchMode):
@@ -82,3 +85,106 @@ def test_gradients_for_the_host_are_converted_on_the_device() -> None:
         assert copies.seen == [(torch.float32, torch.float32, True)] * len(grads)
         assert waited.call_count == 1
         assert torch.equal(torch.cat(grads), torch.cat([rows[:, a:b].float().view(-1) for a, b in deepspeed.columns]))
+
+
+def save(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``save_checkpoint``: masters, and what is saved beside them."""
+    optimizer.checkpoint_event_prologue()
+    deepspeed.engine.state_dict()
+    get(deepspeed, optimizer)
+
+
+def load(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``load_checkpoint``: DeepSpeed fills masters and the flat parameter buffer first."""
+    engine = deepspeed.engine
+    held = torch.zeros(engine.layout.columns, dtype=torch.bfloat16)
+    saved = {"zero_topo": {"degrees": engine.config.plan.degrees(), "sync": {}, "held": held}}
+    optimizer.checkpoint_event_prologue()
+    for master in deepspeed.masters:
+        master.mul_(0.5)
+    engine.weights.own_row.mul_(0.5)
+    engine.load_state_dict(saved)
+    engine.restart()
+
+
+def edit_masters(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``safe_set_full_fp32_param`` and ``safe_set_local_fp32_param``."""
+    param = SimpleNamespace(requires_grad=False)  # nothing is shared in this world
+    optimizer.set_full_hp_param(deepspeed.masters[0], param)
+    deepspeed.step()
+    optimizer.set_local_hp_param(deepspeed.masters[0], param)
+
+
+def get(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``safe_get_full_fp32_param`` and optimizer states."""
+    assert all(table.clone().isfinite().all() for table in deepspeed.masters)
+
+
+def edit_weights(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``GatheredParameters``."""
+    for slot in (2, 5):
+        whole = deepspeed.fetch([slot], "gather_exact")[0]
+        deepspeed.engine.weights.write_back(slot, whole + 1)
+
+
+def offload(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``offload_states``, and back."""
+    optimizer.offload_states(pin_memory=False)
+    optimizer.reload_states()
+
+
+def evaluate(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """A forward pass alone."""
+    deepspeed.forward()
+
+
+def zero_grad(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """What is accumulated is dropped."""
+    deepspeed.engine.gradients.zero()
+
+
+def check(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``debug_checks``: all copies are read."""
+    deepspeed.engine.weights.finish()
+    assert all(copy.clone().numel() for copy in deepspeed.engine.weights.copies())
+
+
+def nothing(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """A step follows, whose forward pass needs not all parameters."""
+    deepspeed.fetch([0], "gather_forward")
+    deepspeed.step()
+
+
+def settle(deepspeed: DeepSpeed, optimizer: Any) -> None:
+    """``destroy``, after which memory is used again."""
+    deepspeed.engine.settle()
+    for table in (*deepspeed.masters, *deepspeed.engine.weight_tensors()):
+        table.zero_()
+
+
+OPERATIONS: tuple[Callable[[DeepSpeed, Any], None], ...] = (
+    *(save, load, edit_masters, get, edit_weights, offload, evaluate, zero_grad, check, nothing, settle),
+)
+
+
+@pytest.mark.parametrize("name", ["codes", "q4", "topo", "zero++ quantized", "hsdp"])
+def test_whatever_follows_a_step(name: str) -> None:
+    """Each public operation at once after a step, while publish is under way."""
+    stock = {name: MagicMock() for name in ("offload_states", "reload_states", "checkpoint_event_prologue")}
+    with job(BLOCKS[name], overlap_comm=True) as deepspeed, hooked(deepspeed, offload=False) as optimizer:
+        stock["empty_partition_cache"] = MagicMock()
+        optimizer.__dict__ |= {
+            "fp32_partitioned_groups_flat": deepspeed.masters,
+            "lp_param_buffer": deepspeed.engine.weights.own_row,
+            "fp16_partitioned_groups_flat": [],
+            "module": torch.nn.Module(),
+            "optimizer": SimpleNamespace(state={}),
+            "_host_copies": HostCopies(torch.device("cpu")),
+        }
+        for kind in ("full", "local"):
+            stock[f"set_{kind}_hp_param"] = MagicMock(side_effect=lambda table, *_: table.add_(1.0))
+        with patch.multiple(Stock, **stock):
+            for operation in OPERATIONS:
+                deepspeed.micro_batch(last=True)
+                deepspeed.step()
+                operation(deepspeed, optimizer)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -148,15 +150,35 @@ def test_ranks_that_know_unequally_many_groups_do_not_split(
     plan = Plan.build(machine, ("gpu", "node", "node", "world"))
     made: list[list[int]] = []
 
-    def new_group(ranks: list[int], group_desc: str) -> Any:
+    def new_group(ranks: list[int], group_desc: str, timeout: Any) -> Any:
+        assert dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is None
         made.append(ranks)
         return SplittingGroup(0, len(ranks)) if 3 in ranks else None
 
     with bound_world(8, 3, unequal=unequal) as world, patch.object(dist, "new_group", new_group):
         mesh = Mesh(plan, machine, plan.hops())
+        assert world.bound_device_id == torch.device("cpu", 0)
         assert world.splits == [] and mesh.calls == len(made) == sum(
             len(plan.groups(*pair)) for pair in mesh._hops if 1 < pair[1] // pair[0] < 8
         )
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_groups_wait_as_long_as_the_world(bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives a group its own default, ten minutes, whatever was set for the world."""
+    machine, wanted, given = emulated(2, 2, 2), timedelta(hours=3), []
+    plan = Plan.build(machine, ("gpu", "node", "node", "world"))
+
+    def make(*groups: Any, timeout: Any, **options: Any) -> Any:
+        given.append(timeout)
+        return SplittingGroup(0, 2)
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0" if bound else "2.6.0")
+    monkeypatch.setattr(SplittingGroup, "options", SimpleNamespace(_timeout=wanted))
+    monkeypatch.setattr(dist, "split_group" if bound else "new_group", make)
+    with bound_world(8, 3):
+        calls = Mesh(plan, machine, plan.hops()).calls
+    assert given == [wanted] * calls and calls > 1
 
 
 def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:

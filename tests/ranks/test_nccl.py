@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -16,32 +15,15 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.nccl import RuleError, nccl_rules
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import PLAIN, SCHEMES, World, shuffled, world
+from tests.ranks.worlds import BLOCKS, World, shuffled, world
 from zero_topo import AdamS
 from zero_topo.collectives.exchange import to_all, to_each_uneven
 from zero_topo.mesh import Hop, Mesh
 from zero_topo.topology.presets import emulated
 
-NUMELS = (5, 64, 501, 512)
+NUMELS = (5, 64, 501, 512, 512)
 PERSISTENT = (1, 3)
-SMALL = {"block_size": 64}
-Q4 = {"sync": {"mode": "quantized", "bits": 4, **SMALL}, "publish": {"delta": "int4", **SMALL}}
-SHARES = ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
-BLOCKS: dict[str, dict[str, Any]] = {
-    **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
-    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
-    "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
-    "q4": {"scheme": "topo", **Q4},
-    "codes": {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}},
-    "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
-    **{
-        mode: {"scheme": "topo", "sync": {"mode": mode}}
-        for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc")
-    },
-    "oktopk": {"scheme": "topo", "sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
-    "radius": {"scheme": "topo", "sync": {"mode": "radius", "start": 1, "interval": 2}},
-    "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
-}
+PARTS = (slice(0, 2), slice(2, 5))
 
 
 @contextmanager
@@ -77,14 +59,14 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
                 gathered(trainer, phase, order)
             grads = w.grads(rank, step)
             for last in (False, True):
-                for bucket in (slice(2, 4), slice(0, 2)):
+                for bucket in reversed(PARTS):
                     engine.gradients.scatter(range(len(NUMELS))[bucket], grads[bucket], last)
             engine.gradients.sync()
             trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
             masters = trainer.table(trainer.masters)
             if not weights.needs_masters:
                 weights.optimizer_rows().copy_(masters)
-            for part in (range(2), range(2, 4)):
+            for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
                 engine.publish(part, masters[:, begin:end] if weights.needs_masters else None)
             assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,15 +13,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.bare import fake_world
-from tests.ranks.worlds import PLAIN, SCHEMES, world
+from tests.ranks.worlds import BLOCKS, world
 from tests.streams import MAIN, Device, symbolic_device
 from zero_topo.sync import Moment
 
-NUMELS = (40, 7, 64, 512)
-GROUPS = (range(2), range(2, 4))
-"""Slots that DeepSpeed's optimizer updates at once."""
-PERSISTENT = [1, 2]
-SMALL = {"block_size": 64}
+
+@dataclass(frozen=True)
+class Model:
+    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, and modules."""
+
+    numels: tuple[int, ...]
+    groups: tuple[range, ...]
+    modules: tuple[tuple[int, ...], ...]
+
+
+MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)))
+"""Matrices, of which three have codes, and vectors that are updated apart, as where these do not decay."""
+PERSISTENT = [1, 5]
+CHUNK = 1100
+"""Elements of a run: two matrices."""
 
 
 class DeepSpeed:
@@ -31,21 +42,24 @@ class DeepSpeed:
         block: of the config.
         overlap_comm: whether gathers and scatters have streams of their own.
         offload: masters on the host: what is published from them is a temporary copy.
+        model: what is trained.
     """
 
-    def __init__(self, device: Device, block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> None:
-        self.device, self.offload = device, offload
+    def __init__(
+        self, device: Device, block: dict[str, Any], overlap_comm: bool, offload: bool = False, model: Model = MODEL
+    ) -> None:
+        self.device, self.offload, self.model = device, offload, model
         self.main = device.stream(MAIN)
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
-        w, self.moments = world(block, numels=NUMELS), list[Moment]()
-        self.engine = engine = w.engine(torch.bfloat16, 200, moments=lambda: self.moments, persistent=PERSISTENT)
+        w, self.moments = world(block, numels=model.numels), list[Moment]()
+        self.engine = engine = w.engine(torch.bfloat16, CHUNK, moments=lambda: self.moments, persistent=PERSISTENT)
         engine.weights.publish_world()
-        spans = [engine.layout.spans(slots) for slots in GROUPS]
+        spans = [engine.layout.spans(slots) for slots in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
         self.masters = [engine.weights.optimizer_rows()[:, a:b].float() for a, b in self.columns]
 
-    def fetch(self, slots: list[int], phase: str) -> list[Tensor]:
+    def fetch(self, slots: Sequence[int], phase: str) -> list[Tensor]:
         """As its coordinator does for one module."""
         with self.gathers:
             handle = self.engine.weights.gather(slots, phase)
@@ -59,14 +73,17 @@ class DeepSpeed:
         for tensor in whole:
             tensor.record_stream(self.main)  # type: ignore[arg-type]
 
-    def micro_batch(self, last: bool) -> None:
-        """Forward, backward, and a bucket of gradients for each module."""
-        modules = [[0, 1], [2], [3]]
-        for slots in modules:
+    def forward(self) -> None:
+        """A forward pass, which is all of an evaluation."""
+        for slots in self.model.modules:
             whole = self.fetch(slots, "gather_forward")
             assert torch.stack([tensor.float().sum() for tensor in whole]).isfinite().all()
             self.release(whole)
-        for slots in reversed(modules):
+
+    def micro_batch(self, last: bool) -> None:
+        """Forward, backward, and a bucket of gradients for each module."""
+        self.forward()
+        for slots in reversed(self.model.modules):
             whole = self.fetch(slots, "gather_backward")
             grads = [w * 0.01 for w in whole]
             self.release(whole)
@@ -82,7 +99,7 @@ class DeepSpeed:
         """The optimizer's step, one sub-group after the other."""
         self.engine.gradients.sync()
         if not skipped:
-            for group in range(len(GROUPS)):
+            for group in range(len(self.model.groups)):
                 self.update(group)
             begins = [begin for begin, _ in self.columns]
             means = [torch.zeros_like(master) for master in self.masters]
@@ -96,51 +113,34 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            self.engine.publish(GROUPS[group], new.clone() if self.offload else new)
+            self.engine.publish(self.model.groups[group], new.clone() if self.offload else new)
         else:
             weights.optimizer_rows()[:, begin:end].copy_(new)
-            self.engine.publish(GROUPS[group])
+            self.engine.publish(self.model.groups[group])
 
 
 @contextmanager
-def job(block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> Iterator[DeepSpeed]:
+def job(block: dict[str, Any], overlap_comm: bool, **options: Any) -> Iterator[DeepSpeed]:
     """Rank 0 of 8, pretended."""
     with fake_world(8), symbolic_device() as device:
-        yield DeepSpeed(device, block, overlap_comm, offload)
+        yield DeepSpeed(device, block, overlap_comm, **options)
 
 
 def trained(block: dict[str, Any], overlap_comm: bool, offload: bool = False) -> None:
     """Steps of two micro-batches or one, with one that is skipped, and an edit."""
-    with job(block, overlap_comm, offload) as deepspeed:
+    with job(block, overlap_comm, offload=offload) as deepspeed:
         weights = deepspeed.engine.weights
         for step in range(3):
             if step != 1:
                 deepspeed.micro_batch(last=False)
             deepspeed.micro_batch(last=True)
             deepspeed.step(skipped=step == 1)
-        weights.write_back(2, torch.ones(NUMELS[2], dtype=torch.bfloat16))
+        weights.write_back(2, torch.ones(512, dtype=torch.bfloat16))
         deepspeed.micro_batch(last=True)
         deepspeed.step()
         weights.finish()
         for copy in weights.copies():
             copy.sum()
-
-
-BLOCKS: dict[str, dict[str, Any]] = {
-    "codes": {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}},
-    **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
-    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
-    "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
-    "q4": {
-        "scheme": "topo",
-        "sync": {"mode": "quantized", "bits": 4, **SMALL},
-        "publish": {"delta": "int4", **SMALL},
-    },
-    "radius": {"scheme": "topo", "sync": {"mode": "radius", "start": 1, "interval": 2}},
-    "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
-    "oktopk": {"scheme": "topo", "sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
-    "tagc": {"scheme": "topo", "sync": {"mode": "tagc"}},
-}
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,34 @@ PLAIN = {"weights": None, "secondary": None, "gradients": None}
 
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")
 """All but mics, which is hsdp (`tests/unit/test_config_resolve.py`)."""
+
+SMALL = {"block_size": 64}
+Q4: dict[str, Any] = {"mode": "quantized", "bits": 4, **SMALL}
+OKTOPK: dict[str, Any] = {"mode": "oktopk", "tau": 2, "tau_prime": 2}
+SPARSE: dict[str, dict[str, Any]] = {
+    **{mode: {"mode": mode} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "tagc", "ternary")},
+    "oktopk": OKTOPK,
+    "sharded": {**OKTOPK, "sharded": True},
+    "offloaded": {"mode": "topk_a", "offload_residual": True},
+    "radius": {"mode": "radius", "start": 1, "interval": 2},
+}
+"""Settings of the sparse modes that any plan may have."""
+
+CODES: dict[str, Any] = {"scheme": "topo", "quantize": {"resident": "int8", **SMALL}}
+BLOCKS: dict[str, dict[str, Any]] = {
+    **{scheme: {"scheme": scheme, "quantize": PLAIN} for scheme in SCHEMES},
+    "quantized": {"scheme": "topo", "quantize": {"weights": "int8", "secondary": "int8", **SMALL}},
+    "zero++ quantized": {"scheme": "zero++", "quantize": {"weights": "int8", "gradients": "int4", **SMALL}},
+    "q4": {"scheme": "topo", "sync": Q4, "publish": {"delta": "int4", **SMALL}},
+    "all-reduce": {"scheme": "topo", "sync": {"mode": "dense", "reduce": "all_reduce"}},
+    "scape": {"scheme": "topo", "optimizer": "node", "sync": {"mode": "scape", "warmup": 0}},
+    "codes": CODES,
+    "topo-zero2": {**CODES, "scheme": "topo-zero2"},
+    "codes, q4": {**CODES, "sync": Q4},
+    "codes, oktopk": {**CODES, "sync": OKTOPK},
+    **{name: {"scheme": "topo", "sync": sync} for name, sync in SPARSE.items()},
+}
+"""Every scheme and mode, in the tests of what they all must keep."""
 
 
 @dataclass(frozen=True)

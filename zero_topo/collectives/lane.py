@@ -104,9 +104,13 @@ class Lane:
         """
         if self._stream is None:
             return work()
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
+        caller = torch.accelerator.current_stream()
+        self._stream.wait_stream(caller)
+        torch.accelerator.set_stream(self._stream)  # torch.Stream is a context from torch 2.7 on
+        try:
             return work()
+        finally:
+            torch.accelerator.set_stream(caller)
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -305,10 +305,12 @@ class TopoStage3(GradientHooks):
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        self.topo.weights.finish()  # publish reads the masters
         super().set_full_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 
     def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        self.topo.weights.finish()
         super().set_local_hp_param(value, param, optim_state_key)
         self._share_edit(param, optim_state_key)
 

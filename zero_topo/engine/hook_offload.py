@@ -72,8 +72,9 @@ class OffloadHooks(Stock):
             raise RuntimeError(f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() first")
 
     def checkpoint_event_prologue(self) -> None:
-        """Before a checkpoint is saved or loaded."""
+        """Before a checkpoint is saved or loaded; DeepSpeed fills masters and weights itself then. Collective."""
         self.require_states()
+        self.topo.weights.finish()
         super().checkpoint_event_prologue()
 
     def _offloadable(self) -> dict[OffloadStateTypeEnum, Callable[[], Iterable[Tensor]]]:

@@ -312,6 +312,7 @@ class Stage3:
         The residuals of sync, and what the weights that all hold need beside the masters. One entry for DeepSpeed's own
         dictionary, or none if there is neither.
         """
+        self.weights.finish()
         held = self.weights.state_dict()
         sync = self.gradients.state_dict()
         owed = self.gradients.mode.owed()
@@ -337,6 +338,7 @@ class Stage3:
         """
         entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
         state = entry if isinstance(entry, Mapping) else {}
+        self.weights.finish()
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None

@@ -7,8 +7,9 @@ Note [Codes]
     while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite; else it becomes ``(top * 1.0625) / 127``, and
     the block escapes. A ``top`` below 2**-100 has scale 0 and codes 0; one that is NaN, or whose scale would not be
     finite, has scale NaN and codes 0, so that gathered weights show it. Every step is one FP32 operation, correctly
-    rounded. So blocks change their scales rarely, and a code changes only when its weight has moved by about a whole
-    code.
+    rounded. A block that does not escape goes one step towards these codes at most, by the digits that are sent: all
+    copies stay equal even if a master is edited between :meth:`CodeOps.assess` and :meth:`CodeOps.emit`. So blocks
+    change their scales rarely, and a code changes only when its weight has moved by about a whole code.
 """
 
 from __future__ import annotations

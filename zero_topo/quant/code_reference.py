@@ -39,16 +39,17 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
     """Bring codes and scales up to date, and write scales, codes and trits of the message."""
     spec, n, block = TritSpec(codes.block), part.blocks, codes.block
-    new = _codes(_values(masters, codes, part), change.scales)
-    changes = new - _held(codes, part, masters.member)[0]
+    new, old = _codes(_values(masters, codes, part), change.scales), _held(codes, part, masters.member)[0]
+    changes = (new - old).clamp_(-1, 1).nan_to_num_(0.0)
     count = int(change.count)
-    whole = change.order[n - count :]
+    kept, whole = change.order[: n - count], change.order[n - count :]
+    new[kept] = old[kept] + changes[kept]
     at = spec.scales_offset(n)
     message[at : at + 4 * count].copy_(change.scales[whole].view(torch.uint8))
     at = spec.codes_offset(n, count)
     message[at : at + block * count].copy_(new[whole].to(torch.int8).view(torch.uint8).view(-1))
     digits = changes.new_zeros(-(-(n - count) // GROUP) * GROUP, block)
-    digits[: n - count] = changes[change.order[: n - count]] + 1
+    digits[: n - count] = changes[kept] + 1
     packed = (digits.view(-1, GROUP, block) * _powers(message.device)[:, None]).sum(1)
     at = spec.trits_offset(n, count)
     message[at : at + packed.numel()].copy_(packed.to(torch.uint8).view(-1))

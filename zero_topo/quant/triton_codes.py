@@ -221,16 +221,24 @@ def _emit(made: _Made, held: _Held, own: _Own, SIZE: tl.constexpr, GROUPS: tl.co
 
 
 @triton.jit
-def _renewed(made: _Made, held: _Held, own: _Own, place: tl.tensor, exists: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
-    """Bring codes in these places of the order up to date: new and old ones, their scales and where these are."""
+def _renewed(made: _Made, held: _Held, own: _Own, at: tl.tuple, WHOLE: tl.constexpr, SIZE: tl.constexpr) -> tl.tuple:
+    """Bring codes in these places of the order up to date: codes or steps, their scales and where these are.
+
+    Codes that are not sent whole go one step towards their masters, which may have been edited since `_assess`.
+    """
+    place, exists = at
     block = tl.load(made.order + place, mask=exists, other=0)
     codes, scales_at, row, first, left = _places(held, block, own.member >> 2, SIZE)
     scale = tl.load(made.scales + block)
     new = _coding(_values(own, row, first, left, SIZE), scale)
     pointers = _bytes(held.data, codes, SIZE)
-    old = tl.load(pointers).to(tl.float32)
+    sent = new
+    if not WHOLE:
+        old = tl.load(pointers).to(tl.float32)
+        sent = tl.where(new > old, 1.0, 0.0) - tl.where(new < old, 1.0, 0.0)
+        new = old + sent
     tl.store(pointers, new.to(tl.int8), mask=exists[:, None])
-    return new, old, scale, scales_at
+    return sent, scale, scales_at
 
 
 @triton.jit
@@ -240,8 +248,8 @@ def _emit_trits(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.cons
     packed = tl.zeros((GROUPS, SIZE), tl.float32)
     for k in tl.static_range(FIVE):
         place = group * FIVE + k
-        new, old, _, _ = _renewed(made, held, own, place, place < stay, SIZE)
-        packed += tl.where((place < stay)[:, None], (new - old + 1.0) * (3.0**k), 0.0)
+        step, _, _ = _renewed(made, held, own, (place, place < stay), False, SIZE)
+        packed += tl.where((place < stay)[:, None], (step + 1.0) * (3.0**k), 0.0)
     trits = _bytes(made.message, tl.multiple_of(trits_at + group * SIZE, 16), SIZE)
     tl.store(trits, packed.to(tl.int32).to(tl.int8), mask=(group * FIVE < stay)[:, None])
 
@@ -252,7 +260,7 @@ def _emit_whole(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.cons
     number = first + tl.arange(0, GROUPS)
     exists = number < escaped
     place = (held.blocks >> 2) - escaped + number
-    new, _, scale, scales_at = _renewed(made, held, own, place, exists, SIZE)
+    new, scale, scales_at = _renewed(made, held, own, (place, exists), True, SIZE)
     tl.store(_floats(held.data + scales_at), scale, mask=exists)
     tl.store(_floats(made.message + scales) + number, scale, mask=exists)
     whole = _bytes(made.message, tl.multiple_of(whole_at + number * SIZE, 16), SIZE)
