@@ -120,7 +120,7 @@ class ReadsAWeight(Net):
         super().__init__(width=64, depth=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(nn.functional.linear(self.blocks[0](self.inp(x)), self.blocks[1][1].weight))
+        return self.out(nn.functional.linear(self.blocks[0](self.inp(x)), self.blocks.get_parameter("1.1.weight")))
 
 
 @pytest.mark.parametrize("scheme", ["topo", "zero++"])
@@ -161,7 +161,7 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
     zero_topo = block("topo", quantize=quantize)
     models = [owned(kind, zero_topo) for kind in kinds]
     both = [next(model) for model in models]
-    params = [param for model in both for param in model.parameters()]
+    params: list[Any] = [param for model in both for param in model.parameters()]
     with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
         for param in params:
             param.data.fill_(0.5 if dist.get_rank() == 0 else -1.0)
@@ -178,8 +178,8 @@ def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str]
         group[0].all_gather_coalesced(group).wait()
         assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
         group[0].partition(group)
-    for model in models:
-        next(model, None)
+    for ends in models:
+        next(ends, None)
 
 
 def test_stocks_ways_to_gather_and_reduce_change_nothing() -> None:

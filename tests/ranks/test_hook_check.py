@@ -125,7 +125,7 @@ def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pyt
         def wrapper(self: Any) -> Any:
             return wrapper, empty, function
 
-        if function is None:
+        if not function.__name__:
             empty = 0
         return wrapper
 
