@@ -225,8 +225,8 @@ def _notes(
         what = what if codes[0] is None else "as the INT8 values that changed, lossless"
         yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
     if len(plan.route(1, plan.gradients)) > 1:
-        across = plan.gradients // plan.inner
-        yield f"reduce-scatter of gradients in two steps: {plan.inner} ranks inside a node, then {across} nodes"
+        steps = [hi // lo for lo, hi in plan.route(1, plan.gradients)]
+        yield f"reduce-scatter of gradients in two steps: {steps[0]} ranks inside a node, then {steps[1]} nodes"
 
 
 def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[str]:

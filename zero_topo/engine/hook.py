@@ -141,6 +141,8 @@ class TopoStage3(GradientHooks):
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if has("use_muon") and self.use_muon:
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
+        for param in self.module.parameters():  # zero.Init puts them on the host if its config has offload_param
+            param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
         self.slots = {param.ds_id: index for index, param in enumerate(params)}
