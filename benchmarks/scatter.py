@@ -58,9 +58,7 @@ def run(bench: ScatterBench, tick: Tick) -> GrowingRecord:
     """Measure every width and number of ranks.
 
     Yields:
-        The record so far; ``results``: for each the ``bytes`` of a rank's message to another and, of each parameter, in
-        ``parameters``: its ``dims``, the share of its elements that became ``zeros`` and the ``error``, relative to its
-        norm.
+        The record so far; ``results``: for each the ``bytes`` of a rank's message to another, and :func:`losses`.
     """
     settings = {"layers": bench.layers, "steps": bench.steps, "shape": SHAPE, "spec": str(INT4)}
     results: list[dict[str, Any]] = []
@@ -97,12 +95,27 @@ def sent(grads: Mapping[str, Tensor], ranks: int, way: str) -> dict[str, Any]:
         read, written = ([shard_piece(of[n].view(-1), plan, ranks) for n in of if n in names] for of in (grads, came))
         if names:
             nbytes += through(read, written, spec, 1 if way == "joined" else spec.block_size)
-    parameters = {}
-    for name, grad in grads.items():
-        zeros = ((came[name] == 0) & (grad != 0)).float().mean()
-        error = (came[name] - grad).norm() / grad.norm()
-        parameters[name] = {"dims": grad.dim(), "zeros": float(zeros), "error": float(error)}
-    return {"bytes": nbytes, "parameters": parameters}
+    return {"bytes": nbytes, **losses(grads, came)}
+
+
+def losses(grads: Mapping[str, Tensor], came: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What is lost of gradients, relative to the norm of each.
+
+    Returns:
+        Of vectors the mean share of elements that became ``zeros``, the mean ``error``, and the ``largest`` with the
+        name of its parameter, ``worst``; of ``matrices`` the mean error.
+    """
+    errors = {name: float((came[name] - grad).norm() / grad.norm()) for name, grad in grads.items()}
+    vectors = [name for name, grad in grads.items() if grad.dim() == 1]
+    zeros = [float(((came[name] == 0) & (grads[name] != 0)).float().mean()) for name in vectors]
+    worst = max(vectors, key=errors.__getitem__)
+    return {
+        "zeros": fmean(zeros),
+        "error": fmean(errors[name] for name in vectors),
+        "largest": errors[worst],
+        "worst": worst,
+        "matrices": fmean(errors[name] for name in errors.keys() - vectors),
+    }
 
 
 def through(read: Sequence[Piece], written: Sequence[Piece], spec: Format, block: int) -> int:
@@ -118,17 +131,8 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     cells = []
     for first in range(0, len(results), len(WAYS)):
         ways = results[first : first + len(WAYS)]
-        vectors, matrices = (
-            [[p for p in way["parameters"].values() if (p["dims"] == 1) == small] for way in ways]
-            for small in (True, False)
-        )
-        figures = (
-            [f"{fmean(p['zeros'] for p in of):.0%}" for of in vectors],
-            [f"{fmean(p['error'] for p in of):.0%}" for of in vectors],
-            [f"{max(p['error'] for p in of):.0%}" for of in vectors],
-            [f"{fmean(p['error'] for p in of):.0%}" for of in matrices],
-            [f"{way['bytes']:,}" for way in ways],
-        )
+        shares = [[f"{way[key]:.0%}" for way in ways] for key in ("zeros", "error", "largest", "matrices")]
+        figures = [*shares, [f"{way['bytes']:,}" for way in ways]]
         cells.append([f"{ways[0]['width']:,}", str(ways[0]["ranks"]), *(" → ".join(found) for found in figures)])
     return cells
 
@@ -136,8 +140,10 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a record's table."""
     console = wide_console(120, console)
-    console.print(f"Zeros, mean and worst error of vectors; of matrices; bytes to each rank: {' → '.join(WAYS)}")
-    made = figures_table(("width", "ranks", "zeros", "error", "worst", "matrices", "bytes"))
+    console.print(
+        f"Zeros, mean and largest error of vectors; error of matrices; bytes to each rank: {' → '.join(WAYS)}"
+    )
+    made = figures_table(("width", "ranks", "zeros", "error", "largest", "matrices", "bytes"))
     for cells in rows(content["results"]):
         made.add_row(*cells)
     console.print(made)
