@@ -4,12 +4,12 @@
 Note [One call makes all groups of a hop]
     Where the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
     world's, which takes all ranks: with ``new_group`` one collective of the world for each group, 65,864 of them at
-    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (torch 2.11
-    and later, pytorch#173687; relied on from 2.13). It names a group by its ranks and by how many groups the rank is in. Where ranks are in
-    unequally many, be it only in the user's own code, members know one group by different names, and
+    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks
+    (pytorch#173687; relied on from torch 2.13 on). It names a group by its ranks and by how many groups the rank is in.
+    Where ranks are in unequally many, be it only in the user's own code, members know one group by different names, and
     ``destroy_process_group``, which goes by name, hangs (pytorch#190431). Then, with an older torch, and on every other
-    backend, all ranks create all groups of a hop in one order, numbered alike. The world's device is unset meanwhile, so
-    that nothing is split: groups of others cost microseconds, own ones connect at their first collective.
+    backend, all ranks create all groups of a hop in one order, numbered alike. The world's device is unset meanwhile,
+    so that nothing is split: groups of others cost microseconds, own ones connect at their first collective.
     ``use_local_synchronization``, by which a rank creates only its own, has the same names, and gloo's members meet by
     name: it hangs in the same case, and those of a second mesh find addresses that a destroyed one left behind.
 """
@@ -232,7 +232,7 @@ def _timeout() -> timedelta | None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """The world without its device, of which each new group would be split (Note [One call makes all groups of a hop])."""
+    """The world without its device, of which each new group would be split; see the note of this module."""
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:

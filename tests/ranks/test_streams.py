@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from benchmarks.bare import fake_world
 from tests.ranks.worlds import BLOCKS, world
 from tests.streams import MAIN, Device, symbolic_device
+from zero_topo.engine.resident import CodePublisher
 from zero_topo.sync import Moment
 
 
@@ -25,6 +27,12 @@ class Model:
     numels: tuple[int, ...]
     groups: tuple[range, ...]
     modules: tuple[tuple[int, ...], ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of each parameter, its place in the order in which modules have them."""
+        slots = [slot for module in self.modules for slot in module]
+        return tuple(map(slots.index, range(len(slots))))
 
 
 MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)))
@@ -52,7 +60,7 @@ class DeepSpeed:
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
         w, self.moments = world(block, numels=model.numels), list[Moment]()
-        self.engine = engine = w.engine(torch.bfloat16, CHUNK, moments=lambda: self.moments)
+        self.engine = engine = w.engine(torch.bfloat16, CHUNK, moments=lambda: self.moments, order=model.order)
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
@@ -165,7 +173,7 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
         else:
             deepspeed.engine.weights.publish()
             deepspeed.engine.weights.finish()
-        done = [name for _, name in deepspeed.device.log]
+        done = [name for _, name, _ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
 
 
@@ -176,7 +184,46 @@ def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
         weights.finish()
         deepspeed.device.log.clear()
         first = [weights.gather([slot], "gather_forward") for slot in (0, 2)]
-        begun = [where for where in deepspeed.device.log if where[1] == "exchange"]
+        begun = [stream for stream, name, _ in deepspeed.device.log if name == "exchange"]
         for handle in reversed(first):
             handle.wait()
-    assert begun == [("nccl 4-8", "exchange"), ("nccl 1-4", "exchange")] * 2
+    assert begun == ["nccl 4-8", "nccl 1-4"] * 2
+
+
+LAYERS = 5
+ONE_GROUP = Model((512, 7) * LAYERS, (range(2 * LAYERS),), tuple((2 * i, 2 * i + 1) for i in range(LAYERS)))
+TWO_GROUPS = Model(
+    (512,) * LAYERS + (7,) * LAYERS,
+    (range(LAYERS), range(LAYERS, 2 * LAYERS)),
+    tuple((i, LAYERS + i) for i in range(LAYERS)),
+)
+"""The same, but that vectors do not decay."""
+
+
+@pytest.mark.parametrize("name", ["codes", "topo", "q4"])
+def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
+    """The first module waits for the runs that it needs, also if its vectors are a parameter group of their own."""
+    waited = []
+    for model in (ONE_GROUP, TWO_GROUPS):
+        with job(BLOCKS[name], overlap_comm=True, model=model) as deepspeed:
+            deepspeed.micro_batch(last=True)
+            deepspeed.engine.gradients.sync()
+            deepspeed.device.log.clear()
+            deepspeed.step()
+            ends = [(stream, number) for stream, name, number in deepspeed.device.log if name == "exchange"]
+            deepspeed.fetch(model.modules[0], "gather_forward")
+            clock = deepspeed.device.clocks[MAIN]
+            waited.append(sum(number <= clock.get(stream, 0) for stream, number in ends))
+            assert waited[-1] < len(ends)
+    run_of_vectors = 2  # exchanges: one for each hop
+    assert waited[1] <= waited[0] + run_of_vectors
+
+
+def test_the_host_waits_once_in_a_step() -> None:
+    """However many sub-groups with codes there are: their sizes are asked for together."""
+    model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
+    with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        with patch.object(CodePublisher, "_most", autospec=True, side_effect=CodePublisher._most) as most:
+            deepspeed.step()
+    assert most.call_count == 1

@@ -75,10 +75,11 @@ class World:
         chunk: int = 1 << 20,
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = tuple,
+        order: tuple[int, ...] = (),
     ) -> Stage3:
         """This rank's engine, weights still zero."""
         setup = bare_setup(self.numels, dtype, chunk, loss_scale, moments)
-        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE)))
+        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE), order=order))
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""

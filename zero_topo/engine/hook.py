@@ -151,6 +151,7 @@ class TopoStage3(GradientHooks):
             loss_scale=lambda: float(self.loss_scale),
             moments=self._moments,
             frozen=self.frozen.shapes,
+            order=tuple(param.ds_id for param in params),  # counted as modules make them
         )
         self.topo = Stage3(self._topo_config, setup)
         row = self.topo.weights.own_row
@@ -292,6 +293,8 @@ class TopoStage3(GradientHooks):
         if weights.needs_masters:
             device = weights.optimizer_rows().device
             weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
+            if rows.device != device:
+                weights.begin()  # else copies of all masters would be on the device at once
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))

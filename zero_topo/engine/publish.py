@@ -9,15 +9,17 @@ Note [Delta publish]
     up to whole blocks, so a norm never shares a scale with a matrix.
 
 Note [Publish under forward]
-    A run is published as soon as the optimizer has updated it, and is finished when a gather first needs one of its
-    parameters (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another
-    version than the present one raises instead of reading it.
+    Updated slots are collected over all sub-groups of the optimizer. At the end of the step all runs begin, in the
+    order in which the model needs them (:meth:`Publication.begin`): vectors, which often are a sub-group of their own,
+    are needed by the first module. A run is finished when a gather first needs one of its parameters
+    (:meth:`Publication.finish`). Every slot carries the version of its weights, and a gather of another version than
+    the present one raises instead of reading it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -26,7 +28,7 @@ from zero_topo.collectives.all_gather import all_gather_pieces, spread
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
+from zero_topo.collectives.pack import members, merged, places_of, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
@@ -42,34 +44,66 @@ class PublishOptions:
     run_numel: int
 
 
+@dataclass(frozen=True)
+class Updated:
+    """Consecutive slots, the FP32 masters that they are published from, if from these, and the first one's column."""
+
+    slots: range
+    masters: Tensor | None
+    first: int
+
+
 class Publication:
     """Publishes slots run by run, and knows which version of each is held.
 
     Args:
-        slots: how many there are.
+        sizes: elements of each slot, with padding.
+        order: of each slot, its place in the order in which the model needs them.
+        run_numel: elements of a run.
         route: ``(weights, optimizer)``.
         meter: counts under "publish".
         lane: where it runs.
     """
 
-    def __init__(self, slots: int, route: Route, meter: Meter, lane: Lane) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        order: Sequence[int],
+        run_numel: int,
+        *,
+        route: Route,
+        meter: Meter,
+        lane: Lane,
+    ) -> None:
+        self._sizes, self._order, self._run_numel = sizes, order, run_numel
         self._route, self._meter, self._lane = route, meter, lane
         self._counted = Counted(meter, "publish")
-        self._wanted = [0] * slots  # version of the weights, by slot
-        self._held = [0] * slots  # version that is held
+        self._wanted = [0] * len(sizes)  # version of the weights, by slot
+        self._held = [0] * len(sizes)  # version that is held
+        self._updated: list[Updated] = []
         self._pending: list[tuple[range, Handle[None]]] = []
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way to or from other ranks."""
-        return self._lane.overlaps and self._route.size > 1 and bool(self._pending)
+        return self._lane.overlaps and self._route.size > 1 and bool(self._pending or self._updated)
 
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
-        """Begin to publish some slots; each run with its handle."""
+    def _begin(self, runs: Sequence[Updated]) -> Iterator[tuple[range, Handle[None]]]:
+        """Begin to publish some runs; each with its handle."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Begin to publish all that was updated, what the model needs first at first; collective."""
+        if not self._updated:
+            return
+        updated, self._updated = self._updated, []
+        runs = [replace(of, slots=run) for of in updated for run in runs_of(of.slots, self._sizes, self._run_numel)]
+        runs.sort(key=lambda run: min(self._order[slot] for slot in run.slots))
+        with self._meter.timing("publish"):
+            self._pending += self._begin(runs)
+
     def start(self, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
-        """Begin to publish consecutive slots whose optimizer rows were updated; collective.
+        """Take note of consecutive slots whose optimizer rows were updated, for :meth:`begin`.
 
         Args:
             slots: the slots.
@@ -79,8 +113,7 @@ class Publication:
         assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
         for slot in slots:
             self._wanted[slot] += 1
-        with self._meter.timing("publish"):
-            self._pending += self._begin(slots, masters, first)
+        self._updated.append(Updated(slots, masters, first))
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
         """Finish what is under way for some slots, or for all; collective where publish takes two hops.
@@ -92,6 +125,8 @@ class Publication:
             RuntimeError: if a slot still is not of the present version.
         """
         wanted = set(range(len(self._wanted)) if slots is None else slots)
+        if not all(wanted.isdisjoint(of.slots) for of in self._updated):
+            self.begin()
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -126,15 +161,17 @@ class Publisher(Publication):
         self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
     ) -> None:
         plan = layout.plan
-        super().__init__(len(layout.numels), mesh.route(plan.weights, plan.optimizer), meter, lane)
+        sizes, route = layout.padded_numels, mesh.route(plan.weights, plan.optimizer)
+        super().__init__(sizes, layout.needed, options.run_numel, route=route, meter=meter, lane=lane)
         self._layout, self._primary, self._options = layout, primary, options
 
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
-        for part in runs_of(slots, self._layout.padded_numels, self._options.run_numel):
-            publish = partial(self._publish, self._layout.spans(part), masters, first)
-            yield part, self._lane.run(publish, [] if masters is None else [masters])
+    def _begin(self, runs: Sequence[Updated]) -> Iterator[tuple[range, Handle[None]]]:
+        for run in runs:
+            reads = [] if run.masters is None else [run.masters]
+            yield run.slots, self._lane.run(partial(self._publish, run), reads)
 
-    def _publish(self, spans: Sequence[Span], masters: Tensor | None, first: int) -> Handle[None]:
+    def _publish(self, run: Updated) -> Handle[None]:
+        spans, masters, first = self._layout.spans(run.slots), run.masters, run.first
         wire, by_member = self._options.wire, members(self._primary, self._route.size)
         spans = merged(spans, wire.block)
         pieces = span_pieces(by_member, spans, wire.block)

@@ -36,7 +36,7 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import wire_of
 from zero_topo.engine.gathers import gathered, together
-from zero_topo.engine.publish import Publication, runs_of
+from zero_topo.engine.publish import Publication, Updated
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Coded, Rows
 from zero_topo.engine.weights import WeightOptions, Weights, recorded_event
@@ -64,6 +64,7 @@ class CodeStore:
         codes: of the rank's weight shard, ``[N / W]`` rows of each slot.
         rows: ``N / W``.
         padded_numels: elements of each slot with its padding, over the whole world.
+        needed: of each slot, its place in the order in which the model needs them.
         messages: where the bytes of each slot begin and end.
     """
 
@@ -74,6 +75,7 @@ class CodeStore:
         self.rows = layout.plan.world_size // layout.plan.weights
         self.codes = Codes.build(spans, self.rows, options.block, device)
         self.padded_numels = tuple(layout.padded_numels[i] for i in slots)
+        self.needed = tuple(layout.needed[i] for i in slots)
         blocks = [-(-width // options.block) for _, width in spans]
         self._ends = list(accumulate(blocks, initial=0))
         sizes = (BlockSpec(8, options.block).nbytes(self.rows * count * options.block) for count in blocks)
@@ -129,21 +131,23 @@ class CodePublisher(Publication):
     """
 
     def __init__(self, store: CodeStore, route: Route, run_numel: int, meter: Meter, lane: Lane) -> None:
-        super().__init__(len(store.padded_numels), route, meter, lane)
-        self._store, self._run_numel = store, run_numel
+        super().__init__(store.padded_numels, store.needed, run_numel, route=route, meter=meter, lane=lane)
+        self._store = store
         self.most: dict[int, int] = {}
 
-    def _begin(self, slots: range, masters: Tensor | None, first: int) -> Iterator[tuple[range, Handle[None]]]:
-        assert masters is not None
-        store, own = self._store, Masters(masters, first, self._route.index)
-        runs = runs_of(slots, store.padded_numels, self._run_numel)
-        parts = [Part(*store.columns(run), store.rows // self._route.size, self._route.size) for run in runs]
-        changes = [store.ops.assess(own, store.codes, part) for part in parts]
-        for run, part, change, most in zip(runs, parts, changes, self._most(changes), strict=True):
-            self.most[run.start] = most
-            nbytes = TritSpec(store.codes.block).nbytes(part.blocks, most)
-            reads = [masters, change.scales, change.escaped, change.order, change.count]
-            yield run, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
+    def _begin(self, runs: Sequence[Updated]) -> Iterator[tuple[range, Handle[None]]]:
+        store, members, assessed = self._store, self._route.size, []
+        for run in runs:
+            assert run.masters is not None
+            own = Masters(run.masters, run.first, self._route.index)
+            part = Part(*store.columns(run.slots), store.rows // members, members)
+            assessed.append((own, part, store.ops.assess(own, store.codes, part)))
+        most = self._most([change for *_, change in assessed])
+        for run, (own, part, change), escaped in zip(runs, assessed, most, strict=True):
+            self.most[run.slots.start] = escaped
+            nbytes = TritSpec(store.codes.block).nbytes(part.blocks, escaped)
+            reads = [own.table, change.scales, change.escaped, change.order, change.count]
+            yield run.slots, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
 
     def _most(self, changes: Sequence[Change]) -> list[int]:
         """Of each run: how many blocks escape on the member that has most of them, which sizes all their messages.
@@ -188,7 +192,8 @@ class ResidentWeights:
         self.own = like.new_zeros(layout.shape(plan.optimizer))
         self._mesh, self._meter, self._run_numel = mesh, meter, options.run_numel
         slots = [i for i, is_coded in enumerate(coded) if not is_coded]
-        sub = Layout(replace(plan, secondary=None), layout.rank, tuple(layout.numels[i] for i in slots))
+        numels, order = (tuple(of[i] for i in slots) for of in (layout.numels, layout.needed))
+        sub = Layout(replace(plan, secondary=None), layout.rank, numels, order)
         sent = None if plan.weights == 1 else options.primary
         self._plain = Weights(sub, mesh, meter, replace(options, primary=sent, secondary=None), like, lane)
         ranges = [torch.arange(*span, device=like.device) for span in layout.spans(slots)]
@@ -244,8 +249,13 @@ class ResidentWeights:
         """Whether weights that were updated are still under way."""
         return self._publisher.busy or self._plain.publishing
 
+    def begin(self) -> None:
+        """Begin to publish all that was updated; collective."""
+        self._plain.begin()
+        self._publisher.begin()
+
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
-        """Begin to bring updated masters to all codes and plain shards. Collective.
+        """Take note of updated masters, for :meth:`begin`, which brings them to all codes and plain shards.
 
         Args:
             slots: consecutive slots; None is all.

@@ -12,7 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,11 +32,18 @@ class Layout:
         plan: the degrees.
         rank: this rank.
         numels: elements of each slot, in DeepSpeed's flat order.
+        order: of each slot, its place in the order in which the model needs them, as far as is known; else theirs.
     """
 
     plan: Plan
     rank: int
     numels: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def needed(self) -> Sequence[int]:
+        """:attr:`order`, or the slots' own."""
+        return self.order or range(len(self.numels))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class Setup:
         loss_scale: the present loss scale.
         moments: what the optimizer remembers now; empty before its first step.
         frozen: the parameters that no optimizer updates.
+        order: of each trained parameter, its place in the order in which the model needs them; empty is theirs.
     """
 
     numels: tuple[int, ...]
@@ -84,6 +85,7 @@ class Setup:
     loss_scale: Callable[[], float]
     moments: Callable[[], Sequence[Moment]]
     frozen: Shapes = Shapes()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Stage3:
         self.config = config
         self.setup = setup
         self.meter = Meter(config.meter)
-        self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
+        self.layout = Layout(config.plan, dist.get_rank(), setup.numels, setup.order)
         still = Layout(replace(config.plan, optimizer=config.plan.world_size), self.layout.rank, setup.frozen.numels)
         plans = [config.plan, still.plan] if still.numels else [config.plan]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
@@ -254,6 +256,7 @@ class Stage3:
         Raises:
             RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
+        self.weights.begin()
         self._lane.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:

@@ -150,8 +150,12 @@ class Weights:
         """Whether weights that were updated are still under way."""
         return self._publisher.busy
 
+    def begin(self) -> None:
+        """Begin to publish all that was updated; collective."""
+        self._publisher.begin()
+
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
-        """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
+        """Take note of updated optimizer rows, for :meth:`begin`, which brings them to the primary shards.
 
         Args:
             slots: consecutive slots; None is all.
