@@ -219,6 +219,16 @@ def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
     assert waited[1] <= waited[0] + run_of_vectors
 
 
+def test_all_of_publish_is_queued_when_a_step_ends() -> None:
+    """Its last run too: whoever reads it first only waits."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        deepspeed.device.log.clear()
+        deepspeed.engine.weights.finish()
+    assert not deepspeed.device.log
+
+
 def test_the_host_waits_once_in_a_step() -> None:
     """However many sub-groups with codes there are: their sizes are asked for together."""
     model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
