@@ -33,7 +33,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-hazards test-coverage test-mutants gpu-wheels gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage test-mutants gpu-wheels gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
 	@echo 'make test-versions           seam, units, ranks, a launch with the oldest, newest, pinned torch and DeepSpeed'
+	@echo 'make test-deepspeed DIR=...  DeepSpeed'"'"'s own stage-3 tests from its checkout, under the hook, half an hour'
 	@echo 'make release-check           build sdist and wheel, install them elsewhere, use them, uninstall them'
 	@echo 'make lint                    ruff and mypy'
 	@echo 'make format                  ruff format'
@@ -157,6 +158,9 @@ test-coverage: ops $(VENV)/bin/cosmic-ray
 test-mutants: ops $(VENV)/bin/cosmic-ray
 	@test -e .coverage || $(MAKE) --no-print-directory test-coverage
 	python -m tests.mutants $(ARGS)
+
+test-deepspeed: unlock ops
+	@python -m tests.deepspeed_suite '$(DIR)' $(ARGS)
 
 release-check: unlock ops
 	@python -m tests.release

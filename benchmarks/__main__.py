@@ -168,6 +168,29 @@ def sparse_command(options: SparseOptions) -> None:
 
 
 @dataclass(frozen=True)
+class ScatterOptions(Outputs):
+    """Of ``benchmarks scatter``."""
+
+    widths: Annotated[str, typer.Option(help="Of the transformer, multiples of 64.")] = "64,128,256,512,1024"
+    ranks: Annotated[str, typer.Option(help="Of a node.")] = "2,8"
+    steps: Annotated[int, typer.Option(min=0, help="Of Adam before the gradients are taken.")] = 10
+
+
+@app.command("scatter")
+@taking(ScatterOptions)
+def scatter_command(options: ScatterOptions) -> None:
+    """Compare what the INT4 scatter leaves of the gradients of vectors and matrices, by what shares a block."""
+    from benchmarks import scatter  # imports torch
+
+    widths, ranks = (
+        tuple(read_count(word, name) for word in words_of(text))
+        for name, text in (("--widths", options.widths), ("--ranks", options.ranks))
+    )
+    wanted = scatter.ScatterBench(widths, ranks, options.steps)
+    measure(options, scatter, len(widths) * len(ranks), partial(scatter.run, wanted))
+
+
+@dataclass(frozen=True)
 class ScaleOptions(Outputs):
     """Of ``benchmarks scale``."""
 

@@ -30,11 +30,10 @@ template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size);
 
 void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
 
-// (bits, block size, symmetric, dtype)
+// (bits, block size, dtype)
 zt_wire_spec spec_of(const Numbers &spec) {
-    TORCH_CHECK(spec.size() == 4, "a specification is (bits, block size, symmetric, dtype)");
-    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2]),
-            static_cast<int32_t>(spec[3])};
+    TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, dtype)");
+    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2])};
 }
 
 int32_t dtype_of(const at::Tensor &x) {

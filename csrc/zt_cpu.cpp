@@ -43,29 +43,27 @@ int best_level() {
 /* Zeros where no block lies: they cross the wire, and equal tensors have equal messages. */
 void clear_padding(zt_wire_spec spec, int64_t numel, uint8_t *message) {
     const int64_t blocks = zt_wire_blocks(spec, numel);
-    const int64_t scales = zt_wire_scales_offset(spec, numel), zero_points = zt_wire_zero_points_offset(spec, numel);
-    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + 4 * blocks, zero_points + 4 * blocks};
-    const int64_t ends[] = {scales, zero_points, zt_wire_nbytes(spec, numel)};
-    for (int i = 0; i < (spec.symmetric ? 2 : 3); ++i)
+    const int64_t scales = zt_wire_scales_offset(spec, numel);
+    const int64_t filled[] = {blocks * zt_wire_block_bytes(spec), scales + 4 * blocks};
+    const int64_t ends[] = {scales, zt_wire_nbytes(spec, numel)};
+    for (int i = 0; i < 2; ++i)
         if (ends[i] > filled[i]) memset(message + filled[i], 0, static_cast<size_t>(ends[i] - filled[i]));
 }
 
 /* Where the planes of a message go on at a block. */
 struct Layout {
     zt_wire_spec spec;
-    int64_t scales, zero_points;
-    Layout(zt_wire_spec s, int64_t numel)
-        : spec(s), scales(zt_wire_scales_offset(s, numel)), zero_points(zt_wire_zero_points_offset(s, numel)) {}
+    int64_t scales;
+    Layout(zt_wire_spec s, int64_t numel) : spec(s), scales(zt_wire_scales_offset(s, numel)) {}
     Planes at(uint8_t *message, int64_t block) const {
-        uint8_t *zeros = spec.symmetric ? nullptr : message + zero_points + 4 * block;
-        return {message + block * zt_wire_block_bytes(spec), message + scales + 4 * block, zeros};
+        return {message + block * zt_wire_block_bytes(spec), message + scales + 4 * block};
     }
 };
 
 Terms terms_of(const Layout &layout, const zt_messages &messages, int64_t member, float factor) {
     const int32_t count = messages.sources - (messages.without_source >= 0);
     return {layout.spec, message_of(messages, member), messages.source_step, count, messages.without_source,
-            layout.scales, layout.zero_points, factor};
+            layout.scales, factor};
 }
 
 /* Other threads see what went past the caches before whatever this one does next. */
@@ -224,7 +222,7 @@ extern "C" int zt_cpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages,
 extern "C" int zt_cpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out,
                                  int64_t numel, zt_reduce reduce, zt_range blocks, int32_t level) {
     if (!zt_wire_valid(from) || !zt_wire_valid(to) || from.block_size != to.block_size) return ZT_BAD_SPEC;
-    if (from.symmetric != to.symmetric || from.dtype != to.dtype || reduce.accumulate != 0) return ZT_BAD_SPEC;
+    if (from.dtype != to.dtype || reduce.accumulate != 0) return ZT_BAD_SPEC;
     if (numel < 0 || numel > kMost || messages.members != out.members) return ZT_BAD_SIZE;
     ZT_TRY(check_messages(from, numel, messages));
     ZT_TRY(check_written(to, numel, out));

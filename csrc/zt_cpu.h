@@ -37,11 +37,10 @@ struct Elements {
     int32_t dtype;
 };
 
-/* Where the next block goes in each plane of a message; zero_points is used by asymmetric formats only. */
+/* Where the next block goes in each plane of a message. */
 struct Planes {
     uint8_t *values;
     uint8_t *scales;
-    uint8_t *zero_points;
 };
 
 /* Messages of one format to one member, whose values are summed. */
@@ -49,10 +48,9 @@ struct Terms {
     zt_wire_spec spec;
     uint8_t *messages; /* that of source 0; the next one lies `step` bytes further */
     int64_t step;
-    int32_t count;     /* the one left out is not counted */
-    int32_t without;   /* a source, -1 for none */
-    int64_t scales;    /* where the planes begin in every message */
-    int64_t zero_points;
+    int32_t count;   /* the one left out is not counted */
+    int32_t without; /* a source, -1 for none */
+    int64_t scales;  /* where they begin in every message */
     float factor;
 };
 

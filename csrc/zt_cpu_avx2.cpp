@@ -27,13 +27,9 @@ struct V {
 
     ZT_INLINE F set(float x) { return _mm256_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
-    ZT_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     ZT_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-    ZT_INLINE F lesser(F a, F b) { return _mm256_min_ps(a, b); }
-    ZT_INLINE F greater(F a, F b) { return _mm256_max_ps(a, b); }
     ZT_INLINE I zeros() { return _mm256_setzero_si256(); }
     ZT_INLINE I round(F x) { return _mm256_cvtps_epi32(x); }
-    ZT_INLINE I plus(I a, int32_t b) { return _mm256_add_epi32(a, _mm256_set1_epi32(b)); }
 
     template <int32_t D> ZT_INLINE F load(const uint8_t *p) {
         if (D == ZT_FP32) return _mm256_loadu_ps(reinterpret_cast<const float *>(p));
@@ -132,14 +128,6 @@ struct V {
         return _mm256_max_epi32(_mm256_srli_epi32(x, 16), _mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
     }
 
-    template <class Op> ZT_INLINE __m128 fold(F a, F b, F c, F d) {
-        const F ab = Op::of(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        const F cd = Op::of(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-        const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
-        const F abcd = Op::of(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
-        return _mm256_castps256_ps128(Op::of(abcd, _mm256_permute2f128_ps(abcd, abcd, 1)));
-    }
-
     /* 32 numbers -> 32 bytes. */
     ZT_INLINE void pack8(uint8_t *p, I a, I b, I c, I d, bool stream) { put(p, bytes(a, b, c, d), stream); }
 
@@ -223,35 +211,33 @@ private:
 };
 
 /* A quantized number's value. */
-template <bool SYM> struct Affine {
-    V::F scale, zero;
-    float sum;
+struct Scaled {
+    V::F scale;
 
-    ZT_INLINE Affine of(float scale, float zero) { return {V::set(scale), V::set(zero), scale + zero}; }
-    bool finite() const { return sum - sum == 0.0f; }
+    bool finite() const {
+        const float one = _mm256_cvtss_f32(scale);
+        return one - one == 0.0f;
+    }
     ZT_INLINE V::F in_order(V::F x) { return x; }
 
-    inline __attribute__((always_inline)) V::F value(V::I q, int32_t offset) const {
-        if (SYM) return V::mul(_mm256_cvtepi32_ps(q), scale);
-        return V::add(V::mul(_mm256_cvtepi32_ps(V::plus(q, offset)), scale), zero);
-    }
+    inline __attribute__((always_inline)) V::F value(V::I q) const { return V::mul(_mm256_cvtepi32_ps(q), scale); }
 };
 
-template <bool SYM> struct Bytes : Affine<SYM> {
-    ZT_INLINE Bytes of(float scale, float zero) { return {Affine<SYM>::of(scale, zero)}; }
+struct Bytes : Scaled {
+    ZT_INLINE Bytes of(float scale) { return {{V::set(scale)}}; }
 
     /* The 8 values at p. */
     inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
-        return this->value(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))), 128);
+        return value(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
     }
 };
 
-template <bool SYM> struct Nibbles : Affine<SYM> {
-    ZT_INLINE Nibbles of(float scale, float zero) { return {Affine<SYM>::of(scale, zero)}; }
+struct Nibbles : Scaled {
+    ZT_INLINE Nibbles of(float scale) { return {{V::set(scale)}}; }
 
     template <int32_t D> V::Table halves() const {
-        const V::F first = this->value(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), 8);
-        return V::table_of<D>(first, this->value(_mm256_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1), 8));
+        const V::F first = value(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        return V::table_of<D>(first, value(_mm256_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1)));
     }
 
     /* The 8 values at p. */
@@ -259,7 +245,7 @@ template <bool SYM> struct Nibbles : Affine<SYM> {
         int32_t word;
         memcpy(&word, p, 4);
         const V::I shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
-        return this->value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28), 8);
+        return value(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(word), shifts), 28));
     }
 };
 

@@ -33,13 +33,9 @@ struct V {
 
     ZT_INLINE F set(float x) { return _mm512_set1_ps(x); }
     ZT_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
-    ZT_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     ZT_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-    ZT_INLINE F lesser(F a, F b) { return _mm512_min_ps(a, b); }
-    ZT_INLINE F greater(F a, F b) { return _mm512_max_ps(a, b); }
     ZT_INLINE I zeros() { return _mm512_setzero_si512(); }
     ZT_INLINE I round(F x) { return _mm512_cvtps_epi32(x); }
-    ZT_INLINE I plus(I a, int32_t b) { return _mm512_add_epi32(a, _mm512_set1_epi32(b)); }
 
     template <int32_t D> ZT_INLINE F load(const uint8_t *p) {
         if (D == ZT_FP32) return _mm512_loadu_ps(p);
@@ -114,15 +110,6 @@ struct V {
     /* 16-bit numbers -> the larger of each pair, in 32 bits. */
     ZT_INLINE I larger_halves(I x) {
         return _mm512_max_epi32(_mm512_srli_epi32(x, 16), _mm512_and_si512(x, _mm512_set1_epi32(0xffff)));
-    }
-
-    template <class Op> ZT_INLINE __m128 fold(F a, F b, F c, F d) {
-        const F ab = Op::of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        const F cd = Op::of(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-        const F abcd = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-        const F half = Op::of(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
-        return _mm512_castps512_ps128(Op::of(half, _mm512_shuffle_f32x4(half, half, 0xb1)));
     }
 
     /* 64 numbers -> 64 bytes. */
@@ -216,25 +203,26 @@ private:
     }
 };
 
-template <bool SYM> struct Bytes {
-    V::F scale, zero;
-    float sum;
+struct Bytes {
+    V::F scale;
 
-    ZT_INLINE Bytes of(float scale, float zero) { return {V::set(scale), V::set(zero), scale + zero}; }
-    bool finite() const { return sum - sum == 0.0f; }
+    ZT_INLINE Bytes of(float scale) { return {V::set(scale)}; }
+    bool finite() const {
+        const float one = _mm512_cvtss_f32(scale);
+        return one - one == 0.0f;
+    }
     ZT_INLINE V::F in_order(V::F x) { return x; }
 
     /* The 16 values at p. */
     inline __attribute__((always_inline)) V::F at(const uint8_t *p) const {
         const V::I q = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-        if (SYM) return V::mul(_mm512_cvtepi32_ps(q), scale);
-        return V::add(V::mul(_mm512_cvtepi32_ps(V::plus(q, 128)), scale), zero);
+        return V::mul(_mm512_cvtepi32_ps(q), scale);
     }
 };
 
-/* What each of the 16 nibbles stands for is computed once and looked up: one permutation for a conversion, a product
- * and, if asymmetric, a sum. */
-template <bool SYM> struct Nibbles {
+/* What each of the 16 nibbles stands for is computed once and looked up: one permutation for a conversion and a
+ * product. */
+struct Nibbles {
     V::F table;
 
     template <int32_t D> V::I halves() const {
@@ -243,11 +231,8 @@ template <bool SYM> struct Nibbles {
     }
     bool finite() const { return false; }
 
-    ZT_INLINE Nibbles of(float scale, float zero) {
-        const V::F q = SYM ? _mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0)
-                           : _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
-        const V::F products = V::mul(q, V::set(scale));
-        return {SYM ? products : V::add(products, V::set(zero))};
+    ZT_INLINE Nibbles of(float scale) {
+        return {V::mul(_mm512_set_ps(-1, -2, -3, -4, -5, -6, -7, -8, 7, 6, 5, 4, 3, 2, 1, 0), V::set(scale))};
     }
 
     /* The 16 values at p: even lanes hold the first eight, odd lanes the others. */

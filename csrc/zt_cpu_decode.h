@@ -15,8 +15,7 @@ ZT_INLINE float float_at(const uint8_t *p) {
 
 /* What the values of a block of one message stand for. */
 template <class Q> ZT_INLINE Q meaning(const Terms &terms, const uint8_t *data, int64_t block) {
-    const float zero = terms.spec.symmetric ? 0.0f : float_at(data + terms.zero_points + 4 * block);
-    return Q::of(float_at(data + terms.scales + 4 * block), zero);
+    return Q::of(float_at(data + terms.scales + 4 * block));
 }
 
 /* One tile of one message: N vectors, which begin at byte `offset`; its successor `ahead` is prefetched. */
@@ -110,11 +109,8 @@ ZT_INLINE void sum_some(const Terms &terms, zt_range blocks, uint8_t *out, Writi
 }
 
 template <int32_t D> void sum_to(const Terms &terms, zt_range blocks, uint8_t *out, Writing how) {
-    if (terms.spec.bits == 8)
-        return terms.spec.symmetric ? sum_some<D, Bytes<true>, 8>(terms, blocks, out, how)
-                                    : sum_some<D, Bytes<false>, 8>(terms, blocks, out, how);
-    return terms.spec.symmetric ? sum_some<D, Nibbles<true>, 4>(terms, blocks, out, how)
-                                : sum_some<D, Nibbles<false>, 4>(terms, blocks, out, how);
+    if (terms.spec.bits == 8) return sum_some<D, Bytes, 8>(terms, blocks, out, how);
+    sum_some<D, Nibbles, 4>(terms, blocks, out, how);
 }
 
 void sum(const Terms &terms, zt_range blocks, Elements out, Writing how) {

@@ -13,26 +13,13 @@
 
 namespace {
 
-struct Lesser {
-    template <class T> ZT_INLINE T of(T a, T b) { return V::lesser(a, b); }
-    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_min_ps(a, b); }
-};
-struct Greater {
-    template <class T> ZT_INLINE T of(T a, T b) { return V::greater(a, b); }
-    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
-};
-struct Sum {
-    template <class T> ZT_INLINE T of(T a, T b) { return V::add(a, b); }
-    ZT_INLINE __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
-};
-
 /* What four blocks are encoded with; `bad` has a bit for each that holds Inf or NaN. */
 struct Scaling {
-    __m128 scale, inverse, zero;
+    __m128 scale, inverse;
     int bad;
 };
 
-ZT_INLINE Scaling scaling(__m128 span, __m128 zero, float top) {
+ZT_INLINE Scaling scaling(__m128 span, float top) {
     const __m128i bits = _mm_castps_si128(span);
     const __m128 bad = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_and_si128(bits, _mm_set1_epi32(0x7fffffff)),
                                                         _mm_set1_epi32(0x7f7fffff)));
@@ -40,17 +27,14 @@ ZT_INLINE Scaling scaling(__m128 span, __m128 zero, float top) {
     const __m128 levels = _mm_set1_ps(top);
     const __m128 scale = _mm_andnot_ps(unusable, _mm_div_ps(span, levels));
     const __m128 nan = _mm_and_ps(bad, _mm_castsi128_ps(_mm_set1_epi32(0x7fc00000)));
-    return {_mm_or_ps(scale, nan), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_andnot_ps(bad, zero),
-            _mm_movemask_ps(bad)};
+    return {_mm_or_ps(scale, nan), _mm_andnot_ps(unusable, _mm_div_ps(levels, span)), _mm_movemask_ps(bad)};
 }
 
-/* What a block's scale depends on: its largest magnitude, or its smallest and largest value. */
-template <int32_t D, bool SYM> struct Extent;
-
-template <int32_t D> struct Extent<D, true> {
+/* The largest magnitude of a block. */
+template <int32_t D> struct Extent {
     V::I first, second;
 
-    ZT_INLINE Extent of(const uint8_t *) { return {V::zeros(), V::zeros()}; }
+    ZT_INLINE Extent none() { return {V::zeros(), V::zeros()}; }
 
     /* 4 kLanes elements. */
     inline __attribute__((always_inline)) void add(const uint8_t *x) {
@@ -70,57 +54,27 @@ template <int32_t D> struct Extent<D, true> {
         __m128 span = _mm_castsi128_ps(bits);
         if (D == ZT_BF16) span = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
         if (D == ZT_FP16) span = _mm_cvtph_ps(_mm_packus_epi32(bits, bits));
-        return scaling(span, _mm_setzero_ps(), BITS == 8 ? 127.0f : 7.0f);
+        return scaling(span, BITS == 8 ? 127.0f : 7.0f);
     }
 };
 
-/* A NaN among the values makes the span NaN. */
-template <int32_t D> struct Extent<D, false> {
-    V::F least, most, nan;
-
-    ZT_INLINE Extent of(const uint8_t *x) { return {V::load<D>(x), V::load<D>(x), V::set(0.0f)}; }
-
-    inline __attribute__((always_inline)) void add(const uint8_t *x) {
-        for (int i = 0; i < 4; ++i) {
-            const V::F value = V::load<D>(x + i * V::kLanes * kSize<D>);
-            least = V::lesser(value, least);
-            most = V::greater(value, most);
-            nan = V::add(nan, V::sub(value, value));
-        }
-    }
-
-    template <int BITS> ZT_INLINE Scaling scaled(const Extent *four) {
-        const __m128 low = V::fold<Lesser>(four[0].least, four[1].least, four[2].least, four[3].least);
-        const __m128 high = V::fold<Greater>(four[0].most, four[1].most, four[2].most, four[3].most);
-        const __m128 odd = V::fold<Sum>(four[0].nan, four[1].nan, four[2].nan, four[3].nan);
-        /* + 0 so that of the two zeros the zero point is always the positive one. */
-        return scaling(_mm_add_ps(_mm_sub_ps(high, low), odd), _mm_add_ps(low, _mm_setzero_ps()),
-                       BITS == 8 ? 255.0f : 15.0f);
-    }
-};
-
-template <int32_t D, bool SYM> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse, V::F zero, int32_t lowest) {
-    const V::F value = V::load<D>(x);
-    if (SYM) return V::round(V::mul(value, inverse));
-    return V::plus(V::round(V::mul(V::sub(value, zero), inverse)), lowest);
+template <int32_t D> ZT_INLINE V::I encoded(const uint8_t *x, V::F inverse) {
+    return V::round(V::mul(V::load<D>(x), inverse));
 }
 
 /* One block, while another one of the same size is measured. No value leaves its range, so none is clamped: the largest
  * product, top (1 + 2^-22) or less, rounds to top. */
-template <int32_t D, int BITS, bool SYM>
-ZT_INLINE Extent<D, SYM> encode(const uint8_t *x, int64_t block, float factor, float low, uint8_t *out, bool stream,
-                                const uint8_t *other) {
+template <int32_t D, int BITS>
+ZT_INLINE Extent<D> encode(const uint8_t *x, int64_t block, float factor, uint8_t *out, bool stream,
+                           const uint8_t *other) {
     constexpr int64_t step = 4 * V::kLanes, stride = V::kLanes * kSize<D>;
-    constexpr int32_t lowest = BITS == 8 ? -128 : -8;
-    const V::F inverse = V::set(factor), zero = V::set(low);
-    auto extent = Extent<D, SYM>::of(other);
+    const V::F inverse = V::set(factor);
+    auto extent = Extent<D>::none();
     for (int64_t i = 0; i < block; i += step, x += 4 * stride, other += 4 * stride, out += step * BITS / 8) {
         for (int64_t line = 0; line < 4 * stride; line += kLine) __builtin_prefetch(other + kElementsAhead + line, 0, 2);
         extent.add(other);
-        const V::I a = encoded<D, SYM>(x, inverse, zero, lowest);
-        const V::I b = encoded<D, SYM>(x + stride, inverse, zero, lowest);
-        const V::I c = encoded<D, SYM>(x + 2 * stride, inverse, zero, lowest);
-        const V::I d = encoded<D, SYM>(x + 3 * stride, inverse, zero, lowest);
+        const V::I a = encoded<D>(x, inverse), b = encoded<D>(x + stride, inverse);
+        const V::I c = encoded<D>(x + 2 * stride, inverse), d = encoded<D>(x + 3 * stride, inverse);
         if (BITS == 8)
             V::pack8(out, a, b, c, d, stream);
         else
@@ -131,7 +85,7 @@ ZT_INLINE Extent<D, SYM> encode(const uint8_t *x, int64_t block, float factor, f
 
 /* The blocks that are measured before they are encoded. */
 struct Group {
-    float inverse[kGroup / 64], zero[kGroup / 64];
+    float inverse[kGroup / 64];
     uint32_t bad;
 };
 
@@ -142,53 +96,43 @@ ZT_INLINE void put_floats(uint8_t *out, __m128 x, int64_t n) {
     memcpy(out, four, static_cast<size_t>(4 * n));
 }
 
-/* Of blocks that were measured, four at a time; writes their scales (and zero points). */
-template <int32_t D, int BITS, bool SYM>
-ZT_INLINE Group scaled(const Extent<D, SYM> *extents, int64_t blocks, Planes &out) {
+/* Of blocks that were measured, four at a time; writes their scales. */
+template <int32_t D, int BITS> ZT_INLINE Group scaled(const Extent<D> *extents, int64_t blocks, Planes &out) {
     Group group;
     group.bad = 0;
     for (int64_t b = 0; b < blocks; b += 4) {
         const int64_t now = blocks - b < 4 ? blocks - b : 4;
-        const Scaling s = Extent<D, SYM>::template scaled<BITS>(extents + b);
+        const Scaling s = Extent<D>::template scaled<BITS>(extents + b);
         _mm_storeu_ps(group.inverse + b, s.inverse);
-        _mm_storeu_ps(group.zero + b, s.zero);
         put_floats(out.scales, s.scale, now);
         out.scales += 4 * now;
-        if (!SYM) {
-            put_floats(out.zero_points, s.zero, now);
-            out.zero_points += 4 * now;
-        }
         group.bad |= static_cast<uint32_t>(s.bad) << b;
     }
     return group;
 }
 
 /* Note [Four blocks at once]. */
-template <int32_t D, int BITS, bool SYM>
+template <int32_t D, int BITS>
 void quantize_blocks(int64_t block, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
     const int64_t bytes = block * kSize<D>, packed = block * BITS / 8, step = 4 * V::kLanes * kSize<D>;
     const int64_t most = block < kGroup ? kGroup / block : 1;
-    Extent<D, SYM> extents[kGroup / 64];
-    for (auto &extent : extents) extent = Extent<D, SYM>::of(x);
-    for (int64_t b = 0; b < most && b < blocks; ++b) {
-        extents[b] = Extent<D, SYM>::of(x + b * bytes);
+    Extent<D> extents[kGroup / 64];
+    for (auto &extent : extents) extent = Extent<D>::none();
+    for (int64_t b = 0; b < most && b < blocks; ++b)
         for (int64_t i = 0; i < bytes; i += step) extents[b].add(x + b * bytes + i);
-    }
     for (int64_t left = blocks; left > 0; left -= most) {
         const int64_t now = left < most ? left : most;
-        const Group group = scaled<D, BITS, SYM>(extents, now, out);
+        const Group group = scaled<D, BITS>(extents, now, out);
         for (int64_t b = 0; b < now; ++b, x += bytes, out.values += packed) {
             const uint8_t *const next = b + most < left ? x + most * bytes : x;
-            extents[b] = encode<D, BITS, SYM>(x, block, group.inverse[b], group.zero[b], out.values, stream, next);
+            extents[b] = encode<D, BITS>(x, block, group.inverse[b], out.values, stream, next);
             if (group.bad >> b & 1) memset(out.values, 0, static_cast<size_t>(packed));
         }
     }
 }
 
 template <int32_t D> void quantize_from(zt_wire_spec spec, const uint8_t *x, int64_t blocks, Planes out, bool stream) {
-    const auto symmetric = spec.bits == 8 ? quantize_blocks<D, 8, true> : quantize_blocks<D, 4, true>;
-    const auto asymmetric = spec.bits == 8 ? quantize_blocks<D, 8, false> : quantize_blocks<D, 4, false>;
-    (spec.symmetric ? symmetric : asymmetric)(spec.block_size, x, blocks, out, stream);
+    (spec.bits == 8 ? quantize_blocks<D, 8> : quantize_blocks<D, 4>)(spec.block_size, x, blocks, out, stream);
 }
 
 void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool stream) {

@@ -88,42 +88,28 @@ ZT_INLINE void put(Elements out, int64_t i, float x) {
 }
 
 struct Scaling {
-    float scale, inverse, zero;
+    float scale, inverse;
     bool bad;
 };
 
-Scaling scaling(float span, float top, float zero) {
-    if (!(span <= 0x1.fffffep127f)) return {float_of(0x7fc00000), 0.0f, 0.0f, true};
-    if (span < 0x1p-100f) return {0.0f, 0.0f, zero, false};
-    return {span / top, top / span, zero, false};
-}
-
-Scaling measured(const float *x, int64_t block, zt_wire_spec spec) {
-    if (spec.symmetric) {
-        uint32_t most = 0;
-        for (int64_t i = 0; i < block; ++i) {
-            const uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
-            most = magnitude > most ? magnitude : most;
-        }
-        return scaling(float_of(most), spec.bits == 8 ? 127.0f : 7.0f, 0.0f);
+Scaling measured(const float *x, zt_wire_spec spec) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < spec.block_size; ++i) {
+        const uint32_t magnitude = bits_of(x[i]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
     }
-    float least = x[0], most = x[0], nan = 0.0f;
-    for (int64_t i = 0; i < block; ++i) {
-        least = x[i] < least ? x[i] : least;
-        most = x[i] > most ? x[i] : most;
-        nan += x[i] - x[i];
-    }
-    /* + 0 so that of the two zeros the zero point is always the positive one. */
-    return scaling(most - least + nan, spec.bits == 8 ? 255.0f : 15.0f, least + 0.0f);
+    const float span = float_of(most), top = spec.bits == 8 ? 127.0f : 7.0f;
+    if (!(span <= 0x1.fffffep127f)) return {float_of(0x7fc00000), 0.0f, true};
+    if (span < 0x1p-100f) return {0.0f, 0.0f, false};
+    return {span / top, top / span, false};
 }
 
 /* To the nearest integer, the even one of two; |x| < 2^22. */
 ZT_INLINE int32_t rounded(float x) { return static_cast<int32_t>(bits_of(x + 0x1.8p23f) - bits_of(0x1.8p23f)); }
 
 void quantize_block(const float *x, zt_wire_spec spec, Scaling s, uint8_t *out) {
-    const int32_t offset = spec.symmetric ? 0 : spec.bits == 8 ? -128 : -8;
     for (int64_t i = 0; i < spec.block_size; ++i) {
-        const int32_t q = s.bad ? 0 : rounded((x[i] - s.zero) * s.inverse) + offset;
+        const int32_t q = s.bad ? 0 : rounded(x[i] * s.inverse);
         if (spec.bits == 8)
             out[i] = static_cast<uint8_t>(q);
         else if (i % 2 == 0)
@@ -149,10 +135,9 @@ void quantize(zt_wire_spec spec, Elements x, int64_t blocks, Planes out, bool) {
     float buffer[2048];
     for (int64_t b = 0; b < blocks; ++b) {
         for (int64_t i = 0; i < spec.block_size; ++i) buffer[i] = element(x, i);
-        const Scaling s = measured(buffer, spec.block_size, spec);
+        const Scaling s = measured(buffer, spec);
         quantize_block(buffer, spec, s, out.values + b * zt_wire_block_bytes(spec));
         write(out.scales + 4 * b, s.scale);
-        if (!spec.symmetric) write(out.zero_points + 4 * b, s.zero);
         x.data += spec.block_size * (x.dtype == ZT_FP32 ? 4 : 2);
     }
 }
@@ -167,12 +152,8 @@ void add_block(const Terms &terms, const uint8_t *data, int64_t block, bool firs
     const zt_wire_spec spec = terms.spec;
     const uint8_t *values = data + block * zt_wire_block_bytes(spec);
     const float scale = read<float>(data + terms.scales + 4 * block);
-    const float zero = spec.symmetric ? 0.0f : read<float>(data + terms.zero_points + 4 * block);
-    const int32_t offset = spec.bits == 8 ? 128 : 8;
     for (int64_t i = 0; i < spec.block_size; ++i) {
-        const int32_t q = quantized(values, i, spec.bits);
-        float x = static_cast<float>(spec.symmetric ? q : q + offset) * scale;
-        if (!spec.symmetric) x += zero;
+        const float x = static_cast<float>(quantized(values, i, spec.bits)) * scale;
         total[i] = first ? x : total[i] + x;
     }
 }

@@ -9,7 +9,7 @@ extern "C" const char *zt_error_text(int status) {
         case ZT_OK:
             return "no error";
         case ZT_BAD_SPEC:
-            return "the wire format knows no such bits, block size or symmetry, or the two formats do not fit together";
+            return "the wire format knows no such bits or block size, or the two formats do not fit together";
         case ZT_BAD_DTYPE:
             return "the dtype is none of FP32, FP16 and BF16";
         case ZT_BAD_SIZE:

@@ -37,12 +37,12 @@ static_assert(sizeof(zt_reduce_arguments) <= 4096, "what every compiler lets a k
 /* What lies between the planes of each message is zero. */
 ZT_DEVICE void zt_clear_padding(const zt_gpu_messages &messages, const zt_shares &shares, const zt_planes &planes) {
     const int64_t scale_bytes = planes.blocks * ZT_WIRE_SCALE_BYTES, i = threadIdx.x;
-    const int64_t begins[3] = {planes.values_end, planes.scales + scale_bytes, planes.zero_points + scale_bytes};
-    const int64_t ends[3] = {planes.scales, planes.zero_points, planes.nbytes};
+    const int64_t begins[2] = {planes.values_end, planes.scales + scale_bytes};
+    const int64_t ends[2] = {planes.scales, planes.nbytes};
     for (int64_t member = blockIdx.x; member < shares.members; member += gridDim.x) {
         uint8_t *message = zt_message_at(messages, zt_kept_member(shares, member));
 #pragma unroll
-        for (int plane = 0; plane < 3; plane++)
+        for (int plane = 0; plane < 2; plane++)
             if (begins[plane] + i < ends[plane]) message[begins[plane] + i] = 0;
     }
 }
@@ -51,40 +51,40 @@ ZT_DEVICE void zt_clear_padding(const zt_gpu_messages &messages, const zt_shares
  * to that. */
 constexpr int zt_residents(int units) { return units == 2 ? 4 : units == 4 ? 3 : 2; }
 
-template <int UNITS, bool SYMMETRIC>
+template <int UNITS>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT];
         zt_load_units<UNITS>(a.pieces, place, v); /* beyond the last block all is zero */
-        zt_encode<UNITS, SYMMETRIC>(v, place, a.planes, a.messages);
+        zt_encode<UNITS>(v, place, a.planes, a.messages);
     }
     zt_clear_padding(a.messages, a.shares, a.planes);
 }
 
-template <int UNITS, int BITS, bool SYMMETRIC>
+template <int UNITS, int BITS>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_requantize_kernel(ZT_ARGUMENTS zt_requantize_arguments a) {
     zt_clear_padding(a.out, a.shares, a.planes);
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         float v[UNITS * ZT_UNIT] = {};
-        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS, SYMMETRIC>(a.messages, a.from, place, v);
+        if (place.block < a.shares.blocks) zt_sum<UNITS, BITS>(a.messages, a.from, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.factor);
         zt_clear_beyond<UNITS>(v, place, a.planes.numel - place.first);
-        zt_encode<UNITS, SYMMETRIC>(v, place, a.planes, a.out);
+        zt_encode<UNITS>(v, place, a.planes, a.out);
     }
 }
 
-template <int UNITS, int BITS, bool SYMMETRIC>
+template <int UNITS, int BITS>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_reduce_kernel(ZT_ARGUMENTS zt_reduce_arguments a) {
     const int64_t step = gridDim.x;
     for (int64_t tile = blockIdx.x; tile < a.shares.tiles; tile += step) {
         const zt_place place = zt_place_of(a.shares, tile);
         if (place.block >= a.shares.blocks) return;
         float v[UNITS * ZT_UNIT];
-        zt_sum<UNITS, BITS, SYMMETRIC>(a.messages, a.planes, place, v);
+        zt_sum<UNITS, BITS>(a.messages, a.planes, place, v);
         zt_multiply<UNITS * ZT_UNIT>(v, a.reduce.factor);
         zt_store_units<UNITS>(a.pieces, place, v, a.reduce.accumulate != 0);
     }
@@ -94,8 +94,7 @@ ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_reduce_kernel(ZT_ARGUMENTS zt_redu
 
 static zt_planes zt_planes_of(zt_wire_spec spec, int64_t numel) {
     const int64_t blocks = zt_wire_blocks(spec, numel), scales = zt_wire_scales_offset(spec, numel);
-    return {spec, blocks, numel, blocks * zt_wire_block_bytes(spec), scales, zt_wire_zero_points_offset(spec, numel),
-            zt_wire_nbytes(spec, numel)};
+    return {spec, blocks, numel, blocks * zt_wire_block_bytes(spec), scales, zt_wire_nbytes(spec, numel)};
 }
 
 /* Units of each lane, where up to `lanes` may share a block. */
@@ -110,11 +109,8 @@ static int zt_share(const zt_messages &messages, const zt_planes &planes, int32_
 
 int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, const void *table, zt_messages messages,
                     void *stream) {
-    static void (*const kernels[3][2])(zt_quantize_arguments) = {
-        {zt_quantize_kernel<2, false>, zt_quantize_kernel<2, true>},
-        {zt_quantize_kernel<4, false>, zt_quantize_kernel<4, true>},
-        {zt_quantize_kernel<8, false>, zt_quantize_kernel<8, true>},
-    };
+    static void (*const kernels[3])(zt_quantize_arguments) = {zt_quantize_kernel<2>, zt_quantize_kernel<4>,
+                                                              zt_quantize_kernel<8>};
     zt_quantize_arguments a;
     if (!zt_wire_valid(spec)) return ZT_BAD_SPEC;
     int status = zt_take_pieces(pieces, count, table, messages.members, &a.pieces);
@@ -125,20 +121,19 @@ int zt_gpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, co
     const int32_t units = zt_units_of(spec, 32);
     status = zt_share(messages, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4][spec.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
+    return zt_launch(kernels[units / 4], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out, int64_t numel,
                       zt_reduce reduce, void *stream) {
-#define ZT_ROW(units)                                                                                                  \
-    {{zt_requantize_kernel<units, 4, false>, zt_requantize_kernel<units, 4, true>},                                    \
-     {zt_requantize_kernel<units, 8, false>, zt_requantize_kernel<units, 8, true>}}
-    static void (*const kernels[3][2][2])(zt_requantize_arguments) = {ZT_ROW(2), ZT_ROW(4), ZT_ROW(8)};
-#undef ZT_ROW
+    static void (*const kernels[3][2])(zt_requantize_arguments) = {
+        {zt_requantize_kernel<2, 4>, zt_requantize_kernel<2, 8>},
+        {zt_requantize_kernel<4, 4>, zt_requantize_kernel<4, 8>},
+        {zt_requantize_kernel<8, 4>, zt_requantize_kernel<8, 8>},
+    };
     zt_requantize_arguments a;
     if (!zt_wire_valid(from) || !zt_wire_valid(to) || reduce.accumulate) return ZT_BAD_SPEC;
-    if (from.block_size != to.block_size || from.symmetric != to.symmetric) return ZT_BAD_SPEC;
-    if (zt_wire_is_cast(to) && from.dtype != to.dtype) return ZT_BAD_SPEC;
+    if (from.block_size != to.block_size || from.dtype != to.dtype) return ZT_BAD_SPEC;
     if (numel < 0 || numel > zt_most || messages.members != out.members) return ZT_BAD_SIZE;
     int status = zt_take_messages(messages, from, numel, &a.messages);
     if (status == ZT_OK) status = zt_take_made(out, to, numel, &a.out);
@@ -150,17 +145,13 @@ int zt_gpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, 
     const int32_t units = zt_units_of(to, 32);
     status = zt_share(out, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4][from.bits == 8][to.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
+    return zt_launch(kernels[units / 4][from.bits == 8], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
                              const void *table, zt_reduce reduce, void *stream) {
-    static void (*const kernels[2][2][2])(zt_reduce_arguments) = {
-        {{zt_reduce_kernel<2, 4, false>, zt_reduce_kernel<2, 4, true>},
-         {zt_reduce_kernel<2, 8, false>, zt_reduce_kernel<2, 8, true>}},
-        {{zt_reduce_kernel<4, 4, false>, zt_reduce_kernel<4, 4, true>},
-         {zt_reduce_kernel<4, 8, false>, zt_reduce_kernel<4, 8, true>}},
-    };
+    static void (*const kernels[2][2])(zt_reduce_arguments) = {{zt_reduce_kernel<2, 4>, zt_reduce_kernel<2, 8>},
+                                                               {zt_reduce_kernel<4, 4>, zt_reduce_kernel<4, 8>}};
     zt_reduce_arguments a;
     if (!zt_wire_valid(spec) || (reduce.accumulate != 0 && reduce.accumulate != 1)) return ZT_BAD_SPEC;
     int status = zt_take_pieces(pieces, count, table, messages.members, &a.pieces);
@@ -172,7 +163,7 @@ int zt_gpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_p
     a.reduce = reduce;
     status = zt_share(messages, a.planes, units, &a.shares);
     if (status != ZT_OK || a.shares.tiles == 0) return status;
-    return zt_launch(kernels[units / 4][spec.bits == 8][spec.symmetric], a.shares.tiles, ZT_THREADS, a, stream);
+    return zt_launch(kernels[units / 4][spec.bits == 8], a.shares.tiles, ZT_THREADS, a, stream);
 }
 
 int64_t zt_gpu_table_bytes(int32_t count) {

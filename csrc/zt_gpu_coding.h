@@ -10,11 +10,6 @@
 #define ZT_NAN 0x7fc00000u
 #define ZT_SMALLEST 0x0d800000u /* 2^-100; blocks below it are zero */
 
-/* A float's bits as an integer that sorts as the float does (-0 below 0, NaN outermost), and back. */
-ZT_DEVICE int32_t zt_sortable(uint32_t bits) {
-    return (int32_t)(bits ^ ((uint32_t)((int32_t)bits >> 31) & 0x7fffffffu));
-}
-
 struct zt_extremes {
     uint32_t scale; /* bits */
     zt_coder coder;
@@ -22,87 +17,61 @@ struct zt_extremes {
 
 /* Scale and inverse for values in a span of `width` (bits, not negative) that becomes 0..levels. */
 ZT_DEVICE zt_extremes zt_scaled(uint32_t width, float levels) {
-    if (width >= ZT_INFINITY) return {ZT_NAN, {0.0f, 0.0f, 0}};
-    if (width < ZT_SMALLEST) return {0, {0.0f, 0.0f, ~0u}};
+    if (width >= ZT_INFINITY) return {ZT_NAN, {0.0f, 0}};
+    if (width < ZT_SMALLEST) return {0, {0.0f, ~0u}};
     const float span = zt_bits<float>(width);
-    return {zt_bits<uint32_t>(zt_div(span, levels)), {0.0f, zt_div(levels, span), ~0u}};
+    return {zt_bits<uint32_t>(zt_div(span, levels)), {zt_div(levels, span), ~0u}};
 }
 
-template <int N, bool SYMMETRIC> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
-    if (SYMMETRIC) {
-        uint32_t most = 0;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
-            most = size > most ? size : most;
-        }
-        for (int by = lanes / 2; by > 0; by /= 2) {
-            const uint32_t other = zt_shuffle_xor(most, by, lanes);
-            most = other > most ? other : most;
-        }
-        return zt_scaled(most, (float)((1 << (bits - 1)) - 1));
-    }
-    int32_t low = 0x7fffffff, high = -0x7fffffff - 1;
+template <int N> ZT_DEVICE zt_extremes zt_measure(const float *v, int lanes, int bits) {
+    uint32_t most = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        const int32_t key = zt_sortable(zt_bits<uint32_t>(v[k]));
-        low = key < low ? key : low;
-        high = key > high ? key : high;
+        const uint32_t size = zt_bits<uint32_t>(v[k]) & 0x7fffffffu;
+        most = size > most ? size : most;
     }
     for (int by = lanes / 2; by > 0; by /= 2) {
-        const int32_t lower = (int32_t)zt_shuffle_xor((uint32_t)low, by, lanes);
-        const int32_t higher = (int32_t)zt_shuffle_xor((uint32_t)high, by, lanes);
-        low = lower < low ? lower : low;
-        high = higher > high ? higher : high;
+        const uint32_t other = zt_shuffle_xor(most, by, lanes);
+        most = other > most ? other : most;
     }
-    /* Adding 0 makes a zero point of -0 one of 0. */
-    const float zero = zt_add(zt_bits<float>((uint32_t)zt_sortable((uint32_t)low)), 0.0f);
-    const float top = zt_bits<float>((uint32_t)zt_sortable((uint32_t)high));
-    const uint32_t span = zt_bits<uint32_t>(zt_sub(top, zero)) & 0x7fffffffu;
-    zt_extremes extremes = zt_scaled(span, (float)((1 << bits) - 1));
-    extremes.coder.zero = extremes.coder.keep ? zero : 0.0f;
-    return extremes;
+    return zt_scaled(most, (float)((1 << (bits - 1)) - 1));
 }
 
-template <int UNITS, int BITS, bool SYMMETRIC>
+template <int UNITS, int BITS>
 ZT_DEVICE void zt_store_block(const float *v, zt_place place, zt_coder coder, uint8_t *message) {
     message += zt_packed_offset<BITS>(place);
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
-        zt_store_packed<BITS>(message + zt_unit_of(place, u) * BITS, zt_pack<BITS, SYMMETRIC>(v + u * ZT_UNIT, coder));
+        zt_store_packed<BITS>(message + zt_unit_of(place, u) * BITS, zt_pack<BITS>(v + u * ZT_UNIT, coder));
 }
 
 /* Quantizes one block out of the registers of its lanes. All lanes come here; those of no block write nothing. */
-template <int UNITS, bool SYMMETRIC>
+template <int UNITS>
 ZT_DEVICE void zt_encode(const float *v, zt_place place, const zt_planes &planes, const zt_gpu_messages &messages) {
     const int bits = planes.spec.bits;
-    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT, SYMMETRIC>(v, place.lanes, bits);
+    const zt_extremes extremes = zt_measure<UNITS * ZT_UNIT>(v, place.lanes, bits);
     if (place.block >= planes.blocks) return;
     uint8_t *message = zt_message_at(messages, place.member);
     if (bits == 8)
-        zt_store_block<UNITS, 8, SYMMETRIC>(v, place, extremes.coder, message);
+        zt_store_block<UNITS, 8>(v, place, extremes.coder, message);
     else
-        zt_store_block<UNITS, 4, SYMMETRIC>(v, place, extremes.coder, message);
-    if (place.lane != 0) return;
-    uint8_t *scales = message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES;
-    zt_store<uint32_t>(scales, extremes.scale);
-    if (!SYMMETRIC)
-        zt_store<uint32_t>(scales + (planes.zero_points - planes.scales), zt_bits<uint32_t>(extremes.coder.zero));
+        zt_store_block<UNITS, 4>(v, place, extremes.coder, message);
+    if (place.lane == 0)
+        zt_store<uint32_t>(message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES, extremes.scale);
 }
 
 /* Adds a lane's units of MANY messages from `first` on to v, in their order, after reading them all. */
-template <int MANY, int UNITS, int BITS, bool SYMMETRIC>
+template <int MANY, int UNITS, int BITS>
 ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const zt_planes &planes, zt_place place,
                                const uint8_t *of_member, float *v) {
     zt_packed<BITS> packed[MANY][UNITS];
-    float scale[MANY], zero[MANY];
+    float scale[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; i++) {
         const uint8_t *message = of_member + zt_source_offset(messages, first + i);
         const uint8_t *values = message + zt_packed_offset<BITS>(place);
-        const uint8_t *scales = message + planes.scales + place.block * ZT_WIRE_SCALE_BYTES;
-        scale[i] = zt_bits<float>(zt_load<uint32_t>(scales));
-        zero[i] = SYMMETRIC ? 0.0f : zt_bits<float>(zt_load<uint32_t>(scales + (planes.zero_points - planes.scales)));
+        const uint8_t *scales = message + planes.scales;
+        scale[i] = zt_bits<float>(zt_load<uint32_t>(scales + place.block * ZT_WIRE_SCALE_BYTES));
 #pragma unroll
         for (int u = 0; u < UNITS; u++) packed[i][u] = zt_load_packed<BITS>(values + zt_unit_of(place, u) * BITS);
     }
@@ -111,31 +80,28 @@ ZT_DEVICE void zt_add_messages(const zt_gpu_messages &messages, int first, const
 #pragma unroll
         for (int u = 0; u < UNITS; u++) {
             float q[ZT_UNIT];
-            zt_unpack<BITS, SYMMETRIC>(packed[i][u], q);
+            zt_unpack<BITS>(packed[i][u], q);
 #pragma unroll
-            for (int k = 0; k < ZT_UNIT; k++) {
-                const float product = zt_mul(q[k], scale[i]), value = SYMMETRIC ? product : zt_add(product, zero[i]);
-                v[u * ZT_UNIT + k] = zt_add(v[u * ZT_UNIT + k], value);
-            }
+            for (int k = 0; k < ZT_UNIT; k++)
+                v[u * ZT_UNIT + k] = zt_add(v[u * ZT_UNIT + k], zt_mul(q[k], scale[i]));
         }
     }
 }
 
 /* v = the sum of a lane's units over the messages to its member, in their order. */
-template <int UNITS, int BITS, bool SYMMETRIC>
+template <int UNITS, int BITS>
 ZT_DEVICE void zt_sum(const zt_gpu_messages &messages, const zt_planes &planes, zt_place place, float *v) {
-    /* As many as registers hold; zero points take some of them. */
-    const int ahead = UNITS == 8 ? 1 : (UNITS == 2 ? 4 : 2) / (SYMMETRIC ? 1 : 2);
+    const int ahead = UNITS == 8 ? 1 : UNITS == 2 ? 4 : 2; /* as many as registers hold */
     const uint8_t *of_member = zt_message_at(messages, place.member);
 #pragma unroll
     for (int k = 0; k < UNITS * ZT_UNIT; k++) v[k] = -0.0f; /* -0 + x is x, whatever x */
     int i = 0;
 #pragma unroll 1
     for (; i + ahead <= messages.count; i += ahead)
-        zt_add_messages<ahead, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, of_member, v);
+        zt_add_messages<ahead, UNITS, BITS>(messages, i, planes, place, of_member, v);
 #pragma unroll 1
     for (; i < messages.count; i++)
-        zt_add_messages<1, UNITS, BITS, SYMMETRIC>(messages, i, planes, place, of_member, v);
+        zt_add_messages<1, UNITS, BITS>(messages, i, planes, place, of_member, v);
 }
 
 /* Zeros for the padding of the last block: `present` values of this one exist. */

@@ -20,7 +20,7 @@ template <int BITS> ZT_DEVICE int64_t zt_packed_offset(zt_place place) { return 
 struct zt_planes {
     zt_wire_spec spec;
     int64_t blocks, numel;
-    int64_t values_end, scales, zero_points, nbytes; /* bytes from the beginning of the message */
+    int64_t values_end, scales, nbytes; /* bytes from the beginning of the message */
 };
 
 /* The bytes of a unit of INT8 or INT4, as they lie. */
@@ -37,39 +37,38 @@ template <int BITS> ZT_DEVICE zt_packed<BITS> zt_load_packed(const uint8_t *from
     }
 }
 
-/* The values of a unit as integers in floats; from -128 (or -8) on, or from 0 on if not SIGNED. */
-template <int BITS, bool SIGNED> ZT_DEVICE void zt_unpack(zt_packed<BITS> packed, float *q) {
+/* The values of a unit as integers in floats. */
+template <int BITS> ZT_DEVICE void zt_unpack(zt_packed<BITS> packed, float *q) {
     const uint32_t field = (1u << BITS) - 1, bias = 1u << (BITS - 1), per_word = 32 / BITS;
     const uint32_t flip = BITS == 4 ? 0x88888888u : 0x80808080u; /* two's complement -> biased */
 #pragma unroll
     for (unsigned k = 0; k < ZT_UNIT; k++) {
         const uint32_t word = packed.word[k / per_word], at = k % per_word * BITS, shift = at & 15;
-        const float unwanted = (float)(1u << (23 - shift)) + (SIGNED ? (float)bias : 0.0f);
+        const float unwanted = (float)(1u << (23 - shift)) + (float)bias;
         const uint32_t bits = zt_masked(at < 16 ? word : word >> 16, field << shift, flip, (150 - shift) << 23);
         q[k] = zt_sub(zt_bits<float>(bits), unwanted);
     }
 }
 
-/* What turns values into integers: (x - zero) * inverse; nothing is kept of a block that holds Inf or NaN. */
+/* What turns values into integers: x * inverse; nothing is kept of a block that holds Inf or NaN. */
 struct zt_coder {
-    float zero, inverse;
+    float inverse;
     uint32_t keep; /* all bits, or none */
 };
 
 /* Rounds a unit of values and packs it. The biased integers are summed up in the words' fields, and the rest of the
  * sums' bits is subtracted at once. */
-template <int BITS, bool SYMMETRIC> ZT_DEVICE zt_packed<BITS> zt_pack(const float *v, zt_coder coder) {
+template <int BITS> ZT_DEVICE zt_packed<BITS> zt_pack(const float *v, zt_coder coder) {
     const uint32_t flip = BITS == 4 ? 0x88888888u : 0x80808080u, per_word = 32 / BITS;
-    const float magic = 12582912.0f + (SYMMETRIC ? (float)(1 << (BITS - 1)) : 0.0f);
+    const float magic = 12582912.0f + (float)(1 << (BITS - 1));
     zt_packed<BITS> packed;
 #pragma unroll
     for (unsigned w = 0; w < BITS / 4; w++) {
         uint32_t sum = 0, rest = 0;
 #pragma unroll
         for (unsigned k = per_word; k-- > 0;) {
-            float x = v[w * per_word + k];
-            if (!SYMMETRIC) x = zt_sub(x, coder.zero);
-            sum = (sum << BITS) + zt_bits<uint32_t>(zt_add(zt_mul(x, coder.inverse), magic));
+            const float product = zt_mul(v[w * per_word + k], coder.inverse);
+            sum = (sum << BITS) + zt_bits<uint32_t>(zt_add(product, magic));
             rest = (rest << BITS) + 0x4b400000u;
         }
         packed.word[w] = ((sum - rest) ^ flip) & coder.keep;

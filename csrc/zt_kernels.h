@@ -34,7 +34,7 @@ enum zt_level { ZT_BEST = -1, ZT_SCALAR = 0, ZT_AVX2 = 1, ZT_AVX512 = 2 };
 /* What a function returns: ZT_OK, or why it did nothing. zt_error_text has a sentence for each. */
 enum zt_status {
     ZT_OK = 0,
-    ZT_BAD_SPEC = 1,    /* bits, block size or symmetry that the wire format does not know */
+    ZT_BAD_SPEC = 1,    /* bits or block size that the wire format does not know */
     ZT_BAD_DTYPE = 2,   /* a dtype that is none of zt_dtype */
     ZT_BAD_SIZE = 3,    /* a message whose bytes are not zt_wire_nbytes of its values, or negative sizes */
     ZT_BAD_RANGE = 4,   /* a range that leaves the work */
@@ -126,9 +126,9 @@ int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt
 int zt_cpu_dequantize_reduce(zt_wire_spec spec, zt_messages messages, const zt_piece *pieces, int32_t count,
                              zt_reduce reduce, zt_range blocks, int32_t level);
 
-/* messages -> their sum over the sources (times factor) -> messages of `numel` values. Both specs have one block size and
- * symmetry, bits may differ; or both are the same cast. The zero padding of the last block stays zero. reduce.accumulate
- * must be 0. */
+/* messages -> their sum over the sources (times factor) -> messages of `numel` values. Both specs have one block size,
+ * bits may differ; or both are the same cast. The zero padding of the last block stays zero. reduce.accumulate must be
+ * 0. */
 int zt_cpu_requantize(zt_wire_spec from, zt_messages messages, zt_wire_spec to, zt_messages out, int64_t numel,
                       zt_reduce reduce, zt_range blocks, int32_t level);
 

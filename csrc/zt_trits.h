@@ -24,7 +24,7 @@
 
 /* 1 if blocks may have so many values, else 0. */
 ZT_WIRE_FN int zt_trits_valid(int32_t block) {
-    const zt_wire_spec spec = {8, block, 1, 0};
+    const zt_wire_spec spec = {8, block, 0};
     return block != 1 && zt_wire_valid(spec);
 }
 

@@ -6,7 +6,6 @@
  *
  *     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
  *     [scales: fp32, one per block; padded to 128 bytes]
- *     [zero points: fp32, one per block; padded to 128 bytes]      (asymmetric only)
  *
  * Values that are cast instead are floats side by side, and nothing else.
  *
@@ -31,12 +30,11 @@
 enum zt_dtype { ZT_FP32 = 0, ZT_FP16 = 1, ZT_BF16 = 2 };
 
 /* How values travel. Quantized: bits is 8 or 4, block_size one of 64, 128, 256, 512, 1024, 2048. Or cast to floats of
- * `dtype`, without scales or padding: block_size is 1, bits 32 or 16, symmetric 0. */
+ * `dtype`, without scales or padding: block_size is 1, bits 32 or 16. */
 typedef struct zt_wire_spec {
     int32_t bits;
     int32_t block_size;
-    int32_t symmetric; /* 0 or 1 */
-    int32_t dtype;     /* one of zt_dtype; 0 if quantized */
+    int32_t dtype; /* one of zt_dtype; 0 if quantized */
 } zt_wire_spec;
 
 /* 1 if values are cast, 0 if they are quantized. */
@@ -46,11 +44,9 @@ ZT_WIRE_FN int zt_wire_is_cast(zt_wire_spec spec) { return spec.block_size == 1;
 ZT_WIRE_FN int zt_wire_valid(zt_wire_spec spec) {
     const int32_t b = spec.block_size;
     if (zt_wire_is_cast(spec))
-        return !spec.symmetric && spec.dtype >= ZT_FP32 && spec.dtype <= ZT_BF16 &&
-               spec.bits == (spec.dtype == ZT_FP32 ? 32 : 16);
+        return spec.dtype >= ZT_FP32 && spec.dtype <= ZT_BF16 && spec.bits == (spec.dtype == ZT_FP32 ? 32 : 16);
     const int power_of_two = b > 0 && (b & (b - 1)) == 0;
-    return (spec.bits == 8 || spec.bits == 4) && power_of_two && b >= 64 && b <= 2048 &&
-           (spec.symmetric == 0 || spec.symmetric == 1) && spec.dtype == 0;
+    return (spec.bits == 8 || spec.bits == 4) && power_of_two && b >= 64 && b <= 2048 && spec.dtype == 0;
 }
 
 /* nbytes rounded up to the alignment of every plane. */
@@ -71,16 +67,10 @@ ZT_WIRE_FN int64_t zt_wire_scales_offset(zt_wire_spec spec, int64_t numel) {
     return zt_wire_padded(zt_wire_blocks(spec, numel) * zt_wire_block_bytes(spec));
 }
 
-/* Byte at which the zero points begin, or would if the specification were asymmetric: the end of the scales. */
-ZT_WIRE_FN int64_t zt_wire_zero_points_offset(zt_wire_spec spec, int64_t numel) {
-    return zt_wire_scales_offset(spec, numel) + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
-}
-
 /* Bytes of one message of numel values; 0 for none. */
 ZT_WIRE_FN int64_t zt_wire_nbytes(zt_wire_spec spec, int64_t numel) {
     if (zt_wire_is_cast(spec)) return numel * (spec.bits / 8);
-    const int64_t end = zt_wire_zero_points_offset(spec, numel);
-    return spec.symmetric ? end : end + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
+    return zt_wire_scales_offset(spec, numel) + zt_wire_padded(zt_wire_blocks(spec, numel) * ZT_WIRE_SCALE_BYTES);
 }
 
 #endif /* ZT_WIRE_H */

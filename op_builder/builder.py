@@ -152,7 +152,7 @@ class TopoBuilder(OpBuilder):
         return self.recipe(verbose)
 
     def _possible(self, recipe: jit.Recipe) -> jit.Recipe:
-        why = None if recipe.library().exists() else self.reason()
+        why = self.reason() if jit.refusal(recipe.library()) else None
         if why is not None:
             raise jit.BuildError(why)
         return recipe
@@ -253,7 +253,7 @@ class GPUBuilder(TopoBuilder):
         """As of any op, unless there is a module for this process's GPU alone (``zero-topo build --arch``)."""
         usual, own = super().chosen(verbose), None if self._only else self._own_architecture()
         alone = usual if own is None else GPUBuilder((own,)).recipe(verbose)
-        return alone if alone.library().exists() and not usual.library().exists() else usual
+        return alone if jit.refusal(usual.library()) and not jit.refusal(alone.library()) else usual
 
     def recipe(self, verbose: bool = False) -> jit.Recipe:
         """As of any op; the architectures count."""

@@ -10,6 +10,13 @@ Note [One compile, no hang]
     takes the lock back when its holder dies; every rank tries it now and then, so another one goes on. A compile that
     fails leaves its reason for those that wait. After `patience_s` a rank goes on without the module: other backends
     give the same bits.
+
+Note [Whose library]
+    Loading a library runs it. What is loaded therefore belongs to this user or to root, can be written by nobody else,
+    and ends with the SHA-256 of what stands before it: half a library would end the process with SIGBUS. It is loaded
+    through the descriptor by which it was checked, because others may exchange the folders above it in between. A
+    folder of another user is left alone: this user's module then lies beside it, in a folder whose name ends in the
+    user's number. No link is followed in place of a module's folder or of a file in it.
 """
 
 from __future__ import annotations
@@ -21,11 +28,14 @@ import logging
 import os
 import random
 import shutil
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +48,11 @@ NEWS_S = 30.0
 LOOK_S, LOOKS_PER_S = 0.2, 1000.0
 LOOKS_PER_TRY = 50  # of the lock
 LOCK, REASON = "zero_topo.lock", "failed.txt"
+DIGEST = 32  # bytes of SHA-256
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+WAY_OUT = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 _IMPORTING = threading.Lock()
+Version = tuple[int, int] | None
 
 
 class BuildError(Exception):
@@ -69,8 +83,18 @@ class Recipe:
         return digest.hexdigest()[:16]
 
     def library(self) -> Path:
-        """Where the module lies once it is compiled."""
-        return cache_dir() / f"{self.name}_{self.key()}" / f"{self.name}.so"
+        """Where the module lies once it is compiled; see Note [Whose library]."""
+        shared, own = self.places()
+        with suppress(OSError):
+            if shared.parent.lstat().st_uid != os.geteuid() and refusal(shared):
+                return own
+        return shared
+
+    def places(self) -> tuple[Path, Path]:
+        """Where the module may lie: by its key alone, and if that folder is another user's."""
+        folder = cache_dir() / f"{self.name}_{self.key()}"
+        own = folder.with_name(f"{folder.name}-{os.geteuid()}")
+        return folder / f"{self.name}.so", own / f"{self.name}.so"
 
 
 def cache_dir() -> Path:
@@ -78,7 +102,17 @@ def cache_dir() -> Path:
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero_topo"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification says to ignore a relative one
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "zero_topo"
+
+
+def refusal(library: Path) -> str | None:
+    """Why a library cannot be loaded, or None if it can; see Note [Whose library]."""
+    try:
+        os.close(_checked(library))
+    except OSError as error:
+        return f"{library}: {error.strerror}"
+    return None
 
 
 def load(recipe: Recipe, patience_s: float = PATIENCE_S) -> ModuleType:
@@ -97,30 +131,33 @@ def built(recipe: Recipe, patience_s: float = PATIENCE_S) -> Path:
         BuildError: if it does not compile, or another process does not finish compiling it in time.
     """
     library = recipe.library()
-    if library.exists():
+    refused = _version(library)
+    if refusal(library) is None:
         return library
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with (library.parent / LOCK).open("a+") as lock:
-            _compile_or_wait(recipe, lock, patience_s)
+        _make(library.parent)
+        with os.fdopen(_opened(library.parent / LOCK, os.O_RDWR | os.O_CREAT), "r+") as lock:
+            _compile_or_wait(recipe, library, refused, lock, patience_s)
     except OSError as error:
-        raise BuildError(f"cannot build in {library.parent}: {error}") from error
+        raise BuildError(f"cannot build in {library.parent}: {error.strerror or error}; {WAY_OUT}") from error
     return library
 
 
-def _compile_or_wait(recipe: Recipe, lock: IO[str], patience_s: float) -> None:
-    library, reason = recipe.library(), recipe.library().parent / REASON
+def _compile_or_wait(recipe: Recipe, library: Path, refused: Version, lock: IO[str], patience_s: float) -> None:
+    """``refused`` is the version of the library that is there and cannot be loaded, or None."""
+    reason = library.parent / REASON
     before, began, said = _version(reason), time.monotonic(), 0.0
     for look in _looks():
-        if library.exists():
+        if _version(library) not in (None, refused):
             return
         if look % LOOKS_PER_TRY == 0 and _try_lock(lock):
-            if not library.exists():
-                _compile(recipe, lock)
+            if _version(library) in (None, refused):
+                _compile(recipe, library, lock)
             return
         waited = time.monotonic() - began
         if _version(reason) != before:
-            raise BuildError(reason.read_text(encoding="utf-8"))
+            with os.fdopen(_opened(reason), encoding="utf-8") as file:
+                raise BuildError(file.read())
         if waited > patience_s:
             raise BuildError(f"{_holder(lock)} has been compiling {recipe.name} for over {patience_s:.0f} s")
         if waited - said > NEWS_S:
@@ -138,32 +175,114 @@ def _looks() -> Iterator[int]:
         time.sleep(interval * chance.uniform(0.5, 1.5))
 
 
-def _compile(recipe: Recipe, lock: IO[str]) -> None:
-    library, node, process = recipe.library(), os.uname().nodename, os.getpid()
+def _compile(recipe: Recipe, library: Path, lock: IO[str]) -> None:
+    node, process = os.uname().nodename, os.getpid()
     lock.truncate(0)
     lock.write(f"process {process} on {node}")
     lock.flush()
+    _remove_builds(library.parent, node)
     work = library.parent / f"build-{node}-{process}"
-    shutil.rmtree(work, ignore_errors=True)  # of a dead process with this number
     work.mkdir()
-    began = time.monotonic()
-    _say(f"compiling {recipe.name} into {library.parent} (about a minute, once)")
+    began, found = time.monotonic(), [path for path in recipe.places() if os.path.lexists(path)]
+    why = "".join(f"; not loaded: {refused}" for refused in map(refusal, found) if refused)
+    _say(f"compiling {recipe.name} into {library.parent} (about a minute, once{why})")
     try:
         recipe.compile(work)
     except BuildError as error:
         (work / REASON).write_text(str(error), encoding="utf-8")
+        _tighten(work / REASON)
         os.replace(work / REASON, library.parent / REASON)
         raise
+    seal(work / library.name)
     os.replace(work / library.name, library)  # whole or not there at all
     shutil.rmtree(work, ignore_errors=True)
     _say(f"compiled {recipe.name} in {time.monotonic() - began:.0f} s")
 
 
-def _version(path: Path) -> tuple[int, int] | None:
+def _remove_builds(folder: Path, node: str) -> None:
+    """Remove what killed compilers left: on this node any, because its lock is held; of others, what is old."""
+    for left in folder.glob("build-*"):
+        with suppress(OSError):
+            if left.name.rpartition("-")[0] == f"build-{node}" or time.time() - left.stat().st_mtime > PATIENCE_S:
+                shutil.rmtree(left)
+
+
+def seal(library: Path) -> None:
+    """End a library with its digest; see Note [Whose library]."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+    _tighten(library)
+
+
+# -- whose files -------------------------------------------------------------------------------------------------------
+
+
+def _make(folder: Path) -> None:
+    """Make a module's folder, in which nobody else can write.
+
+    Raises:
+        OSError: if it cannot be made, or is another's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder, folder / LOCK):  # what older versions made, too
+        with suppress(FileNotFoundError):
+            _tighten(path)
+    _trust(folder.lstat(), stat.S_ISDIR)
+
+
+def _tighten(path: Path) -> None:
+    """Let nobody else write to what this user has made: the user's mask may allow a group to."""
+    found = path.lstat()
+    if found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode):
+        path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS_WRITE)
+
+
+def _checked(library: Path) -> int:
+    """A descriptor of a library that can be loaded.
+
+    Raises:
+        OSError: saying why it cannot.
+    """
+    file = _opened(library)
+    with os.fdopen(os.dup(file), "rb") as copy:
+        content = copy.read()
+    if hashlib.sha256(content[:-DIGEST]).digest() != content[-DIGEST:]:
+        os.close(file)
+        raise OSError(0, "is damaged or of an older version")
+    return file
+
+
+def _opened(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file that is this user's or root's, and that nobody else can write to.
+
+    Raises:
+        OSError: if it is none.
+    """
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        _trust(os.fstat(file), stat.S_ISREG)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _trust(found: os.stat_result, kind: Callable[[int], bool]) -> None:
+    """Refuse a file or folder of another kind or user, or that others can write to."""
+    if not kind(found.st_mode):
+        raise OSError(0, "neither a regular file nor a folder of its own")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise OSError(0, f"belongs to user {found.st_uid}")
+    if found.st_mode & OTHERS_WRITE:
+        raise OSError(0, "can be written by others")
+
+
+def _version(path: Path) -> Version:
     """Differs from before if the file has been replaced."""
     try:
-        found = path.stat()
-    except FileNotFoundError:
+        found = path.lstat()
+    except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
 
@@ -173,13 +292,18 @@ def _imported(name: str, library: Path) -> ModuleType:
         loaded = sys.modules.get(name)
         if loaded is not None and loaded.__file__ == str(library):
             return loaded
-        spec = importlib.util.spec_from_file_location(name, library)
-        assert spec is not None and spec.loader is not None
         try:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            path = f"/proc/self/fd/{_checked(library)}"  # never closed: for the linker a path is a library
+        except OSError as error:
+            raise BuildError(f"{library}: {error.strerror}; it is not loaded: {WAY_OUT}") from error
+        path = path if os.path.exists(path) else str(library)
+        loader = ExtensionFileLoader(name, path)
+        try:
+            module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=path))
+            loader.exec_module(module)
         except ImportError as error:
             raise BuildError(f"{library} does not load: {str(error).splitlines()[0]}") from error
+        module.__file__ = str(library)
         sys.modules[name] = module
         return module
 

@@ -29,6 +29,7 @@ from zero_topo.config import json_schema
 from zero_topo.config.refusals import BATCHES, BLOCKS
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox.__main__ import main as neox
+from zero_topo.strict import plain
 from zero_topo.topology.model import Topology
 from zero_topo.topology.rates import Rates
 
@@ -124,6 +125,8 @@ def obeys(*words: str, command: Callable[[list[str]], int] = main) -> None:
             status = command(list(words))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+    said = out.getvalue() + err.getvalue()
+    assert plain(said) == said, f"control characters in {said!r}"
     lines = err.getvalue().splitlines()
     assert (status, lines) == (0, []) or (status == 2 and 0 < len(lines) <= 20), (status, words, lines)
     assert all(0 < len(line) <= LINE and line.startswith("zero") for line in lines), lines
@@ -186,6 +189,25 @@ def options(data: st.DataObject) -> None:
     obeys("topology", "--from", file, "--world-size", number)
 
 
+def model(data: st.DataObject) -> None:
+    """Files that describe a model, broken; the record of a cluster, and a machine of launches."""
+    Path("model.yml").write_text(data.draw(mangled(SHAPES)))
+    obeys("plan", "--model", "model.yml", "--machine", "frontier", "--nodes", "1")
+    Path("record.json").write_text(data.draw(mangled(RECORDS)))
+    obeys("simulate", "--calibrate", "record.json", "--on", RECORD["results"][0]["scheme"])
+    Path("launch.json").write_text(data.draw(mangled(LAUNCHED)))
+    obeys("launch", "slurm", "--machine", "./launch.json", "--dry-run", "--", "true")
+
+
+def stock(data: st.DataObject) -> None:
+    """A config to migrate, and names of results."""
+    Path("ds.json").write_text(json.dumps(data.draw(CONFIG)))
+    obeys("migrate", "ds.json", "--machine", "frontier", "--world-size", "8")
+    odd = data.draw(st.sampled_from(["ds.json", "/dev/full", "/", "", "a\x1b", "x" * 300, "no/such"]))
+    obeys("schema", "-o", odd)
+    obeys("migrate", "ds.json", "-o", odd)
+
+
 NEOX = {"pipe_parallel_size": 0, "gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
 CONFIG = st.fixed_dictionaries(
     {"zero_topo": described(json_schema()), "train_micro_batch_size_per_gpu": mostly(st.just(1))},
@@ -198,8 +220,19 @@ CONFIG = st.fixed_dictionaries(
 MACHINE = described(TypeAdapter(Topology).json_schema())
 RATES = described(TypeAdapter(Rates).json_schema())
 CAPTURES = [path.read_text() for path in sorted((ROOT / "tests/data/devices").iterdir())]
+SHAPES = [
+    json.dumps({"model_type": kind, **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 8), **MORE})
+    for kind, MORE in (
+        ("llama", {"hidden_size": 512, "vocab_size": 1000, "num_key_value_heads": 4}),
+        ("gpt2", {"n_embd": 512, "n_head": 8, "n_layer": 2}),
+        ([], {"num_layers": 2, "hidden_size": 512, "mlp_type": "llama", "attention_config": [[["flash"], 2]]}),
+    )
+]
+RECORD = json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text())
+RECORDS = [json.dumps({**RECORD, "results": RECORD["results"][:2]})]
+LAUNCHED = [(ROOT / "tests/data/launch/half-frontier.json").read_text()]
 LAUNCHERS = [path.read_text() for path in sorted((ROOT / "tests/data/launchers").iterdir())]
-TARGETS = {target.__name__: target for target in (config, machine, capture, launcher, options)}
+TARGETS = {target.__name__: target for target in (config, machine, capture, launcher, options, model, stock)}
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

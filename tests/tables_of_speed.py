@@ -121,6 +121,15 @@ def cluster_sentences() -> list[str]:
     ]
 
 
+def stock_sentences() -> list[str]:
+    """What the README says of unmodified DeepSpeed beside its table."""
+    stock = {result["scheme"]: result["step_s"]["median"] for result in record("cluster-t8-stock")["results"]}
+    return [
+        f"unmodified DeepSpeed took {stock['stock']:.2f} s for the first step over gloo, "
+        f"{stock['stock-ring']:.2f} s with a ring for gloo's reduce-scatter"
+    ]
+
+
 def scale_sentences() -> list[str]:
     """What the text below the table of launches says of real ranks, from the record."""
     content = record("scale")

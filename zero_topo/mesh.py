@@ -196,7 +196,7 @@ class Mesh:
         return own
 
     def words(self, env: Mapping[str, str] = os.environ) -> str:
-        """How many communicators this rank has in its groups, and what NCCL's hold; one line for the log, or none.
+        """The process groups of this rank and the memory of NCCL's buffers for them; one line for the log, or none.
 
         Args:
             env: where NCCL reads the size of its buffers.
@@ -208,9 +208,9 @@ class Mesh:
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
         held = buffer * sum(min(2, size - 1) for size in sizes)  # both neighbours of a ring
         return (
-            f"{len(sizes)} communicators beside the world's, of {sizes} ranks, created in {self.calls} calls of all "
-            f"ranks; if they are NCCL's they hold {format_bytes(held)} for each of its channels "
-            f"({format_bytes(buffer)} a neighbour: NCCL_BUFFSIZE)"
+            f"process groups of this rank, beside the world's: {len(sizes)}, of {sizes} ranks, created in {self.calls} "
+            f"collective calls; with NCCL their buffers take {format_bytes(held)} per channel "
+            f"(NCCL_BUFFSIZE = {format_bytes(buffer)} per neighbour)"
         )
 
     def destroy(self) -> None:

@@ -167,6 +167,27 @@ def read(kind: Any, what: str, data: object) -> Any:
         raise ValueError(_first_mistake(what, error)) from None
 
 
+def conform(kind: Any, what: str, text: str) -> Any:
+    """What a JSON text says, as :func:`parse_json`, if it is of a type without converting anything.
+
+    Raises:
+        ValueError: in one line, as :func:`read`.
+    """
+    value = parse_json(text, what)
+    try:
+        _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_mistake(what, error)) from None
+    return value
+
+
+def plain(text: str) -> str:
+    """The text with all that a terminal would obey, instead of showing it, written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def to_json(value: object, exclude_defaults: bool = False) -> dict[str, Any]:
     """A JSON object from which :func:`read` builds an equal value."""
     kind: Any = type(value)
@@ -208,6 +229,7 @@ Count = Annotated[int, Field(strict=True, ge=1), must_be("a whole number of at l
 Flag = Annotated[bool, Field(strict=True), must_be("true or false")]
 Text = Annotated[str, Field(min_length=1), must_be("a string, not empty")]
 Strings = Annotated[tuple[str, ...], must_be("a list of strings")]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False), must_be("seconds, at least 0")]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
 
 

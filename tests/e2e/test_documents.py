@@ -46,6 +46,7 @@ SMALLER = {
     "zero-topo bench quantizers": "--size 65536 --repeats 1 --threads 1 --dtypes fp32 --blocks 256",
     "python -m benchmarks cluster": "--schemes topo --micro-batches 1 --steps 2 --params 1e5 --layers 1",
     "python -m benchmarks scale": "--ranks 8 --schemes topo --params 2 --repeats 1 --real-ranks 0",
+    "python -m benchmarks scatter": "--widths 64 --ranks 2 --steps 1",
     "python -m benchmarks sparse": "--modes oktopk --densities 0.01 --ranks 2 --numel 10000 --steps 1",
     # of an option that is given twice, the last one counts
     "python -m benchmarks faults": "--rounds 1",

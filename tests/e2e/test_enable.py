@@ -18,6 +18,10 @@ import sys
 from importlib.util import find_spec
 assert "zero_topo" not in sys.modules and "torch" not in sys.modules, "a start must cost next to nothing"
 assert find_spec("deepspeed"), "as transformers asks"
+if find_spec("transformers"):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 from deepspeed.runtime.engine import DeepSpeedEngine
 print("hooked" if getattr(DeepSpeedEngine, "_zero_topo_hook", False) else "stock")
 """

@@ -40,7 +40,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "quantized_frozen": (zero(zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable", "remove"),
     "stage_2": (zero(stage=2), "zero_optimization.stage = 2", "set it to 3"),
     "no_stage": ({key: GOOD[key] for key in GOOD if key != "zero_optimization"}, "stage is not set", '"stage": 3'),
-    "param_offload": (zero(offload_param={"device": "cpu"}), "parameter offload", '"weights": "node"'),
     "param_nvme": (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "parameter offload", '"weights": "node"'),
     "optimizer_nvme": (zero(offload_optimizer={"device": "nvme"}), "NVMe offload", 'set it to "cpu"'),
     "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "ZenFlow", "offload_optimizer"),
@@ -49,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "autoep": ({**GOOD, "expert_parallel": {"enabled": True}}, "AutoEP", "remove expert_parallel"),
     "deepcompile": ({**GOOD, "compile": {"deepcompile": True}}, "DeepCompile", "set it to false"),
     "ulysses": ({**GOOD, "sequence_parallel_size": 2}, "sequence_parallel_size = 2", "set it to 1"),
+    "whole_sums": ({**GOOD, "data_types": {"grad_accum_dtype": "int8"}}, 'grad_accum_dtype = "int8"', '"bf16"'),
     "rule_gradients": (topo(weights=2, gradients=1, optimizer=2), "gradients", "weights"),
     "rule_optimizer": (topo(weights=1, gradients=2, optimizer=1), "optimizer", "gradients"),
     "indivisible": (topo(weights=3, gradients="world", optimizer="world"), "3", "2"),
@@ -114,6 +114,13 @@ def test_an_engine_without_a_block_is_stocks_own(refused: Refused) -> None:
 ODD = {
     "block": "zero_topo.seed 1 in place of 0",
     "bucket": "zero_optimization.reduce_bucket_size 1001 in place of 1000",
+    "rate": "optimizer.params.lr 1.5 in place of 0.5",
+    "clipping": "gradient_clipping 2.0 in place of 1.0",
+    "bf16": "bf16.enabled true in place of false",
+    "order": 'model_order.0 "b" in place of "a", model_order.1 "a" in place of "b"',
+    "left_out": "param_group_of.b absent in place of 0",
+    "groups": "param_group_of.a 1 in place of 0, param_group_of.b 0 in place of 1",
+    "own_rate": "param_groups.0.lr 1.5 in place of 0.5",
     "model": 'model.bias ["torch.float32", true, 5] in place of ["torch.float32", true, 4]',
     "version": 'versions.torch "2.13.1" in place of "2.13.0"',
 }
@@ -128,6 +135,11 @@ def test_ranks_that_differ_are_told_alike(name: str, refused: Refused) -> None:
     assert "rank 1 of host " in said[0]["text"]
     assert ODD[name] in said[0]["text"]
     assert "\n" not in said[0]["text"]
+
+
+def test_ranks_may_log_and_measure_differently(refused: Refused) -> None:
+    """They train on."""
+    assert [ways["odd"]["nothing"]["text"] for ways in refused[1]] == ["returned 1.0"] * RANKS
 
 
 def test_a_rank_without_the_block_does_not_hang_the_others(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer and Accelerate, and Lightning's Trainer: as under stock ZeRO-3, also after a resume.
 
-Twenty steps each in FP32, unquantized; Hugging Face on eight ranks, Lightning on four.
+Twenty steps each in FP32, unquantized; Hugging Face on eight ranks, Lightning on four. Imports in every order.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import LaunchSettings, launch
+from tests.launching import ROOT, LaunchSettings, launch
 
 PROGRAMS = Path(__file__).parent / "programs"
 CLOSE = 1e-5
@@ -68,3 +71,49 @@ def test_lightning_trains_as_under_stock_zero3(tmp_path: Path) -> None:
     assert resumed[:20] == topo[:20]
     assert found["sent"] == ["gather_forward gpu", "publish world", "scatter gpu", "sync world"]
     assert resumed[20:] == pytest.approx(topo[20:], rel=0, abs=CLOSE)
+
+
+STEPS = {
+    "zero_topo": "import zero_topo",
+    "model": """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+""",
+    "arguments": """
+from transformers import TrainingArguments
+TrainingArguments(deepspeed={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+""",
+    "deepspeed": "import deepspeed",
+}
+
+# Every order of the steps; a process forks one for each step that is left, so orders share what they begin with.
+ORDERS = """
+import json, os, sys, torch, traceback
+steps = json.loads(sys.argv[1])
+def walk(left):
+    if not left:
+        print("hooked:", sys.modules["deepspeed"].DeepSpeedEngine._zero_topo_hook, flush=True)
+    for step in left:
+        if os.fork() == 0:
+            try:
+                exec(steps[step])
+                walk([other for other in left if other != step])
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.wait()[1] == 0, step
+walk(list(steps))
+"""
+
+
+@hugging_face
+def test_every_order_of_imports_and_models_installs_the_hook() -> None:
+    """A model that exists before DeepSpeed is imported has changed ``torch.nn.Module``; no order needs a block."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", ORDERS, json.dumps(STEPS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hooked: True") == 24

@@ -21,7 +21,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 class CSpec(Structure):
     """``zt_wire_spec``."""
 
-    _fields_ = [(name, c_int32) for name in ("bits", "block_size", "symmetric", "dtype")]
+    _fields_ = [(name, c_int32) for name in ("bits", "block_size", "dtype")]
 
 
 class CPiece(Structure):
@@ -86,8 +86,8 @@ class CChange(Structure):
 def c_spec(spec: BlockSpec | Cast) -> CSpec:
     """The specification in C."""
     if isinstance(spec, Cast):
-        return CSpec(spec.bits, 1, 0, DTYPES[NAMES[spec.dtype]])
-    return CSpec(spec.bits, spec.block_size, int(spec.symmetric), 0)
+        return CSpec(spec.bits, 1, DTYPES[NAMES[spec.dtype]])
+    return CSpec(spec.bits, spec.block_size, 0)
 
 
 def c_piece(p: Piece) -> CPiece:

@@ -23,7 +23,7 @@ from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, piece_of, total_numel
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
 Spec = BlockSpec | Cast
-SPECS = [BlockSpec(bits, size, symmetric) for bits, size, symmetric in product((8, 4), BLOCK_SIZES, (True, False))]
+SPECS = [BlockSpec(bits, size) for bits, size in product((8, 4), BLOCK_SIZES)]
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Seq
 
 def others_of(spec: Spec) -> list[Spec]:
     """Formats in which sums of this one can go on."""
-    return [spec] if isinstance(spec, Cast) else [BlockSpec(bits, spec.block_size, spec.symmetric) for bits in (8, 4)]
+    return [spec] if isinstance(spec, Cast) else [BlockSpec(bits, spec.block_size) for bits in (8, 4)]
 
 
 def check_large(backend: Any, numel: int, device: str = "cpu") -> None:

@@ -31,7 +31,7 @@ from tests.kernels.golden import (
 )
 from zero_topo.quant import reference
 from zero_topo.quant.messages import Messages, from_sources
-from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.pieces import Piece, at_blocks, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
 
@@ -57,6 +57,7 @@ def member_layouts(
     absent = Piece(make(9, dtype), 2, 40, 0, members, 1, present=0)
     row = Piece(make(members * 33, other), 1, 33, 33, members, 33)
     yield "several", [row, interleaved, absent, replace(filled, flat=make(flat.numel(), other))]
+    yield "each at a block", at_blocks([row, interleaved], block)
 
 
 ORDERS = ((0, 1, 2), (1, 2, 0), (0, 2, 1))

@@ -125,7 +125,6 @@ FIELDS: dict[str, list[Damage]] = {
     "spec": [
         ("bits", BAD_SPEC, others(8, 4)),
         ("block_size", BAD_SPEC, others(*BLOCK_SIZES)),
-        ("symmetric", BAD_SPEC, others(0, 1)),
         ("dtype", BAD_SPEC, others(0)),
     ],
     "pieces": [
@@ -166,7 +165,7 @@ PLAIN: dict[str, list[tuple[int, st.SearchStrategy[Any]]]] = {
     "count": [(BAD_SIZE, NEGATIVE32), (BAD_SIZE, st.just(0))],
     "numel": [(BAD_SIZE, misfits(lambda numel: numel))],
     "level": [(BAD_LEVEL, others(-1, 0, 1, 2))],
-    "to": [(BAD_SPEC, st.sampled_from([CSpec(8, 128, 1, 0), CSpec(8, 64, 0, 0), CSpec(32, 1, 0, 0)]))],
+    "to": [(BAD_SPEC, st.sampled_from([CSpec(8, 128, 0), CSpec(32, 1, 0)]))],
     "dtype": [(BAD_DTYPE, others(0, 1, 2))],
     "capacity": [(BAD_SIZE, NEGATIVE)],
     "n": [(BAD_SIZE, NEGATIVE)],
@@ -222,8 +221,8 @@ def test_requantize_does_not_accumulate(library: ctypes.CDLL) -> None:
     assert call.status(library) == BAD_SPEC
 
 
-CAST_SPECS = [(32, 1, 0, 0), (16, 1, 0, 1), (16, 1, 0, 2)]
-NO_CASTS = [(8, 1, 0, 0), (16, 1, 0, 0), (32, 1, 0, 1), (32, 1, 1, 0), (16, 1, 0, 3), (16, 2, 0, 1)]
+CAST_SPECS = [(32, 1, 0), (16, 1, 1), (16, 1, 2)]
+NO_CASTS = [(8, 1, 0), (16, 1, 0), (32, 1, 1), (16, 1, 3), (16, 2, 1)]
 
 
 @pytest.mark.parametrize("function", ["zt_cpu_quantize", "zt_cpu_dequantize_reduce", "zt_cpu_requantize"])
@@ -243,7 +242,7 @@ def test_casts_are_formats_of_their_own(library: ctypes.CDLL, function: str) -> 
         call.arguments["range"] = Range(0, MEMBERS * NUMEL + 1)
         assert call.status(library) == (BAD_RANGE if known else BAD_SPEC), spec
     call = valid_call(library, "zt_cpu_requantize")
-    call.arguments |= {"spec": CSpec(16, 1, 0, 1), "to": CSpec(16, 1, 0, 2)}
+    call.arguments |= {"spec": CSpec(16, 1, 1), "to": CSpec(16, 1, 2)}
     assert call.status(library) == BAD_SPEC
 
 
@@ -293,7 +292,7 @@ def shapes(draw: st.DrawFn) -> list[Piece]:
     return pieces
 
 
-BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES), st.booleans())
+BLOCKED = st.builds(BlockSpec, st.sampled_from([8, 4]), st.sampled_from(BLOCK_SIZES))
 SPECS: st.SearchStrategy[golden.Spec] = BLOCKED | st.builds(Cast, st.sampled_from(list(DTYPES)))
 
 
@@ -330,7 +329,7 @@ def test_pieces_of_any_bytes(
     for piece in pieces:
         raw = piece.flat.view(torch.uint8)
         raw.copy_(random_bytes(raw.numel(), seed))
-    to = spec if isinstance(spec, Cast) else BlockSpec(bits, spec.block_size, spec.symmetric)
+    to = spec if isinstance(spec, Cast) else BlockSpec(bits, spec.block_size)
     for level in range(library.zt_cpu_best_level() + 1):
         backend = CpuKernels(library, level, cuts=1 + seed % 3)
         message = golden.same_message(backend, pieces, spec, what=level)

@@ -69,7 +69,7 @@ def test_masks_anywhere(library: ctypes.CDLL, offset: int) -> None:
     assert torch.equal(back[offset:], mask[offset:]) and bool(back[:offset].all())
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 64), BlockSpec(8, 64, False)], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 64)], ids=str)
 def test_smallest_and_largest_blocks(library: ctypes.CDLL, spec: BlockSpec) -> None:
     """Blocks whose size is at the bound of being zero, just below it, and the largest there is."""
     sizes = torch.tensor([2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-99, torch.finfo(torch.float32).max, 2.0**-149])
@@ -90,7 +90,7 @@ def test_rounding_of_ties(library: ctypes.CDLL, dtype: torch.dtype, digits: int)
     golden.same_values(GpuLibrary(library), message, spec, [golden.whole(torch.empty(numel, dtype=dtype))])
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048, False)], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 2048)], ids=str)
 def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpec) -> None:
     """Whatever lies behind the last value of a message: the padding of the message of the sum stands for zeros."""
     blocks = 16384 // spec.block_size

@@ -56,7 +56,7 @@ def test_all_members_are_served_in_one_call(native: Native, fmt: golden.Format) 
     golden_members.check_members(native, fmt, DEVICE.type)
 
 
-@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64, False), Cast("fp16")], ids=str)
+@pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64), Cast("fp16")], ids=str)
 def test_sums_are_quantized_again(native: Native, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec, DEVICE.type)

@@ -80,7 +80,7 @@ class TestBackend:
 
     def test_members_of_members(self, backend: Any) -> None:
         """Outer and inner ones, in messages that lie in any order."""
-        golden_members.check_members(backend, golden.Format(BlockSpec(4, 64, False), torch.bfloat16), DEVICE)
+        golden_members.check_members(backend, golden.Format(BlockSpec(4, 64), torch.bfloat16), DEVICE)
 
     @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
     @pytest.mark.parametrize("hole", [None, 17])
@@ -116,26 +116,23 @@ class TestBackend:
         golden_codes.check_extremes(backend, block, DEVICE)
 
     @pytest.mark.parametrize("bits", [8, 4])
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_rounds_half_to_even(self, backend: Any, bits: int, symmetric: bool) -> None:
+    def test_rounds_half_to_even(self, backend: Any, bits: int) -> None:
         """Halves and their neighbours, at scales of every exponent: the sum that rounds is one rounding of its own."""
-        spec = BlockSpec(bits, 256, symmetric)
-        top = spec.levels if symmetric else 2 * spec.levels + 1
+        spec = BlockSpec(bits)
         generator = torch.Generator().manual_seed(bits)
         bound = (1 + torch.rand(224, 1, generator=generator)) * 2.0 ** torch.arange(-99, 125)[:, None]
-        halves = torch.randint(-top if symmetric else 0, top, (224, 256), generator=generator) + 0.5
-        x = bound * halves / top
+        halves = torch.randint(-spec.levels, spec.levels, (224, 256), generator=generator) + 0.5
+        x = bound * halves / spec.levels
         x += x * 2.0**-23 * torch.randint(-1, 2, x.shape, generator=generator)
         x[:, 0], x[:, 1] = bound[:, 0], 0.0
         golden.same_message(backend, [golden.whole(x.view(-1))], spec, DEVICE)
 
-    @pytest.mark.parametrize("symmetric", [True, False])
-    def test_the_smallest_blocks_that_are_not_zero(self, backend: Any, symmetric: bool) -> None:
-        """A magnitude or span of exactly 2^-100 is quantized, one below it is not."""
+    def test_the_smallest_blocks_that_are_not_zero(self, backend: Any) -> None:
+        """A magnitude of exactly 2^-100 is quantized, one below it is not."""
         edges = [2.0**-100, 2.0**-100 * (1 - 2.0**-24), 2.0**-101, 2.0**-99]
         x = torch.stack([torch.linspace(0, edge, 64) for edge in edges])
         x[:, -1] = torch.tensor(edges)
-        golden.same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64, symmetric), DEVICE)
+        golden.same_message(backend, [golden.whole(x.view(-1))], BlockSpec(4, 64), DEVICE)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_sums_are_rounded_half_to_even(self, backend: Any, dtype: torch.dtype) -> None:
@@ -219,9 +216,8 @@ def tail_of(message: torch.Tensor, spec: BlockSpec | Cast, numel: int, tail: int
     if isinstance(spec, Cast):
         return message[-spec.nbytes(tail) :]
     before, blocks = spec.blocks(numel - tail), spec.blocks(tail)
-    planes = (0, spec.block_bytes), (spec.scales_offset(numel), 4), (spec.zero_points_offset(numel), 4)
-    few = planes[: 2 if spec.symmetric else 3]
-    return torch.cat([message[begin + before * unit :][: blocks * unit] for begin, unit in few])
+    planes = (0, spec.block_bytes), (spec.scales_offset(numel), 4)
+    return torch.cat([message[begin + before * unit :][: blocks * unit] for begin, unit in planes])
 
 
 class TestFar:
@@ -278,7 +274,7 @@ class TestFar:
             backend.dequantize_reduce(Messages(table), spec, [piece], Reduce())
             golden.assert_same(piece.flat, expected.flat, f"{spec} far apart")
 
-    @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256, False), Cast("bf16")], ids=str)
+    @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256), Cast("bf16")], ids=str)
     def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
         """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
         tail, stride = FAR % 4096, FAR // 8 + 8

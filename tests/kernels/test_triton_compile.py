@@ -54,21 +54,21 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """A call for each kernel and for what decides its code most, with a name."""
     from zero_topo.quant import triton
 
-    int8, int4, other, asymmetric = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048, False)
+    int8, int4, other, large = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048)
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
     rows = Piece(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
     reduce, cast = triton.dequantize_reduce, Cast("bf16")
     many = [(chunks(int8)[:count], hole) for count in (2, 3, 8) for hole in (None, 0, 1)]
     yield "quantize", lambda: triton.quantize([bf16], int8, to_members(chunks(int8)[0]))
     yield "quantize strided", lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4]))
-    yield "quantize asymmetric", lambda: triton.quantize([fp32], asymmetric, to_members(chunks(asymmetric)[0]))
+    yield "quantize large", lambda: triton.quantize([fp32], large, to_members(chunks(large)[0]))
     yield "dequantize", lambda: reduce(to_members(chunks(int8)[0]), int8, [fp32], Reduce())
     yield (
         "reduce int8 bf16",
         lambda: [reduce(from_sources(some, hole), int8, [bf16], Reduce(0.1)) for some, hole in many],
     )
     yield "reduce int4 fp32", lambda: reduce(from_sources(chunks(int4)), int4, [fp32], Reduce(0.1, accumulate=True))
-    yield "reduce asymmetric fp16", lambda: reduce(from_sources(chunks(asymmetric)), asymmetric, [fp16], Reduce())
+    yield "reduce large fp16", lambda: reduce(from_sources(chunks(large)), large, [fp16], Reduce())
     yield "requantize", lambda: again(int4, other)
     odd = Piece(bf16.flat, 16, 1024, 4099, 4, 1001, present=1000)
     yield "odd rows", lambda: reduce(to_members(chunks(int8, odd.numel)[:4]), int8, [odd], Reduce())

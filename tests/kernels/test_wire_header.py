@@ -28,10 +28,9 @@ PROGRAM = r"""
 int main(void) {
     zt_wire_spec s;
     int64_t n;
-    while (scanf("%" SCNd32 " %" SCNd32 " %" SCNd32, &s.bits, &s.block_size, &s.symmetric) == 3 &&
-           scanf("%" SCNd32 " %" SCNd64, &s.dtype, &n) == 2) {
+    while (scanf("%" SCNd32 " %" SCNd32 " %" SCNd32 " %" SCNd64, &s.bits, &s.block_size, &s.dtype, &n) == 4) {
         printf("%d %" PRId64 " %" PRId64, zt_wire_valid(s), zt_wire_blocks(s, n), zt_wire_scales_offset(s, n));
-        printf(" %" PRId64 " %" PRId64 "\n", zt_wire_zero_points_offset(s, n), zt_wire_nbytes(s, n));
+        printf(" %" PRId64 "\n", zt_wire_nbytes(s, n));
     }
     return 0;
 }
@@ -75,7 +74,7 @@ LARGE = [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 255, 3 * 2**33 + 7, 2**40 - 1, 2**
 
 
 def asked(program: Path, cases: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """(valid, blocks, scales offset, zero points offset, nbytes) of (bits, block size, symmetric, dtype, elements)."""
+    """(valid, blocks, scales offset, nbytes) of (bits, block size, dtype, elements)."""
     lines = "".join(" ".join(map(str, case)) + "\n" for case in cases)
     output = subprocess.run([program], input=lines, capture_output=True, text=True, check=True).stdout
     return [[int(word) for word in line.split()] for line in output.splitlines()]
@@ -102,11 +101,11 @@ def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
 def check(program: Path, cases: Sequence[Case]) -> None:
     """The header's numbers are those of zero_topo.quant.spec, with 1 for a valid specification."""
     specs = [c_spec(spec) for spec, _ in cases]
-    given = [(s.bits, s.block_size, s.symmetric, s.dtype, n) for s, (_, n) in zip(specs, cases, strict=True)]
+    given = [(s.bits, s.block_size, s.dtype, n) for s, (_, n) in zip(specs, cases, strict=True)]
     for (spec, n), (valid, blocks, *offsets, nbytes) in zip(cases, asked(program, given), strict=True):
         assert (valid, nbytes) == (1, spec.nbytes(n)), spec
         if isinstance(spec, BlockSpec):
-            assert [blocks, *offsets] == [spec.blocks(n), spec.scales_offset(n), spec.zero_points_offset(n)], spec
+            assert [blocks, *offsets] == [spec.blocks(n), spec.scales_offset(n)], spec
         else:
             assert blocks == n
 
@@ -122,20 +121,20 @@ def test_header_agrees_anywhere(program: Path, cases: list[Case]) -> None:
     check(program, cases)
 
 
-BAD_BLOCKS = [(7, 256, 1), (8, 100, 1), (8, 32, 1), (4, 4096, 1), (8, -64, 1), (8, 256, 2)]
-BAD_CASTS = [(16, 1, 0, 0), (32, 1, 0, 1), (32, 1, 1, 0), (16, 1, 0, 3), (16, 1, 0, -1), (8, 1, 0, 0), (8, 256, 1, 1)]
+BAD_BLOCKS = [(7, 256, 0), (8, 100, 0), (8, 32, 0), (4, 4096, 0), (8, -64, 0), (8, 256, 1)]
+BAD_CASTS = [(16, 1, 0), (32, 1, 1), (16, 1, 3), (16, 1, -1), (8, 1, 0)]
 
 
-@pytest.mark.parametrize("bad", [*((*spec, 0) for spec in BAD_BLOCKS), *BAD_CASTS])
+@pytest.mark.parametrize("bad", [*BAD_BLOCKS, *BAD_CASTS])
 def test_header_refuses_what_the_format_does_not_know(program: Path, bad: tuple[int, ...]) -> None:
-    """zt_wire_valid is 0 for other bits, block sizes, flags and types; the kernels' callers check it first."""
+    """zt_wire_valid is 0 for other bits, block sizes and types; the kernels' callers check it first."""
     assert asked(program, [(*bad, 1)])[0][0] == 0
 
 
 @pytest.mark.parametrize("compiler", ["g++", "nvcc", "hipcc"])
 def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
     """The same text is C++, CUDA and HIP; where it can run, it gives the same numbers."""
-    check(compiled(compiler, tmp_path), [(BlockSpec(4, 256, False), 2**33 + 5)])
+    check(compiled(compiler, tmp_path), [(BlockSpec(4, 256), 2**33 + 5)])
     check_trits(compiled(compiler, tmp_path, TRITS), [(256, 2**33 + 5, 7)])
 
 

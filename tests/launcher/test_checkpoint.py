@@ -154,12 +154,31 @@ def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> 
 def test_a_partial_load_does_what_stock_does(
     options: dict[str, bool], dtype: str, saved_by_stock: Callable[[str], Saved]
 ) -> None:
-    """Weights without optimizer states: masters are refilled from the weights, on every rank that holds a copy."""
+    """Weights without optimizer states: masters are refilled from the weights, on every rank that holds a copy.
+
+    With ``load_module_only`` stock has to be told, else it loads none.
+    """
     saved = saved_by_stock(dtype)
-    theirs = resume(job(None, dtype), saved.path, **options)
+    theirs = resume(job(None, dtype), saved.path, **{**options, "load_optimizer_states": False})
     for scheme in ("topo", "hsdp"):
         mine = resume(job(PLAIN_BLOCKS[scheme], dtype), saved.path, **options)
         assert largest_difference(mine, theirs) <= CLOSE[dtype], scheme
+
+
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shared_path: Path) -> None:
+    """On every rank, and not of the latest, as in stock."""
+    run = job(block("hsdp"), "bf16")
+    with running(run) as engine:
+        advance(run, engine, 0, SAVED_AT)
+        engine.save_checkpoint(str(shared_path), tag="first")
+        first = weights(engine)
+        advance(run, engine, SAVED_AT, STEPS)
+        engine.save_checkpoint(str(shared_path), tag="second")
+        second = weights(engine)
+    for tag, expected in ({"tag": "first"}, first), (dict[str, str](), second):
+        with loaded(run, shared_path, **options, **tag) as engine:
+            assert_same_bits(weights(engine), expected)
 
 
 @pytest.mark.parametrize(("scheme", "dtype"), [("topo", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,16 +11,29 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import nn
+from torch import Tensor, nn
 
 from tests.device import DEVICE
 from tests.launcher.checkpoints import poison
-from tests.launcher.feature_jobs import edited, with_states
+from tests.launcher.feature_jobs import edited, matrices_and_vectors, with_states, zero
 from tests.launcher.models import SMALL
 from tests.launcher.parity import Result, assert_equal, run
-from tests.launcher.training import EMULATED, Job, Net, batch, block, ds_config, largest_difference, train
+from tests.launcher.training import (
+    EMULATED,
+    PLAIN,
+    Job,
+    Net,
+    batch,
+    block,
+    ds_config,
+    largest_difference,
+    mse,
+    running,
+    train,
+)
 
 
 def quantized(scheme: str, **more: Any) -> Job:
@@ -84,18 +98,88 @@ def test_access_to_gradients_masters_and_states(scheme: str, dtype: str, monkeyp
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_publish_goes_on_after_the_step(overlap: bool) -> None:
-    """The step does not end it by gathering resident parameters: the forward pass does, where it needs them."""
+    """The step ends that of persistent parameters alone, whichever sub-group is updated first."""
     seen = []
 
     def after(engine: Any, step: int) -> None:
-        statuses = {param.ds_status for param in engine.optimizer.persistent_parameters}
-        seen.append((engine.optimizer.topo.weights.publishing, statuses))
+        topo, kept = engine.optimizer.topo, engine.optimizer.persistent_parameters
+        assert {param.ds_status for param in kept} == {ZeroParamStatus.AVAILABLE}
+        begun = {slot for run, _ in topo.weights._publisher._pending for slot in run}
+        seen.append((len(topo._lane._begun) > 0, len(begun) + len(kept)))
 
-    resident = {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}
-    job = Job(model=SMALL, steps=2, ds=resident, after_step=after)
+    few = zero(stage3_param_persistence_threshold=20, sub_group_size=20)
+    job = Job(model=SMALL, steps=2, ds=few, groups=matrices_and_vectors, after_step=after)
     run(job.under(block("topo", overlap=overlap, debug_checks=False)))
-    wanted = ZeroParamStatus.NOT_AVAILABLE if overlap else ZeroParamStatus.AVAILABLE
-    assert seen == [(overlap, {wanted})] * 2
+    assert seen == [(overlap, len(list(SMALL().parameters())))] * 2
+
+
+class ReadsAWeight(Net):
+    """Reads the weight of a module outside of it, as losses do that do not make all logits at once."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.linear(self.blocks[0](self.inp(x)), self.blocks.get_parameter("1.1.weight")))
+
+
+@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: str) -> None:
+    """The first pass gathers it where it is read, later ones with the module that reads it, and after a step too."""
+    job = Job(ReadsAWeight, block(scheme, quantize={"weights": "int8", "block_size": 64}), micro_batches=4)
+    x, y = batch(0, 0, torch.float32)
+    with running(job) as engine:
+        losses = []
+        for _ in range(3):
+            losses.append(mse(engine, x.to(DEVICE), y.to(DEVICE)))
+            engine.backward(losses[-1])
+            engine.step()
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+
+
+OWNERS = ("trained", "inference", "init")
+
+
+def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
+    """A model of an engine, of one without an optimizer, or of none; taken apart at the end."""
+    job = Job(zero_topo=zero_topo)
+    config = ds_config(job)
+    if kind != "trained":
+        config = {key: value for key, value in config.items() if key != "optimizer"}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Net()
+    engine = None if kind == "init" else deepspeed.initialize(model=model, config=config)[0]
+    yield model if engine is None else engine
+    if engine is not None:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("quantize", [PLAIN, {"block_size": 64}], ids=["plain", "codes"])
+@pytest.mark.parametrize("kinds", [("trained", other) for other in OWNERS] + [(other, "trained") for other in OWNERS])
+def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str], quantize: dict[str, Any]) -> None:
+    """DeepSpeed calls the methods of the first parameter for all, whichever model was built first."""
+    zero_topo = block("topo", quantize=quantize)
+    models = [owned(kind, zero_topo) for kind in kinds]
+    both = [next(model) for model in models]
+    params: list[Any] = [param for model in both for param in model.parameters()]
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        for param in params:
+            param.data.fill_(0.5 if dist.get_rank() == 0 else -1.0)
+    x = torch.full((4, 11), 0.1, device=DEVICE)
+    torch.manual_seed(0)
+    expected = Net().to(DEVICE)
+    for param in expected.parameters():
+        param.data.fill_(0.5)
+    for kind, model in zip(kinds, both, strict=True):
+        if kind != "init":
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), expected(x))
+    for group in (params, params[::-1]):  # as a coordinator of either model gathers what its modules use
+        group[0].all_gather_coalesced(group).wait()
+        assert all(p.sub(0.5).abs().max() < 1e-2 for p in params)
+        group[0].partition(group)
+    for ends in models:
+        next(ends, None)
 
 
 def test_stocks_ways_to_gather_and_reduce_change_nothing() -> None:
@@ -107,20 +191,18 @@ def test_stocks_ways_to_gather_and_reduce_change_nothing() -> None:
 
 @pytest.mark.parametrize("zero_init", [False, True])
 def test_an_engine_without_an_optimizer_may_hold_its_parameters_on_the_host(zero_init: bool) -> None:
-    """Stock's gathers serve it; with an optimizer, in whichever way it comes, the same config is refused."""
+    """Unmodified DeepSpeed gathers them; with an optimizer the same config trains on the device."""
     job = Job(zero_topo=block("topo"), ds={"zero_optimization": {"offload_param": {"device": "cpu"}}})
     x, _ = batch(0, 0, torch.float32)
     config = {key: value for key, value in ds_config(job).items() if key != "optimizer"}
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = Net()
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    for refused in ({"config": config, "optimizer": optimizer}, {"config": ds_config(job)}):
-        with pytest.raises(ValueError, match="with an optimizer: parameter offload is not supported in training"):
-            deepspeed.initialize(model=model, **refused)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     assert {param.ds_tensor.device.type for param in engine.parameters()} == {"cpu"}
     torch.manual_seed(0)
     with torch.no_grad():
         assert torch.equal(engine(x.to(DEVICE)), Net().to(DEVICE)(x.to(DEVICE)))
     engine.destroy()
+    plain = Job(zero_topo=block("topo"), zero_init=zero_init)
+    assert train(replace(job, zero_init=zero_init)) == train(plain)

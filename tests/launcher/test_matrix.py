@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
+from tests.launcher import training
 from tests.launcher.features import FEATURES, SCHEMES, expected, verdict
-from tests.launcher.training import largest_difference
+from tests.launcher.training import Job, largest_difference
 from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
@@ -27,6 +30,13 @@ def cells() -> list[object]:
     return found
 
 
+def readable() -> list[object]:
+    """Features that no scheme refuses; in ``make test`` every fourth, and those whose steps are unusual."""
+    names = [name for name, feature in FEATURES.items() if not feature.refused]
+    often = {*names[::4], "FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU"}
+    return [pytest.param(name, marks=() if name in often else pytest.mark.long) for name in names]
+
+
 @pytest.mark.parametrize(("name", "scheme"), cells())
 def test_feature_under_scheme(name: str, scheme: str) -> None:
     """Losses, weights and what the caller sees, unquantized; losses within the scheme's tolerance as it comes.
@@ -39,6 +49,29 @@ def test_feature_under_scheme(name: str, scheme: str) -> None:
     elif dist.get_rank() == 0:
         with open(path, "a") as file:
             file.write(json.dumps([name, scheme, said]) + "\n")
+
+
+@pytest.mark.parametrize("name", readable())
+def test_one_rank_alone_reads_persistent_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step, skipped ones too, they are whole: no collective is left that the other ranks would miss."""
+    config, read, steps = training.ds_config, [], DeepSpeedEngine.step
+
+    def persistent(job: Job) -> dict[str, Any]:
+        made = config(job)
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 40
+        return made
+
+    def step(engine: Any, *args: Any, **kwargs: Any) -> None:
+        boundary = engine.is_gradient_accumulation_boundary()
+        steps(engine, *args, **kwargs)
+        for param in engine.optimizer.persistent_parameters if boundary and dist.get_rank() == 1 else ():
+            assert param.shape == param.ds_shape
+            read.append(param.detach().float().sum().item())
+
+    monkeypatch.setattr(training, "ds_config", persistent)
+    monkeypatch.setattr(DeepSpeedEngine, "step", step)
+    FEATURES[name].run(SCHEMES["topo"][-1].block | {"debug_checks": False})
+    assert dist.get_rank() != 1 or len(set(read)) > 2
 
 
 def test_the_record_knows_every_cell() -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 from benchmarks.bare import fake_world
 from tests.harness import run_threads
@@ -144,6 +152,177 @@ def test_seventy_five_thousand_ranks_agree_in_megabytes() -> None:
     with fake_world(size, 5), patch.object(dist, "all_gather_into_tensor", counted):
         check_agreement(config, CPU)
     assert gathered == [48 * size]
+
+
+# -- settings of DeepSpeed and of the optimizer ------------------------------------------------------------------------
+
+TRAINING: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "communication_data_type": "fp32",
+    "managed_gradient_accumulation": True,
+    "data_types": {"grad_accum_dtype": "fp32", "param_dtype": None},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "checkpoint": {"tag_validation": "Warn", "load_universal": False},
+    "zero_allow_untested_optimizer": True,
+    "dataloader_drop_last": False,
+    "a_key_of_tomorrow": {"inside": 1},
+    "fp16": DeepSpeedFP16Config().model_dump(),
+    "bf16": DeepSpeedBF16Config().model_dump(),
+    "zero_optimization": {
+        **DeepSpeedZeroConfig().model_dump(),
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig().model_dump(),
+    },
+}
+OF_A_RANK: dict[str, Any] = {
+    **DeepSpeedMonitorConfig().model_dump(),
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+    "zero_topo": {"topology": "machine.json", "seed": 1},
+    "comms_logger": CommsLoggerConfig().model_dump(),
+    "timers": {"throughput": DeepSpeedThroughputTimerConfig().model_dump()},
+    "flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None},
+    "data_efficiency": {"data_sampling": {"index_to_sample_path": "/data"}},
+    "autotuning": {"results_dir": "autotuning_results"},
+    "aio": {"block_size": 1 << 20},
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), False),
+    **{"steps_per_print": 10, "log_level": "info"},
+}
+LOCAL_OF_ZERO = {"log_trace_cache_warnings", "offload_optimizer.nvme_path"}
+
+
+def leaves(block: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The way to each value of nested dicts."""
+    for key, value in block.items():
+        inner = isinstance(value, dict) and value
+        yield from leaves(value, (*path, key)) if inner else [(*path, key)]
+
+
+def changed(block: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The block with another value at the end of the way."""
+    made = deepcopy(block)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = "another"
+    return made
+
+
+def seen_by(config: dict[str, Any], steps: int = 1) -> dict[str, Any]:
+    """What an engine of this config, and of a small model, tells the others."""
+    zero = SimpleNamespace(model_dump=lambda: config["zero_optimization"])
+    made = SimpleNamespace(_param_dict=config, zero_config=zero)
+    return start._told(SimpleNamespace(_config=made, gradient_accumulation_steps=lambda: steps), torch.nn.Linear(2, 2))
+
+
+def test_every_leaf_of_the_json_is_agreed_on_or_local() -> None:
+    """Changed on one rank, each is refused on all by its name and both values, or is a rank's own for a reason."""
+    config = TRAINING | OF_A_RANK
+    paths = list(leaves(config))
+    assert len(paths) > 100
+
+    def rank_main(rank: int) -> list[str]:
+        said = []
+        for path in paths:
+            try:
+                agree(seen_by(changed(config, path) if rank == 1 else config), Seat("n"), CPU)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    first, *others = run_threads(3, rank_main)
+    assert others == [first] * 2
+    local = set()
+    for path, line in zip(paths, first, strict=True):
+        name = ".".join(path)
+        if line:
+            assert f'rank 1 of host n has {name} "another" in place of ' in line and "\n" not in line
+        else:
+            local.add(name)
+    zero = {f"zero_optimization.{name}" for name in LOCAL_OF_ZERO}
+    assert local == {".".join(path) for path in leaves(OF_A_RANK)} | zero
+
+
+def test_accumulation_and_the_models_order_are_agreed_on() -> None:
+    """The number of micro-batches that DeepSpeed derives, whatever key says it; and which parameter comes first."""
+    said = told_alike(3, lambda rank: seen_by(TRAINING, steps=2 if rank == 1 else 1))
+    assert "rank 1 of host n0 has gradient_accumulation_steps 2 in place of 1; " in said
+
+    def reordered(rank: int) -> dict[str, Any]:
+        found = seen_by(TRAINING)
+        engine = SimpleNamespace(_config=SimpleNamespace(_param_dict={}, zero_config=SimpleNamespace(model_dump=dict)))
+        engine.gradient_accumulation_steps = lambda: 1
+        layer = torch.nn.Module()
+        for name in ("a", "b") if rank else ("b", "a"):
+            layer.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
+        return found | start._told(engine, layer)
+
+    assert 'has model_order.0 "b" in place of "a", ' in told_alike(3, reordered)
+
+
+def trained(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks tell of an optimizer of these groups."""
+    return start._trained(torch.optim.AdamW(groups, lr=torch.tensor(0.5)), {p: n for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"lr": 0.25}, "param_groups.1.lr 0.25 in place of 0.5"),
+        ({"betas": (0.5, 0.9)}, "param_groups.1.betas [0.5, 0.9] in place of [0.9, 0.999]"),
+        ({"mine": object}, "param_groups.1.mine \"<class 'object'>\" in place of absent"),
+        ({"params": []}, "param_group_of.bias absent in place of 1"),
+        ({"params": None}, "param_group_of.bias 0 in place of 1, param_group_of.weight 1 in place of 0"),
+    ],
+)
+def test_settings_and_members_of_groups_are_agreed_on(change: dict[str, Any], line: str) -> None:
+    """Another rate, decay or key of one group; a parameter left out; groups in another order (None)."""
+
+    def say(rank: int) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        bias, weight = [model.bias], [model.weight]
+        if rank != 1:
+            return trained(model, [{"params": weight}, {"params": bias}])
+        if change == {"params": None}:
+            return trained(model, [{"params": bias}, {"params": weight}])
+        return trained(model, [{"params": weight}, {"params": bias, **change}])
+
+    assert f"rank 1 of host n0 has {line}; " in told_alike(3, say)
+
+
+def test_what_json_does_not_know_is_the_same_on_all_ranks() -> None:
+    """A rate in a tensor counts by its value, and an object of each rank's own not by its address."""
+
+    def rank_main(rank: int) -> int:
+        model = torch.nn.Linear(2, 2)
+        group = {"params": list(model.parameters()), "lr": torch.tensor(0.25), "mine": lambda: rank, "own": object()}
+        return len(agree(trained(model, [group]), Seat("n"), CPU))
+
+    assert run_threads(2, rank_main) == [2, 2]
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1, 2])
+def test_groups_listed_in_another_order_get_the_models(odd_rank: int) -> None:
+    """As a ``set`` lists them; where all ranks have one order it stays, for checkpoints are in it."""
+    names = ["a", "b", "c", "d"]
+
+    def rank_main(rank: int, odd: bool) -> list[list[list[str]]]:
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2)) for name in names})
+        listed = [("c", model["c"]), ("a", model["a"])], [("d", model["d"]), ("b", model["b"])]
+        groups = [list(reversed(each)) if rank == odd_rank and odd else each for each in listed]
+        optimizer = torch.optim.SGD([{"params": group} for group in groups])
+        known = {param: name for name, param in model.named_parameters()}
+        start._in_one_order(optimizer, known, CPU)
+        of_group = [[known[param] for param in group["params"]] for group in optimizer.param_groups]
+        return [of_group, [group["param_names"] for group in optimizer.param_groups]]
+
+    assert run_threads(3, rank_main, True) == [[[["a", "c"], ["b", "d"]]] * 2] * 3
+    assert run_threads(3, rank_main, False) == [[[["c", "a"], ["d", "b"]]] * 2] * 3
 
 
 # -- a rank that may not know of zero_topo -----------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, SLOTS, World, either_placement, mean, shards, synced, world
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
+from zero_topo.topology.presets import emulated
 
 
 def expected_rows(w: World, rank: int, total: list[torch.Tensor]) -> torch.Tensor:
@@ -80,6 +83,54 @@ def test_quantized_scatter_stays_within_its_steps(scheme: str, bits: str) -> Non
 
     step = 4.5 / (127 if bits == "int8" else 7)
     assert 1e-5 < max(run_threads(w.size, rank_main)) < 1.5 * step
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    numels=st.lists(st.sampled_from([1, 3, 8]) | st.integers(1, 4000), min_size=2, max_size=5),
+    shape=st.sampled_from([(1, 1, 2), (2, 1, 2), (1, 2, 2)]),
+    magnitudes=st.lists(st.sampled_from([1e-4, 1.0, 1e4]), min_size=5, max_size=5),
+    bits=st.sampled_from(["int4", "int8"]),
+    block_size=st.sampled_from([64, 256]),
+    gradients=st.sampled_from(["node", "world"]),
+)
+def test_no_block_of_the_scatter_holds_values_of_two_parameters(
+    numels: list[int],
+    shape: tuple[int, int, int],
+    magnitudes: list[float],
+    bits: str,
+    block_size: int,
+    gradients: str,
+) -> None:
+    """A bucket gives each parameter the bits that it gets in a bucket of its own, by one hop and by two.
+
+    In INT4 an element is lost only if it is below 1/14 of the largest of its own parameter's block.
+    """
+    block: dict[str, object] = {
+        "scheme": "topo",
+        "gradients": gradients,
+        "quantize": {**PLAIN, "gradients": bits, "block_size": block_size},
+    }
+    w = world(block, emulated(*shape), tuple(numels))
+    grads = [grad * size for grad, size in zip(w.grads(0), magnitudes, strict=False)]
+
+    def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        together, alone = w.engine().gradients, w.engine().gradients
+        together.scatter(range(len(numels)), grads, last=False)
+        for slot, grad in enumerate(grads):
+            alone.scatter([slot], [grad], last=False)
+        return together.buffer, alone.buffer
+
+    plan = w.config.plan
+    for rank, (together, alone) in enumerate(run_threads(w.size, rank_main)):
+        assert torch.equal(together, alone)
+        begin = 0
+        for grad in grads:
+            sent = shards(plan, grad)[plan.rows(rank, plan.gradients)]
+            came = together[:, begin : begin + sent.shape[1]].reshape(-1)
+            begin += sent.shape[1]
+            for own, got in zip(sent.reshape(-1).split(block_size), came.split(block_size), strict=True):
+                assert bool((got != 0)[own.abs() > own.abs().max() / 13.9].all())
 
 
 def test_accumulation_is_fp32_before_its_one_rounding() -> None:

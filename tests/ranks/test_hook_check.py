@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 from tests.launching import ROOT
 from zero_topo.engine import hook, hook_gradients, hook_offload, seam
@@ -117,6 +118,25 @@ def test_attributes_are_found_wherever_they_are_set() -> None:
     assert "unheard_of" not in seam.attributes(Owner)
 
 
+def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers hangs a recursive closure on ``torch.nn.Module``, other libraries hang wrappers on DeepSpeed."""
+
+    def odd(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(self: Any) -> Any:
+            return wrapper, empty, function
+
+        if not function.__name__:
+            empty = 0
+        return wrapper
+
+    foreign = odd(lambda self: self.of_another_package)
+    monkeypatch.setattr(torch.nn.Module, "smart_apply", foreign, raising=False)
+    monkeypatch.setattr(hook.DeepSpeedEngine, "train", odd(lambda self: self.inside_a_closure))
+    seam.check_deepspeed()
+    found = seam.attributes(hook.DeepSpeedEngine)
+    assert "inside_a_closure" in found and "of_another_package" not in found
+
+
 def test_all_that_the_hook_uses_is_checked() -> None:
     """Whatever our class takes from DeepSpeed's is declared, so that a change cannot pass unseen."""
     used = {
@@ -153,12 +173,19 @@ def layers(function):
 places = DeepSpeedEngine._configure_zero_optimizer, deepspeed.initialize, deepspeed.zero.Init.__init__
 print(json.dumps([layers(place) for place in places]))
 """
+MODEL = """
+import importlib.util
+if importlib.util.find_spec("transformers"):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+"""
 WAYS = {
     "zero_topo_first": "import zero_topo, sys; assert 'deepspeed' not in sys.modules\nimport deepspeed",
     "deepspeed_first": "import deepspeed\nimport zero_topo; zero_topo.enable(); zero_topo.enable()",
     "enable_alone": "import zero_topo; zero_topo.enable(); import deepspeed, importlib; importlib.reload(zero_topo)",
     "hook_module_first": "import zero_topo.engine.hook, deepspeed",
-    "run": "import deepspeed",
+    "run": f"{MODEL}\nimport deepspeed",
 }
 
 # Each way in a process of its own, forked after the import of torch, which takes most of DeepSpeed's.

@@ -134,7 +134,7 @@ def test_all_groups_of_a_hop_are_one_split_of_the_world() -> None:
         for ranks, (pair, group) in zip(world.splits, travelled.items(), strict=True):
             assert ranks == dist.get_process_group_ranks(group) == sorted(plan.group(rank, *pair))
         assert not Mesh(Plan.build(machine, ("rank", "rank", "world", "world")), machine, []).words({})
-        assert "4 communicators" in mesh.words({}) and "created in 4 calls" in mesh.words({})
+        assert "world's: 4, of " in mesh.words({}) and "created in 4 collective calls" in mesh.words({})
 
 
 @pytest.mark.parametrize(("unequal", "version"), [(True, torch.__version__), (False, "2.12.1")])
@@ -186,6 +186,6 @@ def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:
     machine = emulated(2, 2, 2)
     with fake_world(8):
         mesh = Mesh(Plan(8, 2, None, 4, 8), machine, [(1, 2), (1, 4)])
-        assert "2 communicators beside the world's, of [2, 4] ranks, created in 6 calls" in mesh.words({})
-        assert "hold 12.58 MB for each of its channels (4.19 MB a neighbour" in mesh.words({})
-        assert "hold 3.00 KB for each" in mesh.words({"NCCL_BUFFSIZE": "1000"})
+        assert "beside the world's: 2, of [2, 4] ranks, created in 6 collective calls" in mesh.words({})
+        assert "take 12.58 MB per channel (NCCL_BUFFSIZE = 4.19 MB" in mesh.words({})
+        assert "take 3.00 KB per channel" in mesh.words({"NCCL_BUFFSIZE": "1000"})

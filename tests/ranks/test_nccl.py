@@ -22,6 +22,7 @@ from zero_topo.mesh import Hop, Mesh
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512, 512)
+PERSISTENT = (1, 3)
 PARTS = (slice(0, 2), slice(2, 5))
 
 
@@ -48,7 +49,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
     """The weights of each rank after some steps; ``mixed``: each waits for its gathers in an order of its own."""
 
     def rank_main(rank: int) -> Tensor:
-        trainer = Trainer(w, rank, lambda masters: AdamS(masters, 0.1), 1.0)
+        trainer = Trainer(w, rank, lambda masters: AdamS(masters, 0.1), 1.0, PERSISTENT)
         engine, weights = trainer.engine, trainer.engine.weights
         weights.publish_world()
         drawn = torch.Generator().manual_seed(rank)
@@ -68,6 +69,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
                 weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
+            assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())
             engine.end_step(skipped=False)
         weights.finish()
         engine.gradients.mode.drain()

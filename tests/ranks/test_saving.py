@@ -113,3 +113,19 @@ def test_a_full_disk_says_what_is_wanted(number: int, tmp_path: Path) -> None:
     wanted = r"new\.pt cannot be written \(.*\): it takes 4\.00 MB, .* are free there; delete older checkpoints, raise"
     with pytest.raises(OSError, match=wanted):
         run_threads(1, rank_main)
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    """Its files and its tag, once they are old: younger ones may be another job's. A link is never written through."""
+    mine, left = tmp_path / "mine", [tmp_path / f"checkpoints/{name}{PART}" for name in ("old/0.pt", "now/0.pt")]
+    mine.write_text("mine")
+    for part in left:
+        part.parent.mkdir(parents=True)
+        part.touch()
+    os.utime(left[0], (0, 0))
+    for name in (LATEST, "new/0.pt"):
+        link = tmp_path / f"checkpoints/{name}{PART}"
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(mine)
+    assert run_threads(1, lambda rank: save(tmp_path / "checkpoints", "new", rank, 0)) == [""]
+    assert mine.read_text() == "mine" and not left[0].parent.exists() and left[1].exists()

@@ -22,11 +22,13 @@ from zero_topo.sync import Moment
 
 @dataclass(frozen=True)
 class Model:
-    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, and modules."""
+    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, modules, and which
+    parameters stay whole."""
 
     numels: tuple[int, ...]
     groups: tuple[range, ...]
     modules: tuple[tuple[int, ...], ...]
+    persistent: tuple[int, ...] = ()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -35,7 +37,7 @@ class Model:
         return tuple(map(slots.index, range(len(slots))))
 
 
-MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)))
+MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)), persistent=(1, 5))
 """Matrices, of which three have codes, and vectors that are updated apart, as where these do not decay."""
 CHUNK = 1100
 """Elements of a run: two matrices."""
@@ -60,7 +62,9 @@ class DeepSpeed:
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
         w, self.moments = world(block, numels=model.numels), list[Moment]()
-        self.engine = engine = w.engine(torch.bfloat16, CHUNK, moments=lambda: self.moments, order=model.order)
+        self.engine = engine = w.engine(
+            torch.bfloat16, CHUNK, moments=lambda: self.moments, persistent=model.persistent, order=model.order
+        )
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
@@ -111,6 +115,8 @@ class DeepSpeed:
             begins = [begin for begin, _ in self.columns]
             means = [torch.zeros_like(master) for master in self.masters]
             self.moments[:] = self.moments or [Moment(*of, 0.9) for of in zip(begins, means, strict=True)]
+        if self.model.persistent:
+            self.release(self.fetch(self.model.persistent, "gather_exact"))
         self.engine.end_step(skipped)
 
     def update(self, group: int) -> None:
@@ -119,10 +125,10 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            weights.publish(self.model.groups[group], new.clone() if self.offload else new)
+            self.engine.weights.publish(self.model.groups[group], new.clone() if self.offload else new)
         else:
             weights.optimizer_rows()[:, begin:end].copy_(new)
-            weights.publish(self.model.groups[group])
+            self.engine.weights.publish(self.model.groups[group])
 
 
 @contextmanager

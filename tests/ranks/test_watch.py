@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
@@ -55,6 +57,7 @@ def watches(
     finally:
         for watch in found:
             watch.close()
+            atexit.unregister(watch._end_store)  # the tests' process does not wait for ranks that were never there
 
 
 def heard(said: list[list[str]], count: int = 1) -> None:
@@ -166,6 +169,73 @@ def test_a_rank_that_left_in_good_order_is_not_missed() -> None:
         found[1].close()
         heard(said[:1])
         assert "every rank answers" in said[0][0] and "rank 1" not in said[0][0]
+
+
+def test_a_rank_whose_script_came_to_its_end_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missed, for the others wait for it; but it did not die."""
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    with watches([waiting(0), moving()]) as (found, said):
+        found[1].ended()
+        heard(said[:1])
+        assert "rank 1 of host n1 (its script came to its end) did not answer" in said[0][0] and said[1] == []
+
+
+LEAVES = """
+import sys, time
+import torch.distributed as dist
+from zero_topo.engine.watch import Patience, Place, Watch
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = Watch(store, (0, 2, "n0"), lambda: Place("in step", (time.monotonic(),)), print, Patience(60))
+print(store.port, flush=True)
+sys.stdin.readline()
+if sys.argv[1] == "destroyed":
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    del store
+    watch.close()
+"""
+
+
+@pytest.mark.parametrize("engine", ["kept", "destroyed"])
+def test_a_rank_0_that_leaves_in_good_order_did_not_die(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store goes with it while another still works: nothing is said of that, unless it then stands still."""
+    monkeypatch.setattr(watch_module, "SLACK_S", 0.2)
+    command, pipes = [sys.executable, "-c", LEAVES, engine], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    works, said = moving(), list[str]()
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as first:  # type: ignore[call-overload]
+        assert first.stdin and first.stdout
+        client = dist.TCPStore("127.0.0.1", int(first.stdout.readline()), is_master=False)
+        place = [works]
+        watch = Watch(client, (1, 2, "n1"), lambda: place[0](), said.append, PATIENCE)
+        first.stdin.write("\n")
+        first.stdin.close()
+        assert first.wait() == 0
+    time.sleep(2 * PATIENCE.still_s)
+    assert said == []
+    place[0] = waiting(1)
+    heard([said])
+    time.sleep(2 * PATIENCE.still_s)
+    watch.close()
+    (line,) = said
+    assert line.startswith("rank 0, which holds the store") and "ended in good order" in line and "step 7" in line
+
+
+def test_a_main_thread_that_waits_in_the_store_does_not_blind_the_watch() -> None:
+    """A communicator made when first used waits there for its id, and torch's client serves one thread at a time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=6))
+    said: list[str] = []
+    watch = Watch(store, (0, 2, "n0"), waiting(0), said.append, PATIENCE)
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            store.get("never")
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    heard([said])
+    waits.join()
+    watch.close()
+    assert "rank 1 of host unknown did not answer" in said[0]
 
 
 def test_a_run_that_goes_on_and_stands_still_again_says_so_again() -> None:

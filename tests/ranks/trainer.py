@@ -16,9 +16,16 @@ from zero_topo.sync import Moment
 class Trainer:
     """An optimizer on masters in two sub-groups, all of one value at first, stepped as the hook steps them."""
 
-    def __init__(self, w: World, rank: int, optimizer: Callable[[list[Tensor]], Optimizer], start: float) -> None:
+    def __init__(
+        self,
+        w: World,
+        rank: int,
+        optimizer: Callable[[list[Tensor]], Optimizer],
+        start: float,
+        persistent: Sequence[int] = (),
+    ) -> None:
         self.w, self.rank = w, rank
-        self.engine = w.engine(moments=self.moments)
+        self.engine = w.engine(moments=self.moments, persistent=persistent)
         self.height, columns = self.engine.gradients.optimizer_rows().shape
         cut = self.engine.layout.begins[-2] if len(w.numels) > 2 else 0
         self.columns = [(0, cut), (cut, columns)] if cut else [(0, columns)]

@@ -12,6 +12,7 @@ from tests.commands import Run
 SMALL = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2")
 PLAN = ("plan", "--params", "1B", "--machine", "frontier", "--world-size", "16")
 BENCH = ("bench", "quantizers", *"--size 100K --repeats 1 --threads 1 --dtypes fp32 --blocks 64".split())  # noqa: SIM905
+MINE = '{"$schema": "../docs/config.schema.json", "zero_topo": {"scheme": "my file"}}'
 COMMANDS = {
     "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
     "trace": ((*SMALL, "--trace"), "x.json", "x.json"),
@@ -32,12 +33,10 @@ def test_only_new_files_and_own_results_are_written_over(
     monkeypatch.chdir(tmp_path)
     mine = Path(written)
     mine.parent.mkdir(exist_ok=True)
-    mine.write_text("my file about zero_topo")
+    mine.write_text(MINE)
     status, _, said = run(*words, name)
     assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
-    assert mine.read_text() == "my file about zero_topo" and [
-        path for path in tmp_path.rglob("*") if path.is_file()
-    ] == [tmp_path / mine]
+    assert mine.read_text() == MINE and [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / mine]
     assert run(*words, name, "--force")[0] == 0
     first = mine.read_bytes()
     assert b"my file" not in first

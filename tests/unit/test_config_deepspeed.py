@@ -52,11 +52,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(zero_optimization__stage="auto"), f"{ZERO}.stage is not set", '{"stage": 3}'),
     (changed(zero_optimization=True), f"{ZERO}.stage is not set", '{"stage": 3}'),
     ({key: value for key, value in GOOD.items() if key != ZERO}, f"{ZERO}.stage is not set", '{"stage": 3}'),
-    (
-        changed(zero_optimization__offload_param__device="cpu", optimizer__type="AdamW"),
-        'offload_param.device = "cpu"',
-        '"weights": "node"',
-    ),
     (changed(zero_optimization__offload_param__device="nvme"), 'offload_param.device = "nvme"', '"none"'),
     (changed(zero_optimization__offload_optimizer__device="nvme"), "offload_optimizer.device", '"cpu"'),
     (changed(zero_optimization__offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload", "remove"),
@@ -111,7 +106,7 @@ def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
             zero_optimization={"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True}
         ),
         changed(optimizer__type="AgedAdamW", zero_topo__sync={"mode": "oktopk"}),
-        changed(zero_optimization__offload_param__device="cpu"),  # an engine without an optimizer
+        changed(zero_optimization__offload_param__device="cpu"),
         changed(zero_optimization__zero_quantized_weights="false", compile__deepcompile=False),
         changed(
             train_batch_size="auto",
@@ -144,6 +139,16 @@ def test_what_asks_for_less_than_is_done_is_taken_out_of_the_config() -> None:
     for scattered in others:
         config = changed(zero_optimization={**stays, "reduce_scatter": scattered})
         assert translate(config).config == config
+
+
+@pytest.mark.parametrize("device", ["cpu", "CPU"])
+def test_parameters_that_train_stay_on_the_device_and_others_may_be_offloaded(device: str) -> None:
+    """Whether the config or the caller brings the optimizer: the key is left out with a line that says why."""
+    config = changed(zero_optimization__offload_param__device=device)
+    assert translate(config).config == config
+    for found in (translate(config, optimizer=True), translate(config | {"optimizer": {"type": "AdamW"}})):
+        assert "offload_param" not in found.config[ZERO]
+        assert found.lines[0].startswith(f"{ZERO}.offload_param = ") and "on the device" in found.lines[0]
 
 
 def test_all_problems_are_listed_in_one_go() -> None:

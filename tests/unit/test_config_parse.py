@@ -33,7 +33,8 @@ MISTAKES: list[tuple[Any, list[str]]] = [
     ({"scheme": "tpo"}, ['zero_topo.scheme: "tpo"', "did you mean 'topo'?", "'zero3'"]),
     ({"sync": {"mode": "dens"}}, ['zero_topo.sync.mode: "dens"', "did you mean 'dense'?"]),
     ({"sync": {"reduce": "all"}}, ["zero_topo.sync.reduce", "'reduce_scatter' or 'all_reduce'"]),
-    ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null"]),
+    ({"sync": None}, ["zero_topo.sync: must be a JSON object, got null; leave it out, or write {}, for its defaults"]),
+    ({"quantize": None}, ["zero_topo.quantize: must be a JSON object, got null; leave it out", '"resident": null}']),
     ({"quantize": "int8"}, ['zero_topo.quantize: must be a JSON object, got "int8"']),
     ({"quantize": {"weights": "int2"}}, ["zero_topo.quantize.weights", "'int8' or 'int4'"]),
     ({"quantize": {"block_size": 100}}, ["zero_topo.quantize.block_size: 100", "64, 128, 256, 512, 1024 or 2048"]),
@@ -105,7 +106,7 @@ def test_any_unknown_key_is_refused_by_name(key: str) -> None:
 def test_an_empty_block_is_valid_and_has_the_documented_defaults() -> None:
     config = ZeroTopoConfig.parse({})
     assert (config.topology, config.scheme, config.meter, config.debug_checks) == ("auto", None, True, False)
-    assert config.quantize.block_size == 256 and config.quantize.symmetric
+    assert config.quantize.block_size == 256
     assert config.sync == DenseSync(mode="dense", reduce="reduce_scatter", dtype=None)
 
 
@@ -117,7 +118,7 @@ def test_a_full_block_survives_a_round_trip_through_json() -> None:
         "secondary": "none",
         "gradients": "node",
         "optimizer": "world",
-        "quantize": {"weights": None, "gradients": "int8", "block_size": 64, "symmetric": False},
+        "quantize": {"weights": None, "gradients": "int8", "block_size": 64},
         "sync": {"mode": "dense", "reduce": "all_reduce", "dtype": "fp32"},
         "publish": {"dtype": "bf16"},
         "accumulation_dtype": "fp32",

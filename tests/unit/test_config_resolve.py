@@ -57,7 +57,7 @@ def test_mics_and_hsdp_are_one_plan() -> None:
 def test_an_empty_block_is_the_scheme_topo_and_says_so() -> None:
     config = resolve()
     assert config.scheme == "topo" and degrees(config) == degrees(resolve(scheme="topo"))
-    assert config.notes[0].startswith("scheme topo (the default): weights int8 over gpu (degree 2)")
+    assert config.notes[0].startswith("scheme topo (the default): weights INT8 over gpu (2 ranks)")
     assert resolve(meter=False).scheme == "topo"
 
 
@@ -66,7 +66,7 @@ def test_the_free_form_quantizes_nothing_by_itself_and_has_no_secondary() -> Non
     assert config.scheme is None
     assert degrees(config) == (2, None, 4, 8)
     assert specs(config) == (None, None, None)
-    assert config.notes[0].startswith("no scheme: weights over 2 ranks, no secondary")
+    assert config.notes[0].startswith("no scheme: weights over 2 ranks, gradients over node (4 ranks)")
     quantized = resolve(weights=2, secondary=4, gradients=4, optimizer=8, quantize={"secondary": "int8"})
     assert degrees(quantized) == (2, 4, 4, 8) and quantized.secondary_spec == INT8
 
@@ -87,8 +87,6 @@ def test_a_quantize_key_overrides_also_with_null_and_an_omitted_one_does_not() -
     config = resolve(scheme="topo", quantize={"weights": None, "block_size": 64})
     assert specs(config) == (None, BlockSpec(8, 64), BlockSpec(4, 64))
     assert specs(resolve(scheme="zero++", quantize={"secondary": "int8"})) == (INT8, INT8, INT4)
-    asymmetric = resolve(scheme="zero3", quantize={"gradients": "int8", "symmetric": False})
-    assert asymmetric.gradients_spec == BlockSpec(8, 256, symmetric=False)
 
 
 def test_a_sync_key_overrides_and_an_omitted_one_keeps_the_schemes() -> None:
@@ -104,13 +102,13 @@ def test_collectives_go_through_the_node_unless_told_otherwise() -> None:
 def test_weights_held_whole_by_every_rank_need_no_secondary_and_the_user_is_told_how_to_shard() -> None:
     """And not where they are sharded, or held by everyone on purpose."""
     config = resolve(FLAT, scheme="topo")
-    told = 'gpu domain has one rank on this machine: every rank holds all weights; set "weights": "node" to shard them'
+    told = 'gpu domain has one rank on this machine: every rank stores all weights; set "weights": "node" to shard them'
     assert degrees(config) == (1, None, 4, 8) and config.secondary_spec is None
-    assert told in config.notes and any(note.startswith("no secondary copy is kept") for note in config.notes)
+    assert told in config.notes and any(note.startswith("no secondary copy of the weights") for note in config.notes)
     on_purpose = resolve(scheme="topo", weights="rank", secondary=None)
     assert degrees(on_purpose) == (1, None, 4, 8)
     for quiet in (on_purpose, resolve(TREE, scheme="topo")):
-        assert not any("every rank holds all weights" in note for note in quiet.notes)
+        assert not any("every rank stores all weights" in note for note in quiet.notes)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +130,12 @@ def test_notes_tell_of_sync_publish_and_hops_exactly_when_they_happen() -> None:
         return any(note.startswith(word) for note in config.notes)
 
     topo, zero3, hsdp = (resolve(scheme=scheme) for scheme in ("topo", "zero3", "hsdp"))
-    assert has(topo, "sync: dense reduce_scatter over 2 gradient copies") and not has(zero3, "sync")
-    assert has(topo, "publish") and not has(hsdp, "publish")
-    assert has(resolve(scheme="zero++"), "scatter in two hops") and not has(topo, "scatter")
+    assert has(topo, "gradient reduction between 2 groups of 4 ranks (sync): dense, reduce reduce_scatter")
+    assert not has(zero3, "gradient reduction")
+    assert has(topo, "all-gather of updated weights") and not has(hsdp, "all-gather of updated weights")
+    two_steps = "reduce-scatter of gradients in two steps: 4 ranks inside a node, then 2 nodes"
+    assert has(resolve(scheme="zero++"), two_steps)
+    assert not has(topo, "reduce-scatter")
     assert has(resolve(scheme="mics"), "scheme mics: shards over the node (4 ranks)")
     assert not has(resolve(scheme="mics", weights=2), "scheme mics: shards")
 
@@ -158,7 +159,6 @@ CODED: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "wo
 OBSTACLES: list[tuple[dict[str, Any], str]] = [
     ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the codes; set it to "int8"'),
     ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
-    ({"quantize": {"symmetric": False}}, "quantize.symmetric = false: codes have no zero points; set it to true"),
     ({"secondary": "node"}, "secondary = 4: all gathers send the codes, which 2 ranks share"),
     ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
     ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the codes\' own changes are published, exactly; drop it'),
@@ -174,8 +174,9 @@ def test_resident_codes_are_what_both_passes_gather() -> None:
         config = resolve(**CODED | secondary)
         assert config.resident_spec == config.weights_spec == BlockSpec(8)
         assert degrees(config) == (2, None, 4, 8) and config.secondary_spec is None
-    assert any(note.startswith("weights are held as int8/256 codes") for note in config.notes)
-    assert "publish: changes of the codes travel, exactly, over world" in config.notes
+    assert any(note.startswith("weights are stored as INT8 only, one scale per 256") for note in config.notes)
+    changes = "all-gather of updated weights after each step (publish): as the INT8 values that changed, lossless"
+    assert f"{changes}, over world" in config.notes
     assert resolve(scheme="zero++").resident_spec is None
 
 

@@ -105,10 +105,13 @@ class Walk:
             self.to_all("publish", lo, hi, sum(map(padded, planes)) + padded(escaped * block + trits))
 
     def scatter(self) -> None:
-        spec = self.config.gradients_spec
-        rows = len(self.plan.rows(0, self.plan.gradients))
-        numel = sum(rows * self.plan.shard_numel(m) for m in self.work.numels)
-        message = spec.nbytes(numel) if spec else numel * self.work.scatter_itemsize
+        """One message for each rank of a domain, in which each parameter begins a block if blocks have scales."""
+        spec, rows, message = self.config.gradients_spec, len(self.plan.rows(0, self.plan.gradients)), 0
+        widths = [self.plan.shard_numel(m) for m in self.work.numels]
+        if spec:
+            message = spec.nbytes(sum(-(-rows * width // spec.block_size) * spec.block_size for width in widths))
+        else:
+            message = rows * sum(widths) * self.work.scatter_itemsize
         self.to_each("scatter", 1, self.plan.gradients, message)
 
     def runs(self, numels: Iterable[int]) -> list[list[int]]:
@@ -185,7 +188,7 @@ def configs(draw: st.DrawFn) -> ResolvedConfig:
     weights = draw(st.sampled_from([d for d in aligned if gradients % d == 0]))
     secondary = draw(st.none() | st.sampled_from([d for d in aligned if d % weights == 0 or weights % d == 0]))
     bits = st.sampled_from([None, "int8", "int4"])
-    quantize = {role: draw(bits) for role in ("weights", "secondary", "gradients")} | {"symmetric": draw(st.booleans())}
+    quantize = {role: draw(bits) for role in ("weights", "secondary", "gradients")}
     publish = {"delta": draw(bits), "block_size": 128}
     if weights < optimizer and secondary in (None, weights) and draw(st.booleans()):
         quantize = {**dict.fromkeys(("weights", "secondary", "resident"), "int8"), "gradients": quantize["gradients"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -165,24 +166,24 @@ def test_the_table_is_sound() -> None:
 @pytest.mark.parametrize(("age_s", "state"), [(10, WARN), (3600, FAIL)])
 def test_locks_of_dead_compilers_are_found(tmp_path: Path, age_s: int, state: str) -> None:
     seen = surroundings(tmp_path)
-    lock = tmp_path / "cache" / "op" / "lock"
+    lock = tmp_path / "cache" / "a;touch  PWNED;#" / "lock"
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (seen.now - age_s, seen.now - age_s))
     found = worst(files.locks(seen))
-    assert found.state == state and f"rm {lock}" in found.fix
+    assert found.state == state and shlex.split(found.line())[-2:] == ["rm", str(lock)]
 
 
 def test_buffers_that_nobody_maps_are_leftovers(tmp_path: Path) -> None:
     """A living run's buffers are left alone."""
     seen = surroundings(tmp_path)
-    for name in ("deepspeed_allreduce_buffer_0_used", "deepspeed_allreduce_buffer_0_left"):
+    for name in ("deepspeed_allreduce_buffer_0_used", "deepspeed_allreduce_buffer_0_left;id"):
         (tmp_path / "dev" / "shm" / name).touch()
     maps = tmp_path / "proc" / "42" / "maps"
     maps.parent.mkdir(parents=True)
     maps.write_text("7f00-7f01 rw-s 00000000 00:19 7 /dev/shm/deepspeed_allreduce_buffer_0_used\n")
     found = worst(files.shared_memory(seen))
-    assert found.state == WARN and found.fix == "rm /dev/shm/deepspeed_allreduce_buffer_0_left"
+    assert found.state == WARN and found.fix == "rm '/dev/shm/deepspeed_allreduce_buffer_0_left;id'"
 
 
 UNSYNCHRONIZED = {"timers": {"throughput": {"synchronized": False}}}

@@ -73,8 +73,8 @@ def test_check_says_what_will_happen(name: str, ranks: int, machine: str, run: R
     here = machine if finds_out else block["topology"]
     chosen = here == "dgx-h100" and not {"scheme", "weights"} & set(block)
     assert ("Chosen for models of these sizes" in out and "70.0B" in out) == chosen
-    assert ("Who holds what" in out) != chosen
+    assert ("Shards: domain" in out) != chosen
     known = finds_out or isinstance(block["topology"], str)
     assert ("trains models of up to" in out) == (known and not chosen)
     if here == "dgx-h100" and block.get("scheme") == "topo" and "weights" not in block:
-        assert "every rank holds all weights" in out
+        assert "every rank stores all weights" in out

@@ -132,7 +132,11 @@ def test_a_script_is_written_once_and_never_over_something_else(run: Run, tmp_pa
         assert status == 0 and "8 ranks on 1 nodes of frontier; submit it with: sbatch job.sh" in out
     (tmp_path / "job.sh").write_text("precious")
     status, _, err = run(*words, "--", "python", "train.py")
-    assert status == 2 and "was not written by zero-topo" in err and (tmp_path / "job.sh").read_text() == "precious"
+    assert status == 2 and "is no result of this kind" in err and (tmp_path / "job.sh").read_text() == "precious"
+    os.mkfifo(tmp_path / "pipe")
+    for endless in ("/dev/zero", "/dev/full", "pipe"):
+        status, _, err = run(*words[:-1], endless, "--", "python", "train.py")
+        assert status == 2 and "is no result of this kind" in err
 
 
 def test_submit_prints_the_jobs_number(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +188,11 @@ def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None
         ({"srun": [{"use": "--x; rm", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=`id`", "reason": "y", "source": "z"}]}, "one word that needs no quotes"),
         ({"variables": [{"use": "A=1", "reason": "y\nz", "source": "z"}]}, "one line of text"),
+        *(
+            ({key: "x\ntouch PWNED"}, f"{key} is 'x\\ntouch PWNED'; it must be one line")
+            for key in ("name", "description")
+        ),
+        ({"name": "x\x1b]0;y"}, "must be one line of text"),
         ({"modules": "rocm"}, "must be a list of objects"),
         ({"preset": "nowhere"}, "unknown machine 'nowhere'"),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from argparse import Namespace
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tests.launching import ROOT as CHECKOUT
 from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
 from zero_topo.cost import Workload, step_bytes
+from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.stock import Stock
 from zero_topo.topology import Topology
+from zero_topo.topology.presets import load_preset
 
 ZEROPP = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
 LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
@@ -111,6 +114,21 @@ def test_keys_that_contradict_the_block_are_refused(block: Any, zero: dict[str, 
     assert all(word in problem for word in words) and problem.endswith("remove one of the two")
     (key,) = (key for key in KEYS if key in problem)
     assert key in translate(config).config[ZERO]
+
+
+@pytest.mark.parametrize("machine", ["frontier", "dgx-h100", "perlmutter"])
+def test_an_empty_block_beside_any_keys_of_zeropp_resolves(machine: str) -> None:
+    """The first try of every user of ZeRO++: each combination of its keys, on 8 to 384 ranks."""
+    values = {"zero_hpz_partition_size": 8, "zero_quantized_weights": True, "zero_quantized_gradients": True, **LOCO}
+    for keys in chain.from_iterable(combinations(values, n) for n in range(len(values) + 1)):
+        config = stock({}, **{key: values[key] for key in keys})
+        assert deepspeed_problems(config) == []
+        block = ZeroTopoConfig.from_ds_config(config)
+        assert block is not None
+        for ranks in (8, 16, 64, 384):
+            found = before_a_model(block, load_preset(machine, ranks))
+            if found is not None and "zero_hpz_partition_size" in keys:
+                assert found.plan.secondary == 8 or found.plan.weights == 1 or found.resident_spec is not None
 
 
 JSON: st.SearchStrategy[Any] = (
@@ -233,14 +251,13 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_is_written(
     assert status == 2 and words in err and not after.exists()
 
 
-def test_the_new_config_is_written_over_nothing_but_one_of_ours(run: Run, tmp_path: Path) -> None:
-    """Not over the config that is migrated, nor over notes, unless told; over an older result it is."""
+def test_the_new_config_is_written_over_nothing(run: Run, tmp_path: Path) -> None:
+    """Not over the config that is migrated, nor over another with a block, unless told: any may be the user's own."""
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps(stock(**ZEROPP)))
     assert run("migrate", str(before), "--output", str(after))[0] == 0
     written = after.read_text()
-    assert run("migrate", str(before), "--output", str(after))[0] == 0 and after.read_text() == written
-    after.write_text("notes")
+    after.write_text(json.dumps({"zero_topo": {"scheme": "paper"}}))
     for file in (before, after):
         kept = file.read_text()
         status, _, err = run("migrate", str(before), "--output", str(file))

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,13 @@ def recipe(source: Path, compiles: list[Path], flags: tuple[str, ...] = ()) -> j
     return jit.Recipe("zt_toy", (source,), flags, build)
 
 
+def leave(library: Path) -> None:
+    """A library of nothing, as a build leaves it."""
+    library.parent.mkdir(parents=True)
+    library.touch()
+    jit.seal(library)
+
+
 def test_many_compile_once(toy: Path) -> None:
     """Ranks that come while one compiles wait for it and load what it made."""
     compiles: list[Path] = []
@@ -77,12 +85,17 @@ def test_what_a_dead_process_left_does_not_stop_the_next(toy: Path) -> None:
     """A process killed while compiling leaves a lock file and torch's own: both are nobody's."""
     wanted = recipe(toy, [])
     directory = wanted.library().parent
-    work = directory / f"build-{os.uname().nodename}-{os.getpid()}"  # a process with our number, before a reboot
-    work.mkdir(parents=True)
-    (work / "lock").touch()
-    (directory / jit.LOCK).write_text("process 1 on a machine that was switched off")
-    assert jit.load(wanted, patience_s=1.0).answer == 42
-    assert sorted(path.name for path in directory.iterdir()) == [jit.LOCK, "zt_toy.so"]
+    node, other = os.uname().nodename, directory / "build-elsewhere-1"
+    for number in (os.getpid(), 1):  # ours is that of a process before a reboot
+        (directory / f"build-{node}-{number}").mkdir(parents=True)
+        (directory / f"build-{node}-{number}" / "lock").touch()
+    other.mkdir()
+    for age in (0.0, 2 * jit.PATIENCE_S):  # may still compile there; is dead
+        (directory / jit.LOCK).write_text("process 1 on a machine that was switched off")
+        os.utime(other, (time.time() - age, time.time() - age))
+        wanted.library().unlink(missing_ok=True)
+        assert jit.load(wanted, patience_s=1.0).answer == 42
+        assert names(directory) == {jit.LOCK, "zt_toy.so", *([] if age else [other.name])}
 
 
 def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +108,7 @@ def test_one_rank_of_a_node_compiles(toy: Path, monkeypatch: pytest.MonkeyPatch)
         waiting = rank.submit(jit.load, wanted, 20.0)
         wanted.library().parent.mkdir(parents=True, exist_ok=True)
         wanted.compile(toy.parent)
+        jit.seal(toy.parent / "zt_toy.so")
         os.replace(toy.parent / "zt_toy.so", wanted.library())
     assert waiting.result().answer == 42
 
@@ -186,6 +200,92 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(toy: Path, monkeypatch: py
         jit.load(recipe(toy, []))
 
 
+def half(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def linked(library: Path) -> None:
+    library.rename(library.with_name("elsewhere"))
+    library.symlink_to("elsewhere")
+
+
+def pipe(library: Path) -> None:
+    library.unlink()
+    os.mkfifo(library)
+
+
+NOBODY = 65534
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half": (half, "is damaged"),
+    "another's": (lambda library: os.chown(library, NOBODY, NOBODY), f"belongs to user {NOBODY}"),
+    "written by all": (lambda library: library.chmod(0o777), "can be written by others"),
+    "a link": (linked, "Too many levels of symbolic links"),
+    "a pipe": (pipe, "neither a regular file"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_a_library_that_is_not_to_be_trusted_is_compiled_anew(
+    damage: Callable[[Path], object], words: str, toy: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Half a library is SIGBUS when it is loaded, and another user's may do anything: one line says why not."""
+    compiles: list[Path] = []
+    library = jit.built(recipe(toy, compiles))
+    if damage is DAMAGES["another's"][0] and os.geteuid():
+        pytest.skip("only root can give files away")
+    damage(library)
+    capfd.readouterr()
+    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 2
+    assert f"once; not loaded: {library}: {words}" in capfd.readouterr().err
+    sys.modules.pop("zt_toy")
+    assert jit.load(recipe(toy, compiles)).answer == 42 and len(compiles) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_folder_of_another_user_is_left_alone(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even its lock is opened: a module of this user's own lies beside it. What root has built serves all."""
+    compiles: list[Path] = []
+    shared = jit.built(recipe(toy, compiles))
+    theirs = shared.with_name(jit.LOCK)
+    for path in (shared, theirs, shared.parent):
+        os.chown(path, NOBODY, NOBODY)
+    theirs.write_text("theirs")
+    for _ in range(2):
+        own = jit.built(recipe(toy, compiles))
+        assert len(compiles) == 2 and own.parent.name == f"{shared.parent.name}-{os.geteuid()}"
+    assert theirs.read_text() == "theirs" and names(shared.parent) == {jit.LOCK, shared.name}
+    monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
+    assert jit.built(recipe(toy, compiles)) == shared and len(compiles) == 2  # the other user
+    os.chown(shared, 0, 0)
+    os.chown(shared.parent, 0, 0)
+    assert jit.built(recipe(toy, compiles)) == shared and len(compiles) == 2
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(toy: Path) -> None:
+    """Whoever compiles writes its name into the lock: that would empty the file the link leads to."""
+    mine, wanted = toy.parent / "mine", recipe(toy, [])
+    mine.write_text("mine")
+    wanted.library().parent.mkdir(parents=True)
+    (wanted.library().parent / jit.LOCK).symlink_to(mine)
+    with pytest.raises(jit.BuildError, match="set TORCH_EXTENSIONS_DIR to a folder of your own"):
+        jit.load(wanted)
+    assert mine.read_text() == "mine"
+
+
+def test_a_users_mask_lets_nobody_else_write(toy: Path) -> None:
+    """With the mask 002, usual where groups share folders, members of the group could exchange what is compiled."""
+    old = os.umask(0)
+    try:
+        wanted = recipe(toy, [])
+        wanted.library().parent.mkdir(parents=True)
+        (wanted.library().parent / jit.LOCK).touch()
+        assert jit.load(wanted).answer == 42
+    finally:
+        os.umask(old)
+    folder = wanted.library().parent
+    assert not [path for path in (folder, *folder.iterdir()) if path.stat().st_mode & 0o022]
+
+
 def test_builders_hash_exactly_what_they_compile() -> None:
     """Their sources are the kernel files that there are, and each header is of one builder or of all."""
     builders = [kind() for kind in BUILDERS]
@@ -212,8 +312,7 @@ def test_builders_say_what_is_missing(toy: Path, monkeypatch: pytest.MonkeyPatch
     assert not CPUBuilder().is_compatible()
     with pytest.raises(jit.BuildError, match="no C\\+\\+ compiler"):
         CPUBuilder().jit_load()
-    CPUBuilder().recipe().library().parent.mkdir(parents=True)
-    CPUBuilder().recipe().library().touch()
+    leave(CPUBuilder().recipe().library())
     with pytest.raises(jit.BuildError, match="does not load"):  # what others have built needs no compiler
         CPUBuilder().jit_load()
     monkeypatch.setattr("torch.version.cuda", None)
@@ -296,8 +395,7 @@ def test_keys_are_the_same_with_and_without_a_gpu(
     for arch in usual:
         seeing(monkeypatch, arch)
         assert keys() == login and GPUBuilder().chosen().key() == login[1]
-    alone.library().parent.mkdir(parents=True)
-    alone.library().touch()
+    leave(alone.library())
     seeing(monkeypatch, usual[0])
     assert GPUBuilder().chosen().key() == alone.key() != login[1]
     seeing(monkeypatch, other)
@@ -360,11 +458,12 @@ def test_gpu_flags_keep_ieee_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_environment_chooses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCH_EXTENSIONS_DIR, as for torch and DeepSpeed; else the user's cache."""
+    """TORCH_EXTENSIONS_DIR, as for torch and DeepSpeed; else the user's cache, never one below the current folder."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
     assert jit.cache_dir() == Path("/somewhere")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert jit.cache_dir() == Path("/cache/zero_topo")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert jit.cache_dir() == Path(os.path.expanduser("~/.cache/zero_topo"))
+    for unusable in (None, "cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable or "")
+        assert jit.cache_dir() == Path(os.path.expanduser("~/.cache/zero_topo"))

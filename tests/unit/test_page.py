@@ -9,6 +9,7 @@ from base64 import b64decode
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,55 @@ def test_the_page_is_alone_and_nothing_in_it_acts(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert "default-src 'none'" in text and "<script" not in text and "@import" not in text and "url(" not in text
     assert not [svg for svg in pictures(page) if re.search(r'<script|href="(?!#|data:)', svg)]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("title",), 7),
+        (("seconds",), float("inf")),
+        (("steps",), "3"),
+        (("versions",), {"torch": 2}),
+        (("settings",), None),
+        (("zero_topo", "sent", 0, "max"), "<b>"),
+        (("zero_topo", "memory"), [{}]),
+        (("zero_topo", "config", "notes"), "x"),
+        (("zero_topo", "topology", "nodes"), [[]]),
+        (("zero_topo", "phase_seconds"), {"sync": float("nan")}),
+        ((0, "step"), "<form action=//there>"),
+        ((3, "timeline"), [["sync", 0.1]]),
+        ((0,), []),
+    ],
+)
+def test_a_strangers_files_are_one_line_or_a_page(
+    path: tuple[str | int, ...], value: object, folder: Path, run: Run
+) -> None:
+    """A report that has other types than ours is refused, naming the place; none of it gets into the page unread."""
+    report, log = build_report(folder, RESULT, RUN, [EXACT] * 8), folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    *way, last = path
+    part: Any = lines if isinstance(path[0], int) else report
+    for key in way:
+        part = part[key]
+    part[last] = value
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "report.html").unlink()
+    status, _, err = run("report", str(folder))
+    assert status == 2 and len(err.splitlines()) == 1 and not (folder / "report.html").exists(), err
+
+
+def test_no_name_acts_on_the_terminal(folder: Path, run: Run) -> None:
+    """Names come from files: what would move the cursor or set the clipboard is written as an escape, everywhere."""
+    bad = "\x1b]52;c;eA==\x07\u202e"
+    (folder / bad).mkdir()
+    machine = folder / bad / "machine.json"
+    machine.write_text(json.dumps({"name": bad, "nodes": 1, "gpus_per_node": 2, "ranks_per_gpu": 1}))
+    build_report(folder, replace(RESULT, title=bad), RUN, [replace(EXACT, memory={bad: 1})])
+    for words in (("topology", "--from", str(machine)), ("report", str(folder)), ("check", bad)):
+        _, out, err = run(*words)
+        said = out + err
+        assert re.search(r"\\(x1b|u001b)]52;c;eA==.*\\u202e", said) and not re.search("[\x1b\x07\u202e]", said), words
 
 
 def test_the_same_run_is_the_same_bytes(folder: Path, run: Run, tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ def test_folders_that_are_no_runs_are_named(tmp_path: Path, read: Any) -> None:
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     """A cut line and a report of another version are errors with the place, not a traceback of json."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": NaN}\n{"ste')
+    with pytest.raises(ValueError, match=r"line 2: not valid JSON: .*; remove the line"):
         read_metrics(tmp_path)
     (tmp_path / "report.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):

@@ -384,3 +384,27 @@ def test_a_fit_finds_the_rates_that_made_the_times() -> None:
 def test_a_record_without_the_time_of_computing_is_refused(record: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="compute_s_per_micro_batch is None"):
         calibrate.host_rates({**record, "compute_s_per_micro_batch": None})
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("settings", "jobs", 0, "block"), 7),
+        (("settings", "jobs", -1, "block"), {"scheme": "topo", "quantize": 3}),
+        (("settings", "spec", "gcds_per_gpu"), 0),
+        (("settings", "spec", "rates_mbit"), [1, 2, 3]),
+        (("settings", "setup", "layers"), 0),
+        (("settings", "setup", "layers"), "4"),
+        (("results",), {"a": 1}),
+        (("results", 0, "step_s", "median"), 0.0),
+        (("results", 0, "scheme"), []),
+    ],
+)
+def test_a_damaged_record_is_one_line(record: dict[str, Any], way: tuple[Any, ...], value: Any) -> None:
+    damaged = json.loads(json.dumps(record))
+    part, last = damaged, way[-1]
+    for key in way[:-1]:
+        part = part[key]
+    part[last] = value
+    with pytest.raises(ValueError, match=r"^[^\n]+$"):
+        calibrate.host_rates(damaged)

@@ -21,7 +21,7 @@ from tests.launching import ROOT
 from tests.matrix import recorded
 from tests.mutants import figures
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
-from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences
+from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
@@ -34,6 +34,7 @@ from zero_topo.config import (
     resolve_config,
 )
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
+from zero_topo.cost.model_files import load_model
 from zero_topo.topology import preset_names
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import format_bytes
@@ -47,8 +48,8 @@ def place(config: ResolvedConfig, role: str) -> str:
     if degree is None:
         return "-"
     spec = {"weights": config.weights_spec, "secondary": config.secondary_spec, "gradients": config.gradients_spec}
-    quantized, held = spec.get(role), " held" if role == "weights" and config.resident_spec else ""
-    return config.topology.domain(degree) + (f", INT{quantized.bits}{held}" if quantized else "")
+    quantized, stored = spec.get(role), " stored" if role == "weights" and config.resident_spec else ""
+    return config.topology.domain(degree) + (f", INT{quantized.bits}{stored}" if quantized else "")
 
 
 ROWS: dict[str, dict[str, Any]] = {f"`{name}`": {"scheme": name} for name in SCHEMES}
@@ -121,7 +122,7 @@ REFUSED = (
     '{"zero_topo": {"quantize": {"weights": "int2"}}}',
     '{"zero_topo": {"sync": {"mode": "scape"}}}',
     '{"zero_optimization": {"stage": 2}}',
-    '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
+    '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
     '{"tensor_parallel": {"autotp_size": 2}}',
 )
 
@@ -183,6 +184,23 @@ def scheme_sentences() -> list[str]:
     return [f"{sent}, for {topo[5]} held instead of {zero3[5]}"]
 
 
+def block_sentences() -> list[str]:
+    """What the page of kernels says of the scatter's bytes, each parameter at a block against all as one parameter."""
+    numels, words = load_model("gpt-neox-20b").numels(), []
+    for ranks in (RANKS, 4096, 75264):
+        config = resolve_config(ZeroTopoConfig.parse(ROWS["`zero++`"]), load_preset("frontier", ranks))
+        joined = ranks * sum(map(config.plan.shard_numel, numels))
+        each, one = (_scattered(config, Workload.uniform(of)) for of in (numels, [joined]))
+        words.append(f"{each / one - 1:.1%} on {ranks:,} ranks")
+    topo = resolve_config(ZeroTopoConfig.parse(ROWS["`topo`"]), load_preset("frontier", RANKS))
+    assert _scattered(topo, Workload.uniform(numels)) == _scattered(topo, Workload.uniform([sum(numels)]))
+    return [f"{', '.join(words[:2])} and {words[2]}; with `topo`, none"]
+
+
+def _scattered(config: ResolvedConfig, work: Workload) -> int:
+    return sum(nbytes for (phase, _), nbytes in step_bytes(config, work).items() if phase == "scatter")
+
+
 def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
     """The text above it says so."""
     text = (ROOT / "docs/tutorial.md").read_text()
@@ -199,7 +217,9 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/measured.md", cluster_sentences),
         (ROOT / "docs/measured.md", scale_sentences),
         (ROOT / "docs/tutorial.md", scheme_sentences),
+        (ROOT / "docs/kernels.md", block_sentences),
         (README, loss_sentences),
+        (README, stock_sentences),
         (ROOT / "docs/losses-sparse.md", fragment_sentences),
         (ROOT / "CONTRIBUTING.md", mutant_sentences),
     ],

@@ -145,6 +145,8 @@ NOT_DENSE = {
     DMOE_YAML: "moe_num_experts is 8: a mixture of experts is not counted",
     '{"model_type": "mixtral", "num_local_experts": 8}': "models of type 'mixtral' are not known",
     '{"model_type": "qwen3_moe", "num_experts": 128}': "models of type 'qwen3_moe' are not known",
+    '{"model_type": ["llama"]}': "models of type ['llama'] are not known",
+    '{"model_type": [], "num_layers": 2}': "has neither model_type nor num_layers",
     '{"model_type": "gemma", "hidden_size": 2048}': "models of type 'gemma' are not known",
     '{"model_type": "llama", "num_local_experts": 4}': "num_local_experts is 4: a mixture of experts",
     '{"model_type": "llama", "num_attention_heads": 4, "attention_bias": true}': "attention_bias is true",

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.output import only_json
+from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
 
@@ -75,16 +75,17 @@ def build(word: str = "") -> typer.Typer:
 
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print this and DeepSpeed's and torch's versions.")
+        bool, typer.Option("--version", help="Print the versions of zero_topo, DeepSpeed and torch.")
     ] = False,
 ) -> None:
-    """Topology-aware ZeRO-3: what the machine is, who holds what, and what it costs."""
+    """Check, plan and measure DeepSpeed ZeRO-3 training whose shards follow the machine. None needs a GPU."""
     if version:
         ours, *others = (f"{name} {installed(name) or 'not installed'}" for name in ("zero-topo", "deepspeed", "torch"))
         print(f"{ours} ({', '.join(others)}, Python {platform.python_version()})")
         raise typer.Exit
 
 
+@plain_output()
 def run(
     arguments: Sequence[str] | None = None,
     make: Callable[[str], typer.Typer] = build,

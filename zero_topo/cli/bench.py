@@ -13,27 +13,27 @@ from zero_topo.cli.inputs import read_count, words_of
 from zero_topo.cli.options import taking
 from zero_topo.cli.recording import Outputs, measure
 
-bench = typer.Typer(
-    help="Measure schemes against each other on this machine.", rich_markup_mode=None, no_args_is_help=True
-)
+bench = typer.Typer(help="Time the quantization kernels of this machine.", rich_markup_mode=None, no_args_is_help=True)
 
 
 @dataclass(frozen=True)
 class QuantizerOptions(Outputs):
     """Of ``bench quantizers``."""
 
-    size: Annotated[str, typer.Option(help="Bytes of the unquantized buffer.")] = "67108864"
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each kernel, each beside a copy.")] = 15
-    threads: Annotated[str, typer.Option(help="Numbers of threads, comma-separated; CPU only.")] = "1,2"
-    dtypes: Annotated[str, typer.Option(help="Of the values: fp32, bf16, fp16, comma-separated.")] = "fp32,bf16"
+    size: Annotated[str, typer.Option(help="Bytes of the buffer before quantization.")] = "67108864"
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed calls per kernel, each next to a copy of the same bytes.")
+    ] = 15
+    threads: Annotated[str, typer.Option(help="Thread counts, comma-separated (CPU only).")] = "1,2"
+    dtypes: Annotated[str, typer.Option(help="Value types, comma-separated: fp32, bf16, fp16.")] = "fp32,bf16"
     blocks: Annotated[str, typer.Option(help="Block sizes, comma-separated.")] = "256,2048"
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where; AMD GPUs are cuda too.")] = "cpu"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device: cpu or cuda (AMD GPUs too).")] = "cpu"
 
 
 @bench.command()
 @taking(QuantizerOptions)
 def quantizers(options: QuantizerOptions) -> None:
-    """Time every quantization backend and its peers against a plain copy of as many bytes."""
+    """Time quantization kernels next to a copy of the same bytes. Other libraries' too, if installed."""
     from zero_topo.bench import quantizers_report
     from zero_topo.bench.quantizers import Settings, run
 

@@ -18,11 +18,12 @@ def build(
     arch: Annotated[
         str,
         typer.Option(
-            metavar="sm_90|gfx90a", help="The GPUs' own, comma-separated, if the ranks' GPUs are not here: faster."
+            metavar="sm_90|gfx90a",
+            help="GPU architectures, comma-separated; default: those of this machine's GPUs, else all.",
         ),
     ] = "",
 ) -> None:
-    """Compile the kernels into the cache, where ranks find them. Exit status 1 if what is needed cannot be."""
+    """Compile the kernels before a job starts. Exit status 1 if a required one does not compile."""
     import torch
 
     from zero_topo.op_builder.builder import CPUBuilder, GPUBuilder

@@ -13,7 +13,7 @@ def carry(
     saved: Annotated[Path, typer.Argument(help="Folder of one tag of the saved checkpoint.")],
     universal: Annotated[Path, typer.Argument(help="Folder that DeepSpeed's ds_to_universal made of it.")],
 ) -> None:
-    """Put what sparse sync still owes into a universal checkpoint: residuals, summed over the ranks, and their ages."""
+    """Copy residuals of sparse sync into a universal checkpoint. They are summed over the ranks."""
     from zero_topo.engine.residual_transfer import FILE
     from zero_topo.engine.residual_transfer import carry as write
 

@@ -30,7 +30,6 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
-from zero_topo.config.deepspeed_json import limits
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned
@@ -45,16 +44,24 @@ FOUND = (AUTO, MEASURED)
 
 
 def check(
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with a zero_topo block.")],
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
-    where: Annotated[
-        str | None, typer.Option("--machine", metavar="FILE|PRESET", help="Where it will run, if the block finds out.")
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
     ] = None,
-    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B, for memory.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="FILE|PRESET", help="Machine of the job, if the block does not name one."),
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B: checks memory.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
 ) -> None:
-    """Validate a DeepSpeed config and show the plan its zero_topo block makes, or would choose."""
+    """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
     loaded = load_deepspeed_config(ds_config)
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
     block = ZeroTopoConfig.from_ds_config(loaded)
@@ -62,7 +69,7 @@ def check(
         raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
     found = _machine(block, loaded, where, world_size)
     shape = model_named(params, model)
-    translated = translate(loaded).lines
+    translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and shape is None:
         _forecast(block, found, loaded, as_json)
         return
@@ -76,8 +83,8 @@ def check(
         return
     print(render_tree(found))
     print()
-    show(places_table({resolved.scheme or "free form": resolved}, "Who holds what"))
-    _say((*translated, *resolved.notes, *limits(loaded)))
+    show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
+    _say((*translated, *resolved.notes))
 
 
 def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None, world_size: int | None) -> Topology:
@@ -108,7 +115,7 @@ def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any],
             f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
             "devices; --machine dgx-h100, or another, tells it now"
         )
-    translated = translate(loaded).lines
+    translated = translate(loaded, optimizer=True).lines
     if as_json:
         told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json()}
         told |= {"forecasts": forecasts_json(chosen), "translated": list(translated), "notes": notes}
@@ -119,7 +126,7 @@ def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any],
     if chosen:
         show(forecasts_table(chosen))
         print(f"{DEGREES}\n")
-    _say((*translated, *notes, *limits(loaded)))
+    _say((*translated, *notes))
 
 
 def _say(notes: tuple[str, ...]) -> None:

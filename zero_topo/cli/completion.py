@@ -15,7 +15,7 @@ PROGRAM = "zero-topo"
 
 
 def completion(shell: Annotated[str, typer.Argument(metavar="|".join(SHELLS), help="Your shell.")]) -> None:
-    """Print a shell's completion of zero-topo: eval "$(zero-topo completion bash)", in fish: ... | source."""
+    """Print shell completion. Use: eval "$(zero-topo completion bash)"; in fish: ... | source."""
     if shell not in SHELLS:
         raise ValueError(f"completion {shell}: there is none; choose one of {', '.join(SHELLS)}")
     print(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETING, shell=shell))

@@ -18,20 +18,22 @@ COLOURS = (("ok", "green"), ("warn", "yellow"), ("fail", "bold red"))
 
 
 def doctor(
-    config: Annotated[str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check too.")] = None,
-    machine: Annotated[str | None, typer.Option(help="Preset; default: what Slurm and modules say.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check as well.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Preset; default: detected from Slurm and loaded modules.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Look for what would make a run fail or crawl; a line each, with the fix. Exit status 1 if something fails."""
-    from rich.console import Console
+    """Look for what would make a run fail or slow. One line each, with the fix; exit status 1 for a failure."""
     from rich.text import Text
 
     from zero_topo.doctor import FAIL, WARN, Surroundings, examine
+    from zero_topo.observe.console import PlainConsole
 
     if machine is not None:
         load_machine(machine)
     seen = Surroundings(config=config, machine=machine)
-    console, findings = Console(highlight=False), []
+    console, findings = PlainConsole(highlight=False), []
     with _patience():
         for finding in examine(seen):
             findings.append(finding)

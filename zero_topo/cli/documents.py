@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from zero_topo.config import PublishConfig, QuantizeConfig
 from zero_topo.config.sync_config import SyncConfig
 from zero_topo.cost.transformer import Transformer
+from zero_topo.strict import Seconds
 from zero_topo.topology import Topology
 from zero_topo.topology.rates import Rates, Ring
 
@@ -297,7 +298,7 @@ class _Measured(_Document):
     parameters: int
     micro_batches: int
     sent: list[_SentRow]
-    phase_seconds: dict[str, float]
+    phase_seconds: dict[str, Seconds]
     sync: dict[str, float]
     memory: list[_HeldRow]
 
@@ -310,8 +311,8 @@ class _Report(_Document):
     first_loss: float | None
     last_loss: float | None
     eval_loss: float
-    seconds: float
-    seconds_per_step: float | None
+    seconds: Seconds
+    seconds_per_step: Seconds | None
     zero_topo: _Measured | None
     settings: dict[str, Any]
     deepspeed: dict[str, Any]

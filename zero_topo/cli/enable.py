@@ -41,7 +41,7 @@ sys.meta_path.insert(0, ZeroTopoFinder())
 
 
 def enable() -> None:
-    """Let every program of this Python that imports DeepSpeed have the hook, without `import zero_topo`."""
+    """Install the hook for every program of this Python. They need no `import zero_topo` then."""
     present = [path for path in _candidates() if path.is_file()]
     if present:
         typer.echo(f"already enabled by {present[0]}")
@@ -62,7 +62,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `zero-topo enable`."""
+    """Undo `enable`."""
     present = [path for path in _candidates() if path.is_file()]
     for path in present:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -11,15 +11,15 @@ import typer
 
 HEAD = 4096  # bytes, among which a file's mark is
 
-Force = Annotated[bool, typer.Option("--force", help="Write over files that are no older results of the same kind.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 
 
-def check_files(files: Iterable[tuple[Path | None, str, str]], force: bool) -> None:
+def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: bool) -> None:
     """Refuse names of results, before anything is computed.
 
     Args:
         files: name, or None, with the ending it must have, and the mark that results of its kind have near their
-            beginning.
+            beginning; None where an older result looks like a file that the user wrote.
         force: write over any file.
 
     Raises:
@@ -37,8 +37,10 @@ def check_files(files: Iterable[tuple[Path | None, str, str]], force: bool) -> N
         taken.add(path.resolve())
         if (inside := next((above for above in path.parents if above.is_file()), None)) is not None:
             raise ValueError(f"{path} would lie in {inside}, which is a file; name a folder")
-        if path.exists() and not force and not (path.is_file() and mark.encode() in _head(path)):
-            raise ValueError(f"{path} exists and is no result of this kind; give another name, or --force")
+        ours = mark is not None and path.is_file() and mark.encode() in _head(path)
+        if path.exists() and not force and not ours:
+            strange = "" if mark is None else " and is no result of this kind"
+            raise ValueError(f"{path} exists{strange}; give another name, or --force")
 
 
 def _head(path: Path) -> bytes:

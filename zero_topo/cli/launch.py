@@ -16,25 +16,31 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.options import taking
 from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, variables
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine
-from zero_topo.launch.slurm import SlurmJob, script, submit, write
-from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, Rendezvous, of_step, torchrun
+from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
+from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, of_step, rendezvous, torchrun
 
 launch = typer.Typer(
-    help="Start ranks: on a Slurm cluster, with mpirun, torchrun or deepspeed.",
+    help="Start a job: Slurm, mpirun, torchrun or deepspeed.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 
-Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Program of a rank and its arguments.")]
-MachineName = Annotated[
-    str, typer.Option(metavar="NAME|FILE", help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic.")
+Command = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND", help="Program that each rank runs, and its arguments.")
 ]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the rendezvous.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print it, do nothing.")]
+MachineName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE", help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file."
+    ),
+]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the result and stop.")]
 
 
 @dataclass(frozen=True)
@@ -42,25 +48,30 @@ class SlurmOptions:
     """Of ``launch slurm``."""
 
     command: Command = ()  # type: ignore[assignment]
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1
     machine: MachineName = "generic"
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the machine's.")] = None
-    account: Annotated[str | None, typer.Option(help="Who pays.")] = None
-    time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Limit.")] = None
-    partition: Annotated[str | None, typer.Option(help="Default: the machine's.")] = None
-    name: Annotated[str, typer.Option(help="Name of the job.")] = "zero-topo"
-    log: Annotated[str, typer.Option(help="File of its output; %x is the name, %j the number.")] = "%x-%j.out"
-    distribution: Annotated[str, typer.Option(metavar="block|cyclic", help="Order of ranks over nodes.")] = "block"
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
+    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None
+    time: Annotated[str | None, typer.Option(metavar="[H:]MM:SS", help="Time limit.")] = None
+    partition: Annotated[str | None, typer.Option(help="Slurm partition; default: the machine's.")] = None
+    name: Annotated[str, typer.Option(help="Job name.")] = "zero-topo"
+    log: Annotated[str, typer.Option(help="Log file; %x is the job name, %j its number.")] = "%x-%j.out"
+    distribution: Annotated[str, typer.Option(metavar="block|cyclic", help="Order of the ranks over the nodes.")] = (
+        "block"
+    )
     master_port: Port = PORT
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The script; default: NAME.sbatch here.")] = None
-    submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch too.")] = False
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
+    ] = None
+    force: Force = False
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
     dry_run: DryRun = False
 
 
 @launch.command()
 @taking(SlurmOptions)
 def slurm(options: SlurmOptions) -> None:
-    """Write the batch script of a job, or submit it."""
+    """Write a Slurm batch script, or submit it."""
     if options.submit and options.dry_run:
         raise ValueError("--submit and --dry-run contradict each other; give one of the two")
     machine, ranks = _machine(options)
@@ -81,11 +92,13 @@ def slurm(options: SlurmOptions) -> None:
     if options.dry_run:
         print(text, end="")
         return
-    write(path, text)
+    check_files([(path, "", HEADER)], options.force)
+    path.write_text(text, encoding="utf-8")
     if options.submit:
         print(f"job {submit(path)}: {job.ranks} ranks on {job.nodes} nodes of {machine.name} ({path})")
     else:
-        print(f"{path}: {job.ranks} ranks on {job.nodes} nodes of {machine.name}; submit it with: sbatch {path}")
+        told = f"{job.ranks} ranks on {job.nodes} nodes of {machine.name}"
+        print(f"{path}: {told}; submit it with: sbatch {shlex.quote(str(path))}")
 
 
 @dataclass(frozen=True)
@@ -93,9 +106,11 @@ class LocalOptions:
     """Of ``launch mpirun`` and ``launch deepspeed``."""
 
     command: Command = ()  # type: ignore[assignment]
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 1
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1
     machine: MachineName = "generic"
-    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="A host a line; default: this host.")] = None
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File with one host per line; default: this host.")
+    ] = None
     master_port: Port = PORT
     dry_run: DryRun = False
 
@@ -104,13 +119,13 @@ class LocalOptions:
 class MpiOptions(LocalOptions):
     """Of ``launch mpirun``."""
 
-    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="More ranks than cores are fine.")] = False
+    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="Allow more ranks than cores.")] = False
 
 
 @launch.command(name="mpirun")
 @taking(MpiOptions)
 def mpirun_command(options: MpiOptions) -> None:
-    """Run the ranks under OpenMPI's mpirun, node by node."""
+    """Run the ranks with OpenMPI's mpirun."""
     job = _job(options, oversubscribe=options.oversubscribe)
     _execute(mpirun(job), {}, options.dry_run)
 
@@ -118,7 +133,7 @@ def mpirun_command(options: MpiOptions) -> None:
 @launch.command(name="deepspeed")
 @taking(LocalOptions)
 def deepspeed_command(options: LocalOptions) -> None:
-    """Run the ranks under the deepspeed launcher."""
+    """Run the ranks with the deepspeed launcher."""
     job = _job(options)
     _execute(deepspeed(job), variables(job.machine, job.env), options.dry_run)
 
@@ -128,28 +143,30 @@ class TorchrunOptions:
     """Of ``launch torchrun``."""
 
     command: Command = ()  # type: ignore[assignment]
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the job; default: the Slurm step's, or 1.")] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: the Slurm step's, or 1.")] = None
     machine: MachineName = "generic"
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the machine's.")] = None
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
     rendezvous: Annotated[
         str | None,
         typer.Option(metavar="|".join(KINDS), help="How nodes meet; default: standalone on one node, else c10d."),
     ] = None
-    host: Annotated[str | None, typer.Option(help="Of the first node; default: the Slurm step's.")] = None
+    host: Annotated[str | None, typer.Option(help="Host of the first node; default: the Slurm step's.")] = None
     master_port: Port = PORT
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Of this node, for static; default: Slurm's.")] = None
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Number of this node, for static; default: Slurm's.")] = (
+        None
+    )
     dry_run: DryRun = False
 
 
 @launch.command(name="torchrun")
 @taking(TorchrunOptions)
 def torchrun_command(options: TorchrunOptions) -> None:
-    """Run this node's ranks under torchrun: on each node, or once with srun --ntasks-per-node=1."""
+    """Run this node's ranks with torchrun. Call it on each node, or once with srun --ntasks-per-node=1."""
     (machine, ranks), env = _machine(options), dict(os.environ)
     asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
     told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
     kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
-    meeting = Rendezvous(**told, kind=kind, port=options.master_port)
+    meeting = rendezvous(**told, kind=kind, port=options.master_port)
     _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
 
 

@@ -34,6 +34,7 @@ from zero_topo.config.stock_keys import (
     QUANTIZED_GRADIENTS,
     QUANTIZED_WEIGHTS,
     Translation,
+    base_block,
     switched_on,
     translate,
 )
@@ -50,25 +51,33 @@ USUAL_PARAMS = "1B"
 class MigrateOptions:
     """Of ``migrate``."""
 
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON of stage 3.")] = ""
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     machine: Annotated[
-        str | None, typer.Option(metavar="FILE|PRESET", help="Where it runs, for bytes and memory; default: this job.")
+        str | None,
+        typer.Option(metavar="FILE|PRESET", help="Machine of the job, for bytes and memory; default: this job's."),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
+        None
+    )
     params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
-    model: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="Or its name, as in plan.")] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the new config.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+        ),
+    ] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
 
 
 @taking(MigrateOptions)
 def migrate(options: MigrateOptions) -> None:
-    """Translate DeepSpeed's keys for ZeRO++, LoCo and MiCS into a zero_topo block, and show what changes."""
+    """Replace the keys of ZeRO++, LoCo and MiCS by a zero_topo block. Shows what changes."""
     if not options.ds_config:
         raise ValueError("which config? give the DeepSpeed JSON that you train with now")
-    check_files([(options.output, "", f'"{ROOT}": ')], options.force)
+    check_files([(options.output, "", None)], options.force)
     loaded = load_deepspeed_config(options.ds_config)
     active, found = switched_on(loaded), migrated(loaded)
     if problems := [*found.problems, *deepspeed_problems(found.config)]:
@@ -101,14 +110,8 @@ def migrate(options: MigrateOptions) -> None:
 def migrated(ds_config: Mapping[str, Any]) -> Translation:
     """The config with a block: its own completed, or a new one that does what the stock keys do, or plain ZeRO-3."""
     if ROOT in ds_config:
-        return translate(ds_config)
-    active = set(switched_on(ds_config))
-    block: dict[str, Any] = {"scheme": "zero++" if active >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS} else "zero3"}
-    if MICS in active:
-        block = {}
-    elif active >= {LOCO, QUANTIZED_GRADIENTS}:
-        block = {"weights": "node", "gradients": "node", "optimizer": "world"}
-    found = translate({**ds_config, ROOT: block})
+        return translate(ds_config, optimizer=True)
+    found = translate({**ds_config, ROOT: base_block(switched_on(ds_config))}, optimizer=True)
     lines = found.lines or ("no key of ZeRO++, LoCo or MiCS is set: this is plain ZeRO-3",)
     return Translation(found.config, lines, found.problems)
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Where ``--json`` is given, standard output holds the JSON and nothing else, whatever libraries print or log."""
+"""What commands print: nothing that a terminal would obey, and where ``--json`` is given the JSON and nothing else."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
+
+from zero_topo.strict import plain
 
 _DOCUMENTS: ContextVar[TextIO | None] = ContextVar("documents", default=None)
 STDOUT, STDERR = 1, 2
+
+
+class _Plain:
+    """A stream that writes control characters as escapes, for names come from files and from other people."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream  # rich writes there what its consoles, see PlainConsole, have cleaned
+
+    def write(self, text: str) -> int:
+        return self.rich_proxied_file.write(plain(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Writes control characters in what is printed as escapes."""
+    out, err = (cast("TextIO", _Plain(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 @contextmanager

@@ -7,9 +7,7 @@ To add a view, write it in ``plan_views.py`` and name the option that asks for i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero_topo.cli.files import check_files
 from zero_topo.cli.options import refuse_others, taking
@@ -25,7 +23,6 @@ from zero_topo.cli.plan_options import (
 )
 from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
-from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
 from zero_topo.observe.marks import MEMORY, write_png
@@ -47,7 +44,10 @@ OF_A_JOB = (
 
 @taking(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Show each scheme's plan for a model in 16-bit training with Adam, or the best plan (--recommend)."""
+    """Show memory and traffic of each scheme for a model. --recommend ranks all plans that fit.
+
+    Training is in 16 bits with Adam.
+    """
     asked = [(name, view) for name, view in VIEWS if getattr(options, name)]
     if len(asked) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
@@ -61,41 +61,35 @@ def plan(options: PlanOptions) -> None:
     (asked[0][1] if asked else schemes)(options)
 
 
-@dataclass(frozen=True)
-class Costed:
-    """A scheme on a machine with its costs per rank: bytes held by role, bytes sent by phase and domain."""
-
-    config: ResolvedConfig
-    memory: dict[str, int]
-    sent: dict[tuple[str, str], int]
-
-    def to_json(self) -> dict[str, Any]:
-        """In JSON types; bytes."""
-        sent = [{"phase": phase, "domain": domain, "bytes": n} for (phase, domain), n in self.sent.items()]
-        return {**self.config.to_json(), "memory": self.memory, "sent": sent, "sent_by_domain": by_domain(self.sent)}
-
-
 def schemes(options: PlanOptions) -> None:
     """The plain view: degrees, bytes held and bytes sent of each scheme."""
     work, found = found_work(options), found_machine(options)
-    rows = {
-        name: Costed(config, memory_bytes(config, work, accumulation_itemsize=ITEMSIZE), step_bytes(config, work))
-        for name, config in found_schemes(options, found).items()
-    }
+    configs = found_schemes(options, found)
+    memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}
+    sent = {name: step_bytes(config, work) for name, config in configs.items()}
     if options.as_json:
         counts = {"params": _params(work), "trainable": work.numels[0], "micro_batches": options.micro_batches}
         head = {"topology": found.to_json(), **counts}
-        print_json({**head, "schemes": [row.to_json() for row in rows.values()]})
+        rows = [
+            {
+                **config.to_json(),
+                "memory": memory[name],
+                "sent": [{"phase": phase, "domain": domain, "bytes": n} for (phase, domain), n in sent[name].items()],
+                "sent_by_domain": by_domain(sent[name]),
+            }
+            for name, config in configs.items()
+        ]
+        print_json({**head, "schemes": rows})
         return
-    show(places_table({name: row.config for name, row in rows.items()}, _title(found, work)))
-    show(memory_table({name: row.memory for name, row in rows.items()}, found.memory_per_rank))
-    show(volume_table({name: by_domain(row.sent) for name, row in rows.items()}, options.micro_batches))
+    show(places_table(configs, _title(found, work)))
+    show(memory_table(memory, found.memory_per_rank))
+    show(volume_table({name: by_domain(of) for name, of in sent.items()}, options.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
     for note in found_model(options).notes if options.model else ():
         print(f"- {note}")
-    if len(rows) == 1:
-        for note in next(iter(rows.values())).config.notes:
+    if len(configs) == 1:
+        for note in next(iter(configs.values())).notes:
             print(f"- {note}")
 
 

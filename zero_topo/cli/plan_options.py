@@ -40,58 +40,71 @@ class PlanOptions:
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
     trainable: Annotated[
-        str | None, typer.Option(help="How many of them are trained, the others being frozen; default: all.")
+        str | None, typer.Option(help="Trained parameters; the others are frozen. Default: all are trained.")
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="A model's name, a Hugging Face config.json or a GPT-NeoX YAML."),
+        typer.Option(metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."),
     ] = None
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.")] = None
-    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's, or 2048.")] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
-        int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences of a rank's micro-batch.")
+        int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch.")
     ] = 1
     micro_batches: Annotated[
         int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Micro-batches per optimizer step.")
     ] = 1
-    checkpointing: Annotated[bool, typer.Option(help="Activations are recomputed in the backward pass.")] = True
-    attention: Annotated[
-        str, typer.Option(metavar="flash|eager", help="Eager attention keeps the matrix of scores.")
-    ] = "flash"
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
+    attention: Annotated[str, typer.Option(metavar="flash|eager", help="Eager attention stores the score matrix.")] = (
+        "flash"
+    )
     states_only: Annotated[
-        bool, typer.Option("--states-only", help="Count weights, gradients and optimizer alone, as papers do.")
+        bool, typer.Option("--states-only", help="Count only weights, gradients and optimizer states, as papers do.")
     ] = False
     topology: Annotated[
         str,
-        typer.Option("--topology", "--machine", metavar="FILE|PRESET", help="A .json file, a preset or a JSON object."),
+        typer.Option(
+            "--topology",
+            "--machine",
+            metavar="FILE|PRESET",
+            help="Preset, .json file or JSON object that describes the machine.",
+        ),
     ] = "auto"
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of it.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None
-    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show, may be repeated; default: all.")] = None
-    recommend: Annotated[bool, typer.Option("--recommend", help="Rank all plans that fit, and explain the best.")] = (
-        False
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
+        None
     )
-    max_params: Annotated[bool, typer.Option("--max-params", help="The largest model each scheme can train.")] = False
-    table: Annotated[str | None, typer.Option(metavar="memory|volume", help="The ZeRO-topo paper's table.")] = None
-    lossy: Annotated[bool, typer.Option("--lossy", help="Let the best plan send fewer bits.")] = False
+    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show; repeatable; default: all.")] = None
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="List the fastest plans that fit, and explain the first.")
+    ] = False
+    max_params: Annotated[
+        bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
+    ] = False
+    table: Annotated[
+        str | None, typer.Option(metavar="memory|volume", help="Print a table of the ZeRO-topo paper.")
+    ] = None
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
     reserve: Annotated[
         float | None,
         typer.Option(min=0, max=0.9, help=f"Share of the memory to leave free; default: {RESERVE}, of states 0."),
     ] = None
     sparse: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODE", help="Sparse sync to try too, repeatable; means --lossy."),
+        typer.Option(metavar="MODE", help="Sparse sync mode to try as well; repeatable; implies --lossy."),
     ] = None
     rates: Annotated[
         str | None,
-        typer.Option(metavar="FILE|JSON", help="Rates in place of the machine's, as simulate --calibrate prints them."),
+        typer.Option(
+            metavar="FILE|JSON", help="Link rates to use instead of the machine's, as simulate --calibrate prints them."
+        ),
     ] = None
     deepspeed_config: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Its buckets and offload count, in place of DeepSpeed's defaults."),
+        typer.Option(metavar="FILE", help="DeepSpeed JSON whose bucket sizes and offload settings to use."),
     ] = None
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what each rank holds.")] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
     force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
 

@@ -13,20 +13,22 @@ from zero_topo.cli.output import print_json
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run, such as one under runs/.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/NAME.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json instead of tables.")] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where the page goes; default: report.html in the folder.")
+        Path | None,
+        typer.Option(metavar="FILE.html", help="File for the HTML page; default: report.html in the folder."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Print what a run sent and held, beside the formulas and beside ZeRO-3; write it as a page with pictures."""
+    """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as well."""
+    from zero_topo.cli.documents import DOCUMENTS
     from zero_topo.observe.marks import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render
 
-    found = read_report(folder)
+    found = read_report(folder, DOCUMENTS["report"])
     file = html or (None if as_json else folder / HTML)
     check_files([(file, ".html", PAGE)], force)
     if as_json:

@@ -14,15 +14,19 @@ from zero_topo.config import json_schema
 
 
 def schema(
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write instead of stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write to; default: standard output.")
+    ] = None,
     whole_file: Annotated[
-        bool, typer.Option("--whole-file", help="Schema of a whole DeepSpeed config, for an editor's file association.")
+        bool, typer.Option("--whole-file", help="Schema of a whole DeepSpeed config, for editors.")
     ] = False,
-    of: Annotated[str | None, typer.Option(metavar="COMMAND", help="Of what a command prints with --json.")] = None,
+    of: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Schema of what a command prints with --json.")
+    ] = None,
     force: Force = False,
 ) -> None:
-    """Print the JSON schema of the "zero_topo" block, or of a command's --json."""
-    check_files([(output, "", '"$schema": ')], force)
+    """Print the JSON schema of the block, or of a --json output."""
+    check_files([(output, "", '"$schema": "https://json-schema.org/')], force)
     if of is not None:
         from zero_topo.cli.documents import document
 

@@ -44,35 +44,39 @@ class Options:
     """Of ``simulate``."""
 
     machine: Annotated[
-        str, typer.Option(metavar="PRESET|FILE|JSON", help="The machine; of a description, its own ranks count.")
+        str,
+        typer.Option(metavar="PRESET|FILE|JSON", help="Preset, .json file or JSON object that describes the machine."),
     ] = "frontier"
-    model: Annotated[str, typer.Option(metavar="NAME|FILE", help="The model.")] = "gpt-neox-20b"
-    gcds: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.", show_default=GCDS)] = None
+    model: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML.")
+    ] = "gpt-neox-20b"
+    gcds: Annotated[str | None, typer.Option(help="Rank counts, comma-separated.", show_default=GCDS)] = None
     schemes: Annotated[
-        str, typer.Option(help="Comma-separated; stock-zero3 and so on are as DeepSpeed's own engine sends.")
+        str, typer.Option(help="Comma-separated; stock-NAME is the traffic of unmodified DeepSpeed.")
     ] = "zero3,zero++,paper,topo"
-    micro_batches: Annotated[str, typer.Option(help="Per optimizer step, comma-separated.")] = "1,8"
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of each rank's micro-batch.")] = 1
-    prefetch: Annotated[int, typer.Option(min=0, help="Modules gathered ahead.")] = 1
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's.")] = None
+    micro_batches: Annotated[str, typer.Option(help="Micro-batches per optimizer step, comma-separated.")] = "1,8"
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1
+    prefetch: Annotated[int, typer.Option(min=0, help="Modules whose weights are gathered ahead.")] = 1
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None
     overlap: Annotated[
         str | None,
         typer.Option(
-            metavar="none|prefetch|full", help="Communication that is hidden; default: all, and none in the ranges."
+            metavar="none|prefetch|full",
+            help="Communication hidden by computation; default: full; ranges also show none.",
         ),
     ] = None
-    latency: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of a ring's step or a message, not the machine's.")
-    ] = None
-    checkpointing: Annotated[bool, typer.Option(help="Layers run forward again before their backward.")] = True
+    latency: Annotated[float | None, typer.Option(min=0, help="Seconds per message, instead of the machine's.")] = None
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
     rates: Annotated[
-        str, typer.Option(metavar="FILE|JSON", help="Rates in place of the preset's, some or all of their keys.")
+        str, typer.Option(metavar="FILE|JSON", help="Link rates that replace the preset's, all or some keys.")
     ] = "{}"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over ranks.")] = None
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
+    ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="One step of each scheme for a trace viewer, and FILE.png beside it."),
+        typer.Option(metavar="FILE.json", help="Write one step of each scheme for a trace viewer, and FILE.png."),
     ] = None
     force: Force = False
     calibrate: Annotated[
@@ -89,7 +93,7 @@ class Options:
 
 @taking(Options)
 def simulate(options: Options) -> None:
-    """Simulate optimizer steps: seconds, TFLOP/s per rank, what waits for what, and from when a scheme wins."""
+    """Predict seconds and TFLOP/s of a step, per scheme and rank count. Shows what each step waits for."""
     fitted = ("calibrate", "on", "predict", "as_json")
     if options.calibrate:
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")

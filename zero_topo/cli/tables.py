@@ -27,7 +27,7 @@ def show(table: Table) -> None:
 
 
 def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
-    """Scheme by role: the domain, its number of ranks if not all, and the bits in which it travels or is held."""
+    """Scheme by role: the domain, its number of ranks if not all, and the bits in which it is sent or stored."""
     table = figures_table(["", *ROLES, "sync"], title)
     for name, config in rows.items():
         specs = {
@@ -40,9 +40,9 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
             if degree is None:
                 cells.append("-")
                 continue
-            spec, held = specs.get(role), config.resident_spec is not None and role == "weights"
-            bits = f" int{spec.bits}" if spec is not None and (degree > 1 or held) else ""
-            bits += " held" if held else ""
+            spec, stored = specs.get(role), config.resident_spec is not None and role == "weights"
+            bits = f" int{spec.bits}" if spec is not None and (degree > 1 or stored) else ""
+            bits += " stored" if stored else ""
             domain = config.topology.domain(degree)
             cells.append(domain + ("" if domain == "world" else f" {degree}") + bits)
         copies = config.plan.world_size // config.plan.gradients

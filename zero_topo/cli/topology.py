@@ -20,11 +20,15 @@ FROM_HELP = (
 
 def topology(
     source: Annotated[list[str] | None, typer.Option("--from", metavar="FILE|PRESET", help=FROM_HELP)] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; default: what the launcher says.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON that --from reads back.")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="Ranks of a job talk to find out; all run this.")] = False,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --from can read.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
+    ] = False,
 ) -> None:
-    """Show what the machine is: by default what this job's launcher and this node's device tools say."""
+    """Show the machine. Default: this job's launcher and this node's device tools are asked."""
     if measure:
         from zero_topo.cli.measure import measure_command
 

@@ -20,7 +20,7 @@ from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.wire import Wire
 from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
-from zero_topo.quant.pieces import Piece, total_numel
+from zero_topo.quant.pieces import Piece, at_blocks, total_numel
 from zero_topo.quant.spec import Cast, Reduce
 
 
@@ -42,7 +42,8 @@ class Sums:
 def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums) -> Handle[None]:
     """Sum over the members of a route; each keeps its own part.
 
-    1. encode the parts of each member into one message for it;
+    1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
+       scale with another, which may be a thousand times larger (a matrix beside a norm);
     2. per hop, the innermost first: one all-to-all takes each message to the member that stands for its destination,
        where the messages for one destination are summed in tree order (FP32) and, if a hop follows, encoded again;
     3. the last sums go into ``sums.pieces``.
@@ -51,7 +52,7 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
         route: the members.
         parts: the values that each member, in tree order, shall sum.
         wire: the format.
-        sums: where they go.
+        sums: where they go; part by part as large as ``parts`` if blocks have scales.
 
     Returns:
         Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
@@ -60,9 +61,10 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
         exact = replace(wire, spec=Cast("fp32"))
         exact.decode(exact.encoded(parts), sums.pieces, sums.reduce)
         return Handle(None, (), lambda: None)
-    first, numel = route.hops[0], total_numel(sums.pieces)
-    send = _empty(first, route.size, wire.nbytes(numel), sums.pieces[0].flat.device)
-    wire.encode(parts, send.transpose(0, 1))
+    pieces = at_blocks(sums.pieces, wire.block)
+    first, numel = route.hops[0], total_numel(pieces)
+    send = _empty(first, route.size, wire.nbytes(numel), pieces[0].flat.device)
+    wire.encode(at_blocks(parts, wire.block), send.transpose(0, 1))
     began = Peers(first, sums.counted).scatter_later(send)
 
     def finish() -> None:
@@ -71,7 +73,7 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
             send = _empty(following, received.shape[1], wire.nbytes(numel), received.device)
             wire.recode(received, send.transpose(0, 1), numel)
             received = Peers(following, sums.counted).scatter_later(send).wait()
-        wire.reduce(received[:, 0], sums.pieces, sums.reduce)
+        wire.reduce(received[:, 0], pieces, sums.reduce)
 
     return Handle(None, (), finish)
 

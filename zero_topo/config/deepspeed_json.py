@@ -14,7 +14,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +158,9 @@ def _unsynchronized(ds_config: Mapping[str, Any]) -> str | None:
     if on is False or synchronized is False:
         return None
     return (
-        "timers.throughput.synchronized = true, the default: DeepSpeed stops the device twice a micro-batch, so "
-        'nothing is published under the forward pass; set "timers": {"throughput": {"synchronized": false}}'
+        "timers.throughput.synchronized = true, the default: DeepSpeed waits for the device twice per micro-batch, so "
+        "the all-gather of updated weights cannot run under the next forward pass; set "
+        '"timers": {"throughput": {"synchronized": false}}'
     )
 
 
@@ -186,33 +186,6 @@ def _stage(ds_config: Mapping[str, Any]) -> str | None:
     if stage is _ABSENT:
         return f'{ZERO}.stage is not set: {why}; add "{ZERO}": {{"stage": 3}}'
     return f'{ZERO}.stage = {as_json(stage)}: {why}; set it to 3 (replicated weights are stage 3 with "weights": 1)'
-
-
-def offloaded_training(ds_config: Mapping[str, Any], optimizer: bool) -> str | None:
-    """Why parameters in the host's memory are refused beside an optimizer; None where there is neither.
-
-    An engine without an optimizer is served by stock's own gathers, with which they work.
-
-    Args:
-        ds_config: the DeepSpeed config.
-        optimizer: whether the caller passes one; a config may name its own.
-    """
-    device = _lookup(ds_config, f"{ZERO}.offload_param.device")
-    if str(device).lower() != "cpu" or not (optimizer or _lookup(ds_config, "optimizer.type") is not _ABSENT):
-        return None
-    return (
-        f"{ZERO}.offload_param.device = {as_json(device)} with an optimizer: parameter offload is not supported in "
-        "training, where it would bring each rank's shard of the weights over the host's link twice a micro-batch and "
-        'free that shard alone; set it to "none" and shard weights wider, such as '
-        f'"{ROOT}": {{"weights": "node"}}'
-    )
-
-
-def limits(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each call that a run with this config may make and that is refused there."""
-    if str(_lookup(ds_config, f"{ZERO}.offload_param.device")).lower() != "cpu":
-        return []
-    return ["offload_param serves an engine without an optimizer; deepspeed.initialize refuses it with one"]
 
 
 def _partial_offload(ds_config: Mapping[str, Any]) -> str | None:
@@ -253,7 +226,6 @@ CHECKS: tuple[Check, ...] = (
         "weights stored in few bits by DeepSpeed are not supported",
         f'remove it and set "{ROOT}.quantize.weights" to send them in few bits',
     ),
-    partial(offloaded_training, optimizer=False),
     Refusal(
         f"{ZERO}.offload_param.device",
         _device("nvme"),
@@ -303,6 +275,12 @@ CHECKS: tuple[Check, ...] = (
             "bf16.bf16_master_weights_and_grads",
             "bf16.bf16_optimizer_states",
         )
+    ),
+    Refusal(
+        "data_types.grad_accum_dtype",
+        lambda value: "int8" in str(value),
+        "gradients would be rounded to whole numbers",
+        'set it to "fp32", "bf16" or "fp16"',
     ),
     Refusal("hybrid_engine.enabled", _on, f"the hybrid engine: {_OWN_GATHER}", "remove hybrid_engine"),
     Refusal("compile.deepcompile", _on, f"DeepCompile: {_OWN_GATHER}", "set it to false; torch.compile may stay on"),

@@ -39,10 +39,18 @@ def _describe_one(detail: ErrorDetails, root: str) -> str:
             tag, modes = context["tag"], context["expected_tags"]
             return f"{path}.mode: {as_json(tag)} is not a mode of sync{_near(tag, modes)} (modes: {modes})"
         case "union_tag_not_found" | "model_type" | "model_attributes_type" | "dict_type":
-            return f"{path}: must be a JSON object, got {shown}"
+            way_out = "" if detail["input"] is not None else f"; {_instead_of_null(path)}"
+            return f"{path}: must be a JSON object, got {shown}{way_out}"
         case _:
             message = detail["msg"].removeprefix("Input ")
             return f"{path}: {message[:1].lower()}{message[1:]}, got {shown}"
+
+
+def _instead_of_null(path: str) -> str:
+    if not path.endswith(".quantize"):
+        return "leave it out, or write {}, for its defaults"
+    nothing = dict.fromkeys(("weights", "secondary", "gradients", "resident"))
+    return f"leave it out for the scheme's own, or quantize nothing with {as_json(nothing)}"
 
 
 def _near(word: object, expected: str) -> str:

@@ -54,16 +54,14 @@ class QuantizeConfig(StrictModel):
         "gathered as they are, and whose changes are published. Null keeps the weights in the model's type.",
     )
     block_size: BlockSize = Field(
-        256, description="Elements that share one scale. Smaller is more exact and sends more scales (4 bytes each)."
-    )
-    symmetric: bool = Field(
-        True, strict=True, description="Values around zero with a scale only; false adds a zero point for each block."
+        256,
+        description="Elements of one parameter with one scale (4 bytes). Fewer is more exact but sends more scales.",
     )
 
     def spec(self, role: str) -> BlockSpec | None:
         """The format of a key that takes bits; None where nothing is quantized."""
         name = getattr(self, role)
-        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size, self.symmetric)
+        return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size)
 
 
 class PublishConfig(StrictModel):

@@ -24,7 +24,6 @@ def resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConf
     gathers, changes = "all gathers send the codes", "the codes' own changes are published, exactly"
     rules = (
         (quantize.weights == "int8", "quantize.weights", quantize.weights, gathers, 'set it to "int8"'),
-        (quantize.symmetric, "quantize.symmetric", quantize.symmetric, "codes have no zero points", "set it to true"),
         (copy in (None, w), "secondary", copy, f"{gathers}, which {w} ranks share", 'set "secondary" to null'),
         (
             copy is None or quantize.secondary == "int8",

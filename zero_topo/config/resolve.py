@@ -207,51 +207,60 @@ def _notes(
     codes: _Codes,
 ) -> Iterator[str]:
     given = "" if config.scheme or choice.scheme is None else " (the default)"
-    yield f"{f'scheme {choice.scheme}' if choice.scheme else 'no scheme'}{given}: {_who_holds_what(choice, plan)}"
+    yield f"{f'scheme {choice.scheme}' if choice.scheme else 'no scheme'}{given}: {_placement(choice, plan)}"
     if choice.scheme == "mics" and config.weights is None:
         yield f'scheme mics: shards over the node ({plan.weights} ranks); set "weights" for another group size'
     if plan.weights == 1 and plan.world_size > 1 and choice.places[0] != "rank":
         yield _all_weights_note(choice.places[0], topology)
     if secondary_dropped:
-        yield "no secondary copy is kept: every rank holds all weights, so the backward pass gathers nothing"
+        yield "no secondary copy of the weights: every rank stores all of them, so the backward pass gathers nothing"
     if plan.gradients < plan.world_size:
-        yield f"sync: {_sync_words(choice.sync)} over {plan.world_size // plan.gradients} gradient copies"
+        groups = plan.world_size // plan.gradients
+        yield f"gradient reduction between {groups} groups of {plan.gradients} ranks (sync): {_sync_words(choice.sync)}"
     yield from _codes_notes(*codes)
     if plan.weights < plan.optimizer:
         dtype = config.publish.dtype or "the model's own type"
         delta = config.publish.delta
-        what = f"updated weights travel in {dtype}" if delta is None else f"{delta} differences of weights travel"
-        what = what if codes[0] is None else "changes of the codes travel, exactly,"
-        yield f"publish: {what} over {topology.domain(plan.optimizer)}"
+        what = f"in {dtype}" if delta is None else f"as {delta.upper()} differences"
+        what = what if codes[0] is None else "as the INT8 values that changed, lossless"
+        yield f"all-gather of updated weights after each step (publish): {what}, over {topology.domain(plan.optimizer)}"
     if len(plan.route(1, plan.gradients)) > 1:
-        yield f"scatter in two hops: {plan.inner} ranks inside the node, then across {plan.gradients}"
+        across = plan.gradients // plan.inner
+        yield f"reduce-scatter of gradients in two steps: {plan.inner} ranks inside a node, then {across} nodes"
 
 
 def _codes_notes(spec: BlockSpec | None, obstacle: Obstacle | None) -> Iterator[str]:
     if spec is not None:
-        yield f"weights are held as {spec} codes alone; vectors and small matrices stay as they are"
+        yield (
+            f"weights are stored as INT8 only, one scale per {spec.block_size} values; vectors and small matrices keep "
+            "the model's own type"
+        )
     if obstacle is not None:
-        yield f"weights are held in the model's own type, not as int8 codes: {obstacle.setting}, but {obstacle.why}"
+        yield f"weights are stored in the model's own type: INT8 weights do not go with {obstacle.setting}"
 
 
-def _who_holds_what(choice: _Choice, plan: Plan) -> str:
+def _placement(choice: _Choice, plan: Plan) -> str:
     bits = {"weights": choice.quantize.weights, "secondary": choice.quantize.secondary}
     bits["gradients"] = choice.quantize.gradients
     words = []
     for role, place, degree in zip(ROLES, choice.places, plan.degrees().values(), strict=True):
         if degree is None:
-            words.append(f"no {role}")
             continue
-        where = f"{place} (degree {degree})" if isinstance(place, str) else f"{degree} rank{'s' if degree > 1 else ''}"
-        words.append(" ".join(part for part in (role, bits.get(role), "over", where) if part))
+        ranks = f"{degree} rank{'s' if degree > 1 else ''}"
+        where = f"{place} ({ranks})" if isinstance(place, str) else ranks
+        words.append(" ".join(part for part in (role, (bits.get(role) or "").upper(), "over", where) if part))
     return ", ".join(words)
 
 
 def _all_weights_note(place: str | int, topology: Topology) -> str:
     unit = f"{place} domain has one rank" if isinstance(place, str) else f"weights degree is {place}"
     wider = next((name for name in ("node", "world") if topology.degree(name) > 1), "world")
-    return f'{unit} on this machine: every rank holds all weights; set "weights": "{wider}" to shard them'
+    return f'{unit} on this machine: every rank stores all weights; set "weights": "{wider}" to shard them'
 
 
 def _sync_words(sync: SyncSettings) -> str:
-    return " ".join(str(value) for value in sync.model_dump(exclude_none=True).values())
+    settings = sync.model_dump(exclude_none=True, exclude={"mode"})
+    words = (
+        key if value is True else f"no {key}" if value is False else f"{key} {value}" for key, value in settings.items()
+    )
+    return ", ".join([sync.MODE, *words])

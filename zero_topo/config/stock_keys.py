@@ -31,6 +31,8 @@ QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS, LOCO, MICS, MICS_HOPS = KEYS = (
     "mics_hierarchical_params_gather",
 )
 GONE = (LOCO, MICS, MICS_HOPS)
+PLACES = ("scheme", "weights", "secondary", "gradients", "optimizer")
+OFFLOADED = "in training zero_topo stores each rank's shard of the weights on the device, and the plan must fit there"
 ALL_REDUCED_FETCH = "zero_topo gathers each bucket in one collective of its own, which sends half as much"
 FED_BACK: Mapping[str, Any] = MappingProxyType({"mode": "quantized", "bits": 4, "error_feedback": True})
 _ABSENT = object()
@@ -71,23 +73,40 @@ def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: given[key] for key, works in effective.items() if works and given[key] != "auto"}
 
 
-def translate(ds_config: Mapping[str, Any]) -> Translation:
+def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
+    """The placement that DeepSpeed's keys imply, for a block that names none; empty for MiCS, itself a scheme."""
+    if MICS in active:
+        return {}
+    if active.keys() >= {LOCO, QUANTIZED_GRADIENTS}:
+        return {"weights": "node", "gradients": "node", "optimizer": "world"}
+    return {"scheme": "zero++" if active.keys() >= {QUANTIZED_WEIGHTS, HPZ, QUANTIZED_GRADIENTS} else "zero3"}
+
+
+def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translation:
     """Take the stock keys of a config with a block into the block; without a block nothing is changed.
 
     A key of the block that the user wrote is never replaced: if it says something else, that is a contradiction.
 
     Args:
         ds_config: the DeepSpeed config; it is not changed.
+        optimizer: whether the caller passes one; a config may name its own.
     """
     block, active = ds_config.get(ROOT), switched_on(ds_config)
     zero = ds_config.get(ZERO)
     off = {key: "DeepSpeed 0.19 refuses the key" for key in GONE if _holds(zero, key) and key not in active}
-    off |= {key: why for key, why in _asks_for_less(zero)}
+    off |= dict(_asks_for_less(zero))
+    if (optimizer or "optimizer" in ds_config) and _offloads_parameters(zero):
+        off["offload_param"] = OFFLOADED
     if not isinstance(block, Mapping) or not (active or off):
         return Translation(dict(ds_config))
     config, lines, problems = deepcopy(dict(ds_config)), [], []
     for key, why in off.items():
         lines.append(f"{ZERO}.{key} = {as_json(config[ZERO].pop(key))} is left out: {why}")
+    if {HPZ, LOCO} & active.keys() and not any(block.get(key) is not None for key in PLACES):
+        base = base_block(active)
+        config[ROOT] |= base
+        if base:
+            lines.append(f'"{ROOT}" names no scheme, and DeepSpeed\'s keys imply {_json(base)}')
     for key, value in active.items():
         written = f"{ZERO}.{key} = {as_json(value)}"
         wishes = dict(_wishes(key, active))
@@ -117,6 +136,12 @@ def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
             yield key, ALL_REDUCED_FETCH
     if _holds(zero, "reduce_scatter") and zero["reduce_scatter"] in (False, "false", "False"):
         yield "reduce_scatter", "zero_topo scatters gradients to their shards, which sends half of an all-reduce"
+
+
+def _offloads_parameters(zero: Any) -> bool:
+    """Whether parameters are offloaded to the host. Without an optimizer they stay there: DeepSpeed gathers them."""
+    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
 
 Path = tuple[str, ...]

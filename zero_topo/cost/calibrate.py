@@ -16,12 +16,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.simulator import Job, simulate
 from zero_topo.cost.transformer import Transformer
-from zero_topo.strict import did_you_mean
+from zero_topo.strict import Count, Positive, did_you_mean, read
 from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
 from zero_topo.topology.rates import Rates
 from zero_topo.units import GB, MB
@@ -33,8 +36,56 @@ LATENCY_S = 1e-3  # of a message between two processes on one host that share it
 FACTORS = ("links", "memory")
 STRIDE = 1.0  # of the search's first moves, in powers of e
 MOVES = 200
+FARTHEST = 50.0  # that a factor gets from 1, in powers of e
 ENOUGH = 1e-7  # difference of squared logarithms at which the search ends
 Point = tuple[float, ...]
+
+
+class _Mbit(TypedDict):
+    gcd: Positive
+    gpu: Positive
+    node: Positive
+
+
+class _Spec(TypedDict):
+    nodes: Count
+    gpus_per_node: Count
+    gcds_per_gpu: Count
+    rates_mbit: _Mbit
+
+
+class _Setup(TypedDict):
+    layers: Count
+    width: Count
+    context: Count
+    batch: Count
+    prefetch_numel: Annotated[int, Field(strict=True, ge=0)]
+
+
+class _Trained(TypedDict):
+    scheme: str
+    block: dict[str, Any] | None
+
+
+class _Settings(TypedDict):
+    spec: _Spec
+    setup: _Setup
+    jobs: list[_Trained]
+
+
+class _Median(TypedDict):
+    median: Annotated[float, Field(strict=True, ge=1e-9, le=1e9)]
+
+
+class _Result(TypedDict):
+    scheme: str
+    micro_batches: Annotated[int, Field(strict=True, ge=1, le=1024)]
+    step_s: _Median
+
+
+class _Record(TypedDict):
+    settings: _Settings
+    results: list[_Result]
 
 
 @dataclass(frozen=True)
@@ -76,20 +127,19 @@ def read_record(record: Mapping[str, Any]) -> list[Measured]:
         ValueError: if it is no such record.
     """
     try:
-        settings, results, codes = record["settings"], record["results"], record.get("format", 1) > 1
-        cluster, setup = topology_of(settings["spec"]), settings["setup"]
-        blocks = {job["scheme"]: job["block"] for job in settings["jobs"] if job["block"] is not None}
-        found = [
-            Measured(
-                row["scheme"], _config(blocks[row["scheme"]], cluster, codes), _job(setup, row), row["step_s"]["median"]
-            )
-            for row in results
-            if row["scheme"] in blocks
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"not a record of 'python -m benchmarks cluster --json': {type(error).__name__} {error}; give one"
-        ) from None
+        read(_Record, "record", record)
+    except ValueError as error:
+        raise ValueError(f"not a record of 'python -m benchmarks cluster --json': {error}; give one") from None
+    settings, results, codes = record["settings"], record["results"], record.get("format") not in (None, 1)
+    cluster, setup = topology_of(settings["spec"]), settings["setup"]
+    blocks = {job["scheme"]: job["block"] for job in settings["jobs"] if job["block"] is not None}
+    found = [
+        Measured(
+            row["scheme"], _config(blocks[row["scheme"]], cluster, codes), _job(setup, row), row["step_s"]["median"]
+        )
+        for row in results
+        if row["scheme"] in blocks
+    ]
     if not found:
         raise ValueError("the record holds no results of schemes that the model knows; measure some first")
     return found
@@ -128,7 +178,9 @@ def topology_of(spec: Mapping[str, Any]) -> Topology:
 def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> ResolvedConfig:
     """A block on the record's cluster; none of format 1 held codes, whatever the scheme's default is now."""
     keys = {key: value for key, value in block.items() if key != "topology"}
-    keys |= {} if codes else {"quantize": {**keys.get("quantize", {}), "resident": None}}
+    bits = keys.get("quantize", {})
+    if not codes and isinstance(bits, Mapping):
+        keys["quantize"] = {**bits, "resident": None}
     return resolve_config(ZeroTopoConfig.parse(keys), cluster)
 
 
@@ -168,7 +220,7 @@ def fit(measured: Sequence[Measured], start: Rates) -> Rates:
 
 
 def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
-    links, memory = (math.exp(logarithms[name]) for name in FACTORS)
+    links, memory = (math.exp(max(-FARTHEST, min(FARTHEST, logarithms[name]))) for name in FACTORS)
     return replace(
         start,
         link_efficiency={domain: start.link_efficiency.get(domain, 1.0) * links for domain in LINKED_DOMAINS},

@@ -124,7 +124,7 @@ def moments(
     publish = publish_bytes(config, work)
     rows = plan.world_size // plan.optimizer * sum(plan.shard_numel(m) for m in work.numels)
     copied = work.itemsize < 4 and not flight.offload
-    scatter = scatter_bytes(config, flight.bucket, work.scatter_itemsize)
+    scatter = scatter_bytes(config, flight.bucket, work)
     complete, coming = gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live)
     computing = {"activations": activation_bytes(job, work.itemsize)}
     beside = sync.peak if config.overlap else 0

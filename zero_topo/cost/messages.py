@@ -12,7 +12,7 @@ from functools import singledispatch
 
 from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
 from zero_topo.cost.codes import change_bytes
-from zero_topo.cost.volume import ITEMSIZES, Workload, message_bytes, rows_message, slot_runs, sync_hops
+from zero_topo.cost.volume import ITEMSIZES, Workload, rows_message, slot_runs, sync_hops
 
 FP32 = 4
 
@@ -30,17 +30,22 @@ class SyncBytes:
     kept: int = 0
 
 
-def scatter_bytes(config: ResolvedConfig, bucket: int, itemsize: int) -> int:
-    """Of a bucket of so many elements: messages to all members, and what comes from them.
+def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
+    """Of a bucket: messages to all members, and what comes from them.
 
     Args:
         config: plan and formats.
-        bucket: elements.
-        itemsize: bytes of each, unquantized.
+        bucket: its elements.
+        work: the parameters, of which each is filled up to whole blocks.
     """
-    if config.plan.gradients == 1:
+    plan, spec = config.plan, config.gradients_spec
+    if plan.gradients == 1:
         return bucket * FP32
-    return 2 * message_bytes(bucket, config.gradients_spec, itemsize)
+    if spec is None:
+        return 2 * bucket * work.scatter_itemsize
+    sizes = [plan.world_size // plan.gradients * width for width in widest_run(config, work)]
+    added = sum(-size % spec.block_size for size in sizes)
+    return 2 * spec.nbytes(bucket + plan.gradients * added)
 
 
 def publish_bytes(config: ResolvedConfig, work: Workload) -> int:

@@ -90,7 +90,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
     data = _parse(read_text(path, what, MOST_BYTES), what)
     keys = _Keys(what, {str(key).replace("-", "_"): value for key, value in data.items()})
     kind = keys.values.get("model_type", NEOX if "num_layers" in keys.values else None)
-    if kind not in READERS:
+    if not isinstance(kind, str) or kind not in READERS:
         raise ValueError(
             f"{what}: {f'models of type {kind!r} are not known' if kind else 'has neither model_type nor num_layers'}; "
             f"give a Hugging Face config.json of type {', '.join(list(READERS)[:-1])} or a GPT-NeoX YAML that has the "

@@ -8,11 +8,12 @@ Note [What counts as sent]
 
 Note [Sizes]
     ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``; ``F`` is the sum of all
-    ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. Every parameter is a message of its own
-    in a gather (blocks never straddle parameters), every bucket one per destination in a scatter. Sync and publish
-    send one per run of parameters (``packed_runs``), where each parameter's row is filled up to whole blocks if it is
-    quantized. Parameters held as codes are gathered as they lie, rows filled up to whole blocks; publish packs them
-    into runs of their own, after one message that says for each of these how many blocks escape. Messages go by the
+    ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. No block holds values of two parameters:
+    in a gather every parameter is a message of its own; a scatter sends one per bucket and destination, where the rows
+    of a parameter, one after the other, are filled up to whole blocks; sync and publish send one per run of parameters
+    (``packed_runs``), where each row of a parameter is. What is not quantized is not filled up. Parameters held as
+    codes are gathered as they lie, rows filled up to whole blocks; publish packs them into runs of their own, after
+    one message that says for each of these how many blocks escape. Messages go by the
     routes of ``plan.py``, unchanged from hop to hop.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
@@ -237,7 +238,7 @@ def phase_moves(
     if phase == "sync":
         book_sync(config.sync, books, columns.all, itemsize)
     elif phase == "scatter":
-        message = message_bytes(rows * sum(columns.all), config.gradients_spec, itemsize)
+        message = rows_message(1, [rows * width for width in columns.all], config.gradients_spec, itemsize)
         books.reduce(hop, message)
     elif phase == "publish":
         message = rows_message(rows, columns.plain, config.publish.spec, itemsize)

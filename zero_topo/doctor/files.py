@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,12 +35,13 @@ def locks(seen: Surroundings) -> Iterator[Finding]:
     folder = Path(chosen) if chosen else home / "torch_extensions"
     found = sorted(folder.glob("**/lock")) if folder.is_dir() else []
     for lock in found:
+        remove = f"rm {shlex.quote(str(lock))}"
         age = seen.now - lock.stat().st_mtime
         if age > STALE_S:
             text = f"{format_seconds(age)} old: its compiler is dead, and runs wait for it without a word"
-            yield Finding(FAIL, f"lock {lock}", text, f"rm {lock}")
+            yield Finding(FAIL, f"lock {lock}", text, remove)
         else:
-            yield Finding(WARN, f"lock {lock}", "something compiles, or was killed while it did", f"if not: rm {lock}")
+            yield Finding(WARN, f"lock {lock}", "something compiles, or was killed while it did", f"if not: {remove}")
     if folder.is_dir() and not os.access(folder, os.W_OK):
         yield Finding(
             WARN, "extensions", f"{folder} is not writable", "export TORCH_EXTENSIONS_DIR to a folder of yours"
@@ -65,7 +67,7 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
     used = _mapped(seen.root / "proc") if buffers else ""
     left = [name for name in buffers if name not in used]
     if left:
-        fix = f"rm {' '.join(f'/dev/shm/{name}' for name in left[:4])}{' ...' if len(left) > 4 else ''}"
+        fix = f"rm {shlex.join(f'/dev/shm/{name}' for name in left[:4])}{' ...' if len(left) > 4 else ''}"
         yield Finding(WARN, "/dev/shm", f"{len(left)} buffers of crashed runs are left there", fix)
 
 

@@ -30,5 +30,5 @@ class Finding:
 
     def line(self) -> str:
         """In one line, without the state."""
-        words = f"{self.text}; {self.fix}" if self.fix else self.text
-        return " ".join(words.split())
+        text = " ".join(self.text.split())
+        return f"{text}; {self.fix}" if self.fix else text

@@ -73,7 +73,7 @@ def _state(builder: Any) -> str:
 
     ahead = importlib.util.find_spec(builder.absolute_name()) is not None
     try:
-        if not ahead and not builder.chosen().library().exists():
+        if not ahead and jit.refusal(builder.chosen().library()):
             return builder.reason() or "not compiled"
         builder.load()
     except jit.BuildError as error:

@@ -16,10 +16,12 @@ Note [A rank without the block]
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from zero_topo.topology.seats import Seat, check_seats, take_seat
 DIGEST = 32
 MOST_TOLD = 4
 """Of kinds of ranks that differ; and of differences between two."""
-SAME_START = "give every rank the same JSON, launcher environment, model and software"
+SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
 
 
 def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool) -> None:
@@ -89,12 +91,15 @@ def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) ->
     return here.get("missing").decode()
 
 
-def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
+def check_agreement(
+    config: ResolvedConfig, device: torch.device, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """All ranks resolved the same plan, and ranks that the topology puts on one node or GPU are there.
 
     Args:
         config: this rank's.
         device: the accelerator it uses.
+        more: what else must be the same, in JSON types.
 
     Raises:
         ValueError: on every rank, naming two ranks and what they have, or the odd host.
@@ -102,7 +107,7 @@ def check_agreement(config: ResolvedConfig, device: torch.device) -> None:
     topology = config.topology.to_json()
     topology.pop("sources", None)  # a tool that was too slow on one node leaves a note there
     seat = own_seat(config.topology, device)
-    places = agree({"zero_topo": config.to_json(), "topology": topology}, seat, device)
+    places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, seat, device)
     with suppress(ValueError):
         check_seats(config.topology, places)
         return
@@ -115,7 +120,7 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
     """Gather a digest of what this rank says, and where it sits. Collective.
 
     Args:
-        told: in JSON types; ``{"refused": sentence}`` of a rank that cannot go on.
+        told: values by key; ``{"refused": sentence}`` of a rank that cannot go on.
         seat: where this rank runs.
         device: where the world's collectives take tensors.
         way_out: what to do where ranks differ.
@@ -126,7 +131,7 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
     Raises:
         ValueError: on every rank, if not all say the same.
     """
-    text = json.dumps(told, sort_keys=True, default=str)
+    text = json.dumps(told, sort_keys=True, default=_plain)
     place = sha256(f"{seat.host} {seat.machine}".encode()).digest()[:8]
     package = (0 if seat.package is None else 1 + seat.package).to_bytes(8, "little")
     row = sha256(text.encode()).digest() + place + package
@@ -143,6 +148,28 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
         texts = [_text_of(members[0], text, seat.host) for members in ranks]
         raise ValueError(f"{_disagreement(ranks, texts)}; {way_out}")
     return [_place(found[DIGEST:]) for found in rows]
+
+
+def all_can(problem: str | None, told: Mapping[str, Any], device: torch.device, way_out: str) -> None:
+    """Go on only if every rank can, and all say the same. Collective.
+
+    Args:
+        problem: why this rank cannot; None if it can.
+        told: what it says if it can.
+        device: where the world's collectives take tensors.
+        way_out: what to do where not all can.
+
+    Raises:
+        ValueError: on every rank, naming one that cannot or differs.
+    """
+    agree(told if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
+    if problem is not None:  # all say the same
+        raise ValueError(f"{problem}; {way_out}")
+
+
+def _plain(value: Any) -> Any:
+    """In JSON types what JSON does not know: a rate in a tensor by its value, an object without its address."""
+    return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
 
 
 def _place(data: bytes) -> Seat:

@@ -40,8 +40,8 @@ class Frozen:
         if not self._others:
             return None
         return (
-            f"{self._others} frozen parameters are not {self._dtype}, or another engine gathers them already: they are "
-            "left as stock ZeRO-3 has them, sharded over the world"
+            f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: "
+            "unmodified ZeRO-3 shards them over all ranks"
         )
 
     @property

@@ -87,7 +87,7 @@ class Gradients:
         self._shown = False  # the own row, which its reader may have written to
         self._current = True  # the own row is the synced gradient: nothing came since
 
-    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> None:
+    def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
         1. each destination's message holds its shards of the bucket's gradients, read where they lie;
@@ -98,9 +98,13 @@ class Gradients:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
             last: whether this is the last micro-batch of the step: then sync begins (Note [Sync under backward]).
+
+        Returns:
+            Whether sync of one of them had begun, and so has to be repeated.
         """
         runs = sorted({self._run_of[slot] for slot in slots})
-        self._reopen([run for run in runs if run in self._started])
+        repeated = [run for run in runs if run in self._started]
+        self._reopen(repeated)
         with self._meter.timing("scatter"):
             self._scatter(slots, grads)
         self._came, self._current = True, False
@@ -108,6 +112,7 @@ class Gradients:
             for slot in slots:
                 self._missing[self._run_of[slot]].discard(slot)
             self._start([run for run in runs if not self._missing[run]])
+        return bool(repeated)
 
     def _scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         plan = self.layout.plan

@@ -32,14 +32,15 @@ from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.hook_gradients import GradientHooks
 from zero_topo.engine.hook_offload import LP_PARAMS
 from zero_topo.engine.initialize import checked_first, seed_everything
+from zero_topo.engine.loading import loading_together
 from zero_topo.engine.log import show_log, tell
 from zero_topo.engine.masters import clean
 from zero_topo.engine.monitor import report
-from zero_topo.engine.parameters import ParameterGathers
+from zero_topo.engine.parameters import ParameterGathers, by_owner
 from zero_topo.engine.saving import copying_beside, saving_beside
 from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
-from zero_topo.engine.start import agreed, meeting, meeting_place
+from zero_topo.engine.start import agreed, check_order, meeting, meeting_place
 from zero_topo.engine.watch import watched
 from zero_topo.sync import OPTIMIZERS, AgedAdamW, Moment
 
@@ -56,19 +57,21 @@ def install() -> None:
     DeepSpeedEngine._zero_topo_hook = True
     DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
     DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
-    DeepSpeedEngine.load_module_state_dict = _sharing_frozen(DeepSpeedEngine.load_module_state_dict)
+    DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
+    DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
+    Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
 
 
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = agreed(engine)
+        resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
@@ -81,10 +84,9 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
         if not isinstance(built, TopoStage3):
-            tell(rank, ["this engine has no optimizer, so stock ZeRO-3 gathers serve it"])
+            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
         else:
-            notes = [built.frozen.note(), built.topo.mesh.words(), built.topo.gradients.mode.note()]
-            tell(rank, filter(None, notes))
+            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
             report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
@@ -92,13 +94,17 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _sharing_frozen(load: Callable[..., None]) -> Callable[..., None]:
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
     """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
 
     @wraps(load)
-    def wrapper(engine: Any, *args: Any, **kwargs: Any) -> None:
-        load(engine, *args, **kwargs)
-        if isinstance(engine.optimizer, TopoStage3):
+    def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        ours = isinstance(engine.optimizer, TopoStage3)
+        if ours:
+            trained = [param for group in engine.optimizer.fp16_groups for param in group]
+            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
+        load(engine, checkpoint, *args, **kwargs)
+        if ours:
             engine.optimizer.topo.restart_frozen()
 
     return wrapper
@@ -168,9 +174,13 @@ class TopoStage3(GradientHooks):
             self.frozen.move(self.topo.frozen)
             self.topo.restart_frozen()
             served.append((self.topo.frozen, self.frozen.slots))
-        self._gathers = ParameterGathers(self.topo, served, self._write_back, partial(self.require_states, LP_PARAMS))
+        require = partial(self.require_states, LP_PARAMS)
+        self._gathers = ParameterGathers(self.topo, served, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+
+    def _in_forward(self) -> bool:
+        return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)
@@ -251,15 +261,9 @@ class TopoStage3(GradientHooks):
             super().step(closure)
         finally:
             self.stepping = False
+        if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
-
-    def _post_step(self, timer_names: Any) -> None:
-        """Resident parameters that are still being published are gathered where the forward pass needs them."""
-        resident = self.persistent_parameters
-        if self.stepping and self.topo.weights.publishing:
-            self.persistent_parameters = []
-        super()._post_step(timer_names)
-        self.persistent_parameters = resident
 
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
@@ -291,10 +295,7 @@ class TopoStage3(GradientHooks):
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
-            device = weights.optimizer_rows().device
-            weights.publish(range(slots[0], slots[-1] + 1), rows.to(device, torch.float32))
-            if rows.device != device:
-                weights.begin()  # else copies of all masters would be on the device at once
+            weights.publish(range(slots[0], slots[-1] + 1), rows)
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))

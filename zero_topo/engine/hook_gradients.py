@@ -18,6 +18,13 @@ from zero_topo.engine.seam import at_boundary, empty_bucket, forget_backward
 
 logger = logging.getLogger(__name__)
 
+SEVERAL_BACKWARDS = (
+    "zero_topo: this step has several backward passes, each of them taken for its last, so gradients cross nodes in "
+    'each: set "gradient_accumulation_steps" to their number; or run them under engine.coalesce_grad_reduction(), or '
+    "call engine.set_gradient_accumulation_boundary(False) before and (True) for the last; or set "
+    '"managed_gradient_accumulation": false'
+)
+
 
 class GradientHooks(OffloadHooks):
     """What becomes of gradients, up to the step.
@@ -34,6 +41,8 @@ class GradientHooks(OffloadHooks):
         self.slots: dict[int, int] = {}
         self.stepping = False
         self._in_backward = False
+        self._forwards = 0  # since the last step
+        self._hinted = False
         super().__init__(*args, **kwargs)
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
@@ -49,7 +58,11 @@ class GradientHooks(OffloadHooks):
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
         # With optimizer offload the whole sync waits for the step, which copies the result to the host.
         last = at_boundary(self) and not self.offload_optimizer
-        self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        if repeated and self._forwards > 1 and not self._hinted:
+            self._hinted = True
+            if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
+                logger.warning(SEVERAL_BACKWARDS)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
@@ -64,6 +77,7 @@ class GradientHooks(OffloadHooks):
         self._in_backward = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._forwards = 0
         if not self.stepping:  # DeepSpeed's step calls this before the masters have read the gradients
             for bucket in self.ipg_buckets.values():
                 self.partition_grads(bucket.params, None)
@@ -76,6 +90,7 @@ class GradientHooks(OffloadHooks):
     def forward_begins(self, *_: Any) -> None:
         """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
         self.frozen.refuse_unfrozen()
+        self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
@@ -86,7 +101,8 @@ class GradientHooks(OffloadHooks):
         if self._in_backward:
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
-                "last step, or drop their gradients with optimizer.zero_grad()"
+                "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
+                "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
             )
 
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------

@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
-from zero_topo.config.deepspeed_json import offloaded_training
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
@@ -69,7 +68,7 @@ def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
         arguments: the call's bound arguments.
         say: whether rank 0 logs a line for each key.
     """
-    found = translate(deepspeed_config_of(arguments) or {})
+    found = translate(deepspeed_config_of(arguments) or {}, arguments.get("optimizer") is not None)
     if not found.lines:
         return {}
     if say and os.environ.get("RANK", "0") == "0":
@@ -113,7 +112,7 @@ def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ
     """
     config = deepspeed_config_of(arguments)
     if config is not None and check_launch(config, env) is not None:
-        for check in (_model_parallel, _sequence_parallel, _remote_parameters, _offloaded_training):
+        for check in (_model_parallel, _sequence_parallel, _remote_parameters):
             check(arguments)
 
 
@@ -152,13 +151,6 @@ def _remote_parameters(arguments: Mapping[str, Any]) -> None:
             f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
             'such as "zero_topo": {"weights": "node"}'
         )
-
-
-def _offloaded_training(arguments: Mapping[str, Any]) -> None:
-    optimizer = arguments.get("optimizer") is not None
-    problem = offloaded_training(deepspeed_config_of(arguments) or {}, optimizer)
-    if problem is not None:
-        raise ValueError(problem)
 
 
 def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:

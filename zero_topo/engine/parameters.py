@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +23,39 @@ from zero_topo.collectives.handle import Handle
 from zero_topo.engine.stage3 import Shards, Stage3
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
+
+
+def by_owner(convert: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """DeepSpeed's ``convert``, which gives a parameter its calls, such that a call for a list serves each owner's part.
+
+    DeepSpeed calls that of the first parameter for all of them, and they may be of several engines and models.
+    """
+
+    @wraps(convert)
+    def wrapper(init: Any, param: Any) -> None:
+        convert(init, param)
+        for name in METHODS:
+            setattr(param, name, _split_by_owner(name, getattr(param, name)))
+
+    return wrapper
+
+
+def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def call(params: Any = None, **options: Any) -> Any:
+        params = options.pop("param_list", params)
+        if params is None:
+            return stock(**options)
+        parts: dict[ParameterGathers | None, list[Any]] = {}
+        for param in params:
+            owner = getattr(getattr(param, name), "func", None)
+            parts.setdefault(getattr(owner, "__self__", None), []).append(param)
+        found = [(getattr(part[0], name) if owner else stock)(part, **options) for owner, part in parts.items()]
+        if name == "all_gather_coalesced":
+            return found[0] if len(found) == 1 else Handles(found)
+        return [handle for handles in found for handle in handles or ()]
+
+    return call
 
 
 class ParameterHandle:
@@ -66,6 +99,7 @@ class ParameterGathers:
         served: shards, each with ``ds_id`` -> slot of the parameters that it holds.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
         require_weights: called before each gather; raises if the shards are not on the accelerator.
+        in_forward: whether a forward pass is under way.
     """
 
     def __init__(
@@ -74,18 +108,20 @@ class ParameterGathers:
         served: Sequence[tuple[Shards, Mapping[int, int]]],
         write_back: Callable[[Any], None],
         require_weights: Callable[[], None],
+        in_forward: Callable[[], bool],
     ) -> None:
         self._engine = engine
         self._places = {ds_id: (shards, slot) for shards, slots in served for ds_id, slot in slots.items()}
         self._write_back = write_back
         self._require_weights = require_weights
+        self._in_forward = in_forward
         self._stock: list[tuple[Any, dict[str, Any]]] = []
         self._homes: dict[int, Tensor] = {}  # ds_id -> its shard
         self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def adopt(self, params: Iterable[Any]) -> None:
-        """Take over the calls of these parameters."""
-        for param in params:
+        """Take over the calls of those of these parameters that the shards hold."""
+        for param in (p for p in params if p.ds_id in self._places):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
             self._homes[param.ds_id] = param.ds_tensor.data
@@ -117,15 +153,19 @@ class ParameterGathers:
     ) -> Handles:
         ours, others = self._split(params)
         # Autograd runs a graph task inside a backward pass only; a prefetch that the forward starts for it has none.
-        phase = "gather_forward" if torch._C._current_graph_task_id() == -1 else "gather_backward"
+        phase = "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []
         for alike in ours:
-            handles += self._start([p for p in alike if not p.ds_persist], phase)
-            handles += self._start([p for p in alike if p.ds_persist], "gather_exact")
+            handles += self._start_in_pass(alike, phase)
         if others:
             self._count_stock(others, phase)
             handles.append(stock(others, safe_mode=safe_mode, quantize=quantize))
         return Handles(handles)
+
+    def _start_in_pass(self, params: list[Any], phase: str) -> list[ParameterHandle]:
+        """Begin to gather what a pass computes with: persistent parameters are exact, the others as the plan says."""
+        handles = self._start([p for p in params if not p.ds_persist], phase)
+        return handles + self._start([p for p in params if p.ds_persist], "gather_exact")
 
     def _start(self, params: list[Any], phase: str) -> list[ParameterHandle]:
         """Begin to gather parameters of the same shards, if there are any."""
@@ -156,11 +196,15 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         ours, others = self._split([param] if param_list is None else param_list)
+        # DeepSpeed gathers a parameter by itself where a pass reads it outside its module: this time here, and from
+        # the next pass on with those of the module that read it.
+        reads = param_list is None and (self._in_forward() or _in_backward())
+        phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []
         for alike in ours:
-            handles += self._start([p for p in alike if p.ds_status == ZeroParamStatus.NOT_AVAILABLE], "gather_exact")
+            handles += self._start_in_pass([p for p in alike if p.ds_status == ZeroParamStatus.NOT_AVAILABLE], phase)
         if others:
-            self._count_stock(others, "gather_exact")
+            self._count_stock(others, phase)
             handles += stock(others, async_op=async_op, hierarchy=hierarchy) or []
         if async_op:
             return handles
@@ -174,4 +218,11 @@ class ParameterGathers:
             for p in params:
                 if p.ds_id in self._places and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
-        stock(params, **options)
+        others = [p for p in params if p.ds_id not in self._places]
+        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self._places], **options)
+        if others:
+            stock(others, **options)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

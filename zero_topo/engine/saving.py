@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -24,13 +24,13 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from zero_topo.engine.agreement import agree
+from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.topology.seats import Seat
 from zero_topo.units import format_bytes
 
 PART = ".part"
 LATEST = "latest"
+OLD_S = 3600.0  # no save takes longer, so what is older was left by one that was killed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -128,6 +128,8 @@ class Beside(CheckpointEngine):
             for act in self.last:
                 act()
         self._agree("its files are whole; name its tag to load it")
+        if self._points:
+            _remove_parts(latest.parent)
         return True
 
     def clear(self) -> None:
@@ -150,19 +152,26 @@ class Beside(CheckpointEngine):
         if self._problem is not None:
             return
         self._written.append(path)
-        with _beside(path).open("wb") as file:
+        _beside(path).unlink(missing_ok=True)  # of a killed save; a link in its place is not followed
+        with _beside(path).open("xb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
 
     def _agree(self, way_out: str) -> None:
-        told = {"written": True} if self._problem is None else {"refused": self._problem}
         try:
-            agree(told, Seat(socket.gethostname()), self._device, way_out)
+            all_can(self._problem, {}, self._device, way_out)
         except ValueError as error:
             raise OSError(f"zero_topo: the checkpoint is not saved: {error}") from None
-        if self._problem is not None:  # all say the same
-            raise OSError(f"zero_topo: the checkpoint is not saved: {self._problem}; {way_out}")
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove what killed saves left in a folder of checkpoints, with tags that hold nothing else."""
+    for part in (*folder.glob(f"*/*.pt{PART}"), _beside(folder / LATEST)):
+        with suppress(OSError):
+            if time.time() - part.lstat().st_mtime > OLD_S:
+                part.unlink()
+                part.parent.rmdir()
 
 
 def _beside(path: Path) -> Path:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from contextlib import suppress
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401  (subclasses the stage-3 class: first)
@@ -36,13 +38,17 @@ SINCE: Mapping[str, str] = MappingProxyType(
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
+LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
+LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
 # Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
-REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
+REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
     (DeepSpeedEngine, "load_module_state_dict", None),
     (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
+    (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
+    (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
@@ -64,7 +70,6 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
     (Stock, "_prepare_fp32_grad_for_sub_group", ("self", "sub_group_id")),
     (Stock, "_reassign_or_swap_out_partitioned_parameters", ("self", "sub_group_id")),
     (Stock, "step", ("self", "closure")),
-    (Stock, "_post_step", ("self", "timer_names")),
     (Stock, "zero_grad", ("self", "set_to_none")),
     (Stock, "_get_norm_groups", ("self",)),
     (Stock, "independent_gradient_partition_epilogue", ("self",)),
@@ -77,7 +82,7 @@ REQUIRED: tuple[tuple[type, str, tuple[str, ...] | None], ...] = (
 )
 # Attributes of instances relied on: some method of the class must set them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "dp_world_size", "checkpoint_engine")),
+    (DeepSpeedEngine, ("_config", "dp_world_size", "checkpoint_engine", "param_names")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),
@@ -160,8 +165,10 @@ def _unlike_its_release() -> Iterator[str]:
 
 
 def attributes(owner: type) -> set[str]:
-    """Attributes of a class and, since those of its instances exist on instances only, all that its methods name."""
-    methods = [f for base in owner.__mro__ for f in vars(base).values() if inspect.isfunction(f)]
+    """Attributes of a class, and all names that methods of its package use: some attributes exist on instances only."""
+    package = owner.__module__.partition(".")[0]
+    bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]
+    methods = [f for base in bases for f in vars(base).values() if inspect.isfunction(f)]
     return {*dir(owner), *(name for method in methods for f in _layers(method) for name in f.__code__.co_names)}
 
 
@@ -171,9 +178,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return next((names for names in every if names != ("args", "kwargs")), every[-1])
 
 
-def _layers(function: Any) -> Iterator[Any]:
-    """A function, and those it wraps."""
-    yield function
-    for cell in function.__closure__ or ():
-        if inspect.isfunction(cell.cell_contents):
-            yield from _layers(cell.cell_contents)
+def _layers(function: Any) -> list[Any]:
+    """A function and those that its closures hold, each once: a closure may hold itself, and a cell may be empty."""
+    found = [function]
+    for layer in found:
+        for cell in getattr(layer, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty cell
+                if inspect.isfunction(cell.cell_contents) and cell.cell_contents not in found:
+                    found.append(cell.cell_contents)
+    return found

@@ -12,7 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,18 +32,19 @@ class Layout:
         plan: the degrees.
         rank: this rank.
         numels: elements of each slot, in DeepSpeed's flat order.
-        order: of each slot, its place in the order in which the model needs them, as far as is known; else theirs.
+        order: of each slot, whether publish may go on after the step, and its place among those the model needs; empty
+            is their own order.
     """
 
     plan: Plan
     rank: int
     numels: tuple[int, ...]
-    order: tuple[int, ...] = ()
+    order: tuple[tuple[bool, int], ...] = ()
 
     @property
-    def needed(self) -> Sequence[int]:
-        """:attr:`order`, or the slots' own."""
-        return self.order or range(len(self.numels))
+    def urgency(self) -> tuple[tuple[bool, int], ...]:
+        """:attr:`order`, or the slots' own: what publish sorts them by."""
+        return self.order or tuple((True, slot) for slot in range(len(self.numels)))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

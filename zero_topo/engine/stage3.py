@@ -87,6 +87,12 @@ class Setup:
     frozen: Shapes = Shapes()
     order: tuple[int, ...] = ()
 
+    @property
+    def urgency(self) -> tuple[tuple[bool, int], ...]:
+        """What each trained parameter is sorted by for publish: those that are whole when the step ends come first."""
+        order = self.order or range(len(self.numels))
+        return tuple((not kept, place) for kept, place in zip(self.persistent, order, strict=True))
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -139,7 +145,7 @@ class Stage3:
         self.config = config
         self.setup = setup
         self.meter = Meter(config.meter)
-        self.layout = Layout(config.plan, dist.get_rank(), setup.numels, setup.order)
+        self.layout = Layout(config.plan, dist.get_rank(), setup.numels, setup.urgency)
         still = Layout(replace(config.plan, optimizer=config.plan.world_size), self.layout.rank, setup.frozen.numels)
         plans = [config.plan, still.plan] if still.numels else [config.plan]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
@@ -212,6 +218,16 @@ class Stage3:
     def sync_dtype(self) -> torch.dtype:
         """Type in which dense sync values travel."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
+
+    def notes(self) -> list[str | None]:
+        """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
+        setup, spec = self.setup, self.config.resident_spec
+        int8 = None
+        if spec is not None:
+            coded = coded_slots(self.config.plan, setup.numels, setup.dims, setup.persistent, spec.block_size)
+            stored = sum(numel for numel, is_int8 in zip(setup.numels, coded, strict=True) if is_int8)
+            int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(setup.numels)} elements"
+        return [int8, self.mesh.words() or None, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
         """Take each rank's own world shard as the truth, at start-up and after a load. Collective.
@@ -306,17 +322,22 @@ class Stage3:
         Returns:
             The ages that came with it, for AgedAdamW: uint8 ``[N / O, F]``, the rows of the optimizer's shard.
         """
-        state, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
+        state = entry if isinstance(entry, Mapping) else {}
         self.weights.finish()
         self.gradients.zero()
         mode.load_state_dict({})
         problem = lost = None
-        try:
-            lost = restore(mode, state, self.config.plan)
-        except (ValueError, TypeError, AttributeError) as error:  # the last two from entries that are no tensors
-            problem = str(error)
         same = state.get("degrees") == self.config.plan.degrees()
         held = {key: state[key] for key in ("held", "scales") if same and key in state}
+        try:
+            if state is not entry:
+                raise ValueError(f"its entry {STATE_KEY} is a {type(entry).__name__}")
+            lost = restore(mode, state, self.config.plan)
+        except Exception as error:  # a damaged entry has any content
+            problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
+            held, problem = {}, f"its entry held is no row of {self.weights.own_row.numel()} weights"
         brought = carried(folder)
         names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
         told = {"degrees": state.get("degrees"), "problem": problem, **names}

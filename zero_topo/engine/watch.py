@@ -10,12 +10,15 @@ Note [A run that stands still]
     A rank that dies takes its neighbours with it at once where the backend notices, with an error that names nobody.
     So a process that ends by an error leaves word in the store, and if it may come from another rank asks the others
     before it ends. What a launcher ends has no time for that: the ranks of the node on which one died.
+    A rank whose script comes to its end leaves word of that too. On rank 0 the store ends with the process, so it waits
+    until the threads of all others have read that, and these look on without a store.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import re
 import socket
@@ -48,6 +51,9 @@ FAILS = "the run fails"
 STORE = "rank 0, which holds the store in which the ranks met,"
 SLACK_S = 10.0
 """On a busy machine."""
+IN_ORDER = "its script came to its end"
+STORE_ENDS, HEARD = "store ends", "heard"
+"""Keys: that rank 0 ends in good order, and how many ranks know or have ended before."""
 MOST_OF_ERROR = 120
 """Characters of an error that the others are told."""
 
@@ -96,13 +102,19 @@ class Watch:
     ) -> None:
         self._rank, self._ranks, host = seat
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
-        self._store = dist.PrefixStore(f"zero_topo/watch {turn}", store)
+        self._given: dist.Store | None = store  # on rank 0 it serves all clients, as long as it is kept
+        # A client serves one thread at a time, and the main thread may wait in its own. Torch 2.6 has no clone.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
         self._place, self._say, self._patience = place, say, patience
         self._error, self._asks = "", False
         self._woken, self._closed = threading.Event(), threading.Event()
-        atexit.register(self.ended)
+        if self._rank == 0:
+            atexit.register(self._end_store)
+        atexit.register(self.ended)  # the last registered is the first called
         self._asking_since = 0.0
+        self._alone = False  # the store has ended in good order
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="zero_topo watch of the store", daemon=True).start()
@@ -112,28 +124,54 @@ class Watch:
         atexit.unregister(self.ended)
         if error := sys.exc_info()[1]:
             self.ended(error)
-        else:
+        self._leave(f"left {self._rank}", "")
+        self._given = None  # else a later init_process_group would find the old keys
+
+    def _leave(self, key: str, word: str) -> None:
+        """End the thread, with a word for the others unless it has ended by an error or left before."""
+        if not (self._error or self._alone or self._closed.is_set()):
             with suppress(RuntimeError):  # the store went with its rank
-                self._store.set(f"left {self._rank}", "")
+                self._store.set(key, word)
+                self._store.add(HEARD, 1)
         self._closed.set()
         self._woken.set()
-        self._thread.join()
+        self._thread.join(self._most_s)
+
+    def _end_store(self) -> None:
+        """Before the process of rank 0 ends in good order: tell the others, and wait until they know."""
+        gone = self._given is None and not dist.is_initialized()
+        if gone or getattr(sys, "last_value", None) is not None:
+            return
+        with suppress(RuntimeError):
+            self._store.set(STORE_ENDS, "")
+            turn = 0
+            while self._store.check([f"asked {turn}"]):
+                turn += 1
+            self._store.set(f"asked {turn}", "")  # the one question that all look for
+            end = time.monotonic() + 2 * self._patience.answer_s(self._ranks)
+            while self._store.add(HEARD, 0) < self._ranks and time.monotonic() < end:
+                time.sleep(0.02)
+
+    @property
+    def _most_s(self) -> float:
+        """How long the thread may take to end; for ever, were the store cut off."""
+        return SLACK_S + 4 * self._patience.answer_s(self._ranks)
 
     def ended(self, error: BaseException | None = None) -> None:
-        """Before the process ends: leave word of the error that ended it, and say what the others answer.
+        """Before the process ends: leave word of how; after an error also say what the others answer.
 
         Args:
             error: by default the one that nobody caught, if any.
         """
         error = error or getattr(sys, "last_value", None)
         if error is None:
-            return
+            return self._leave(f"ended {self._rank}", IN_ORDER)
         said = " ".join([type(error).__name__ + ":", *str(error).split()])
         notes = "".join(f", {note}" for note in getattr(error, "__notes__", ())).replace("zero_topo: ", "")
         self._error = f"ended by {said[:MOST_OF_ERROR]}{notes[:MOST_OF_ERROR]}"
         self._asks = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
         self._woken.set()
-        self._thread.join(SLACK_S + 4 * self._patience.answer_s(self._ranks))  # for ever, were the store cut off
+        self._thread.join(self._most_s)
 
     def _guard(self) -> None:
         """Say it, once, if the store leaves a question open for long: its process may be stopped, or cut off."""
@@ -147,7 +185,10 @@ class Watch:
     def _run(self) -> None:
         try:
             turn, found = self._look_on()
-            if self._error:
+            if self._alone and self._asks:
+                self._say(f"{STORE} had ended in good order before")
+            elif self._error and not self._alone:
+                self._store.add(HEARD, 1)
                 self._store.set(f"ended {self._rank}", self._error)
                 if self._asks and not found.startswith(FAILS):  # else another one that fails has just asked
                     self._store.set(f"asked {turn}", "")
@@ -168,10 +209,19 @@ class Watch:
             if now.moves != seen.moves:
                 found, due, since = "", self._patience.still_s, time.monotonic()
             seen, still = now, time.monotonic() - since
+            if self._alone:
+                if still > due:
+                    self._say(f"{STORE} ended in good order, and this rank stands still: {now.words}")
+                    due = math.inf
+                continue
             self._asking_since = time.monotonic()
             if still > due:
                 self._store.set(f"asked {turn}", "")
             if self._store.check([f"asked {turn}"]):
+                if self._store.check([STORE_ENDS]):
+                    self._store.add(HEARD, 1)
+                    self._alone, self._asking_since = True, 0.0
+                    continue
                 words = f"{still:.0f} s {now.words}" if still > self._look_s else f"moves, {now.words}"
                 found = self._answer(turn, words)
                 turn, due = turn + 1, AGAIN * max(still, self._patience.still_s)

@@ -145,11 +145,6 @@ class Weights:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
         return self._options.publish.lossy
 
-    @property
-    def publishing(self) -> bool:
-        """Whether weights that were updated are still under way."""
-        return self._publisher.busy
-
     def begin(self) -> None:
         """Begin to publish all that was updated; collective."""
         self._publisher.begin()
@@ -159,20 +154,21 @@ class Weights:
 
         Args:
             slots: consecutive slots; None is all.
-            masters: their FP32 masters, for differences.
+            masters: their masters, for differences; unchanged until the step has ended.
         """
         slots = range(len(self.layout.numels)) if slots is None else slots
         self.finish(slots)
         self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
+        self._updated = recorded_event(self.primary.device)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
 
         On a GPU the current stream waits for all that was changed (Note [Publish before gather]).
         """
-        changed = self._publisher.finish(slots)
         if self._updated is not None:
             self._updated.wait()
+        changed = self._publisher.finish(slots)
         if changed:
             self._renew(changed)
 

@@ -132,17 +132,6 @@ def submit(path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def write(path: Path, text: str) -> None:
-    """Write a script where there is none, or an older one of ours.
-
-    Raises:
-        ValueError: if something else lies there.
-    """
-    if path.exists() and HEADER not in path.read_text(encoding="utf-8", errors="replace")[:200]:
-        raise ValueError(f"{path} exists and was not written by zero-topo; give --output another name")
-    path.write_text(text, encoding="utf-8")
-
-
 def _resources(job: SlurmJob) -> Iterator[str]:
     """The ``#SBATCH`` lines."""
     asked = {"--account": job.account, "--partition": job.partition, "--time": job.time}

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zero_topo.cli.output import plain_output
 from zero_topo.neox.check import check
 from zero_topo.neox.config import Options
 from zero_topo.strict import cut
@@ -16,6 +17,7 @@ WRONG_INPUT = 2
 FRONTIER_STEP = "-c7 --gpus-per-task=1 --gpu-bind=closest"
 
 
+@plain_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status."""
     parsed = _parser().parse_args(argv)

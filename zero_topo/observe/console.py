@@ -3,15 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.segment import Segment
 from rich.table import Table
 
+from zero_topo.strict import plain
 from zero_topo.units import format_bytes
+
+
+class PlainConsole(Console):
+    """A console that writes control characters of a text as escapes; its own, of colours, it keeps."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """What rich makes of something, segment by segment."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
 
 
 def figures_table(columns: Sequence[str], title: str | None = None, left: Collection[str] | None = None) -> Table:
@@ -52,6 +64,6 @@ def bar(words: str, total: float | None = None, quiet: bool = False) -> Iterator
 
 def wide_console(width: int, console: Console | None = None) -> Console:
     """A console, by default of stdout, of at least so many columns: a cut number is worse than a broken line."""
-    console = console or Console(highlight=False)
+    console = console or PlainConsole(highlight=False)
     console.width = max(console.width, width)
     return console

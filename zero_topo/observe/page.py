@@ -100,7 +100,7 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     yield from _picture("Memory", memory_bars(held, None, "Held by each rank", ""))
     yield _table(memory_table(measured))
     config, topology = measured["config"], Topology.from_json(measured["topology"])
-    plan = Plan(config["world_size"], **config["degrees"], order=topology.order, inner=config["inner"])
+    plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}
     yield from _picture("Plan", tree_svg(Tree(plan, topology, wire)))
 
@@ -108,8 +108,8 @@ def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
 def _picture(title: str, drawn: Figure | str) -> Iterator[str]:
     """A section's heading and its picture."""
     data = b64encode(drawn.encode() if isinstance(drawn, str) else _svg(drawn)).decode()
-    yield f"<h2>{title}</h2>"
-    yield f'<figure><img alt="{title}, drawn" src="data:image/svg+xml;base64,{data}"></figure>'
+    yield f"<h2>{escape(title)}</h2>"
+    yield f'<figure><img alt="{escape(title)}, drawn" src="data:image/svg+xml;base64,{data}"></figure>'
 
 
 def _svg(figure: Figure) -> bytes:

@@ -14,13 +14,37 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from zero_topo.strict import Seconds, conform, read_text
 
 METRICS = "metrics.jsonl"
 REPORT = "report.json"
 FORMAT = 1  # of report.json
 RUNS = Path("runs")
+MOST_BYTES = 1 << 28  # of a log: a million steps
 Key = tuple[str, str]
+
+
+class _Step(TypedDict):
+    step: int
+    loss: float
+    lr: float
+    seconds: Seconds
+    sent: NotRequired[dict[str, int]]
+
+
+class _Evaluation(TypedDict):
+    step: int
+    eval_loss: float
+
+
+class _Timeline(TypedDict):
+    step: int
+    seconds: Seconds
+    timeline: list[tuple[str, Seconds, Seconds]]
 
 
 def new_run_folder(name: str) -> Path:
@@ -88,30 +112,36 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log.
 
     Raises:
-        ValueError: if the folder has no log, or a line that is not JSON.
+        ValueError: if the folder has no log, or a line that is none of a log's.
     """
     path = folder / METRICS
     if not path.is_file():
         raise ValueError(f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/")
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    text, lines = read_text(path, str(path), MOST_BYTES), []
+    for number, line in enumerate(text.splitlines(), 1):
+        kind = _Step if '"loss"' in line else _Evaluation if '"eval_loss"' in line else _Timeline
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not JSON ({error}); remove the line") from None
+            lines.append(conform(kind, f"{path}: line {number}", line))
+        except ValueError as error:
+            raise ValueError(f"{error}; remove the line") from None
     return lines
 
 
-def read_report(folder: Path) -> dict[str, Any]:
+def read_report(folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """A run's ``report.json``.
 
+    Args:
+        folder: of the run.
+        kind: type of the report, where others may have written it.
+
     Raises:
-        ValueError: if the folder has none, or one of another format.
+        ValueError: if the folder has none, or one of another format or type.
     """
     path = folder / REPORT
     if not path.is_file():
         raise ValueError(f"{folder} has no {REPORT}: give the folder of a run that ended, such as one under runs/")
-    report = json.loads(path.read_text(encoding="utf-8"))
+    text = read_text(path, str(path))
+    report = conform(dict[str, Any], str(path), text)
     if report.get("format") != FORMAT:
         raise ValueError(f"{path} has format {report.get('format')!r}, this version reads {FORMAT}: run again")
-    return dict(report)
+    return dict(conform(kind, str(path), text))

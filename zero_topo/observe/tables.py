@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
@@ -78,13 +79,13 @@ def sent_table(measured: Mapping[str, Any]) -> Table:
         rows = [row for row in measured["sent"] if row["domain"] == domain]
         for row in rows:
             table.add_row(
-                domain,
-                row["phase"].replace("_", ", "),
+                escape(domain),
+                escape(row["phase"].replace("_", ", ")),
                 _range(row),
                 *(bytes_or_dash(row[key]) for key in ("formula", "zero3")),
             )
         total = {key: sum(row[key] for row in rows) for key in ("min", "max", "formula", "zero3")}
-        cells = (domain, "all", _range(total), bytes_or_dash(total["formula"]), bytes_or_dash(total["zero3"]))
+        cells = (escape(domain), "all", _range(total), bytes_or_dash(total["formula"]), bytes_or_dash(total["zero3"]))
         table.add_row(*(f"[bold]{cell}" for cell in cells), end_section=True)
     return table
 
@@ -95,7 +96,7 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
     keys = ("formula", "padding", "zero3")
     rows = measured["memory"]
     for row in rows:
-        table.add_row(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys))
+        table.add_row(escape(row["role"]), _range(row), *(bytes_or_dash(row[key]) for key in keys))
     total = {key: sum(row[key] or 0 for row in rows) for key in ("min", "max", *keys)}
     table.add_row(
         "[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(bytes_or_dash(total[key]) for key in keys)))

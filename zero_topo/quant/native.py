@@ -133,10 +133,10 @@ def _coded(codes: Codes, part: Part) -> tuple[list[Tensor], list[int]]:
     return [codes.held, codes.slots, codes.slot_of], [codes.block, part.begin, part.end, part.rows, part.members]
 
 
-def _format(spec: Format) -> tuple[int, int, int, int]:
+def _format(spec: Format) -> tuple[int, int, int]:
     if isinstance(spec, Cast):
-        return spec.bits, 1, 0, FLOATS.index(DTYPES[spec.dtype])
-    return spec.bits, spec.block_size, int(spec.symmetric), 0
+        return spec.bits, 1, FLOATS.index(DTYPES[spec.dtype])
+    return spec.bits, spec.block_size, 0
 
 
 def _without(messages: Messages) -> tuple[int, ...]:

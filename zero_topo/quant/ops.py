@@ -56,7 +56,7 @@ class Quantizer:
         Args:
             x: FP32, FP16 or BF16. A tensor's elements are taken in row-major order, without a copy if it is contiguous
                 or a matrix with adjacent columns; one of three dimensions is ``[members, rows, columns]``.
-            spec: bits, block size, symmetry; or a float's type.
+            spec: bits and block size, or a float's type.
             out: uint8 ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]``, the bytes of each message
                 adjacent, ``nbytes = spec.nbytes(numel)``; allocated if None.
             without: a member whose message is not written.
@@ -126,7 +126,7 @@ class Quantizer:
         Args:
             messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``total.numel`` values.
             source: the spec they have.
-            spec: the spec ``out`` shall have; block size and symmetry are those of ``source``.
+            spec: the spec ``out`` shall have; its block size is that of ``source``.
             out: uint8 ``[spec.nbytes(total.numel)]``, or ``[members, ...]``.
             total: number of values, and a factor for the sum.
 
@@ -137,7 +137,7 @@ class Quantizer:
             ValueError: for no message, one of the wrong size, or specs whose blocks differ.
         """
         if not _alike(source, spec):
-            raise ValueError(f"cannot requantize {source} to {spec}: block size and symmetry must stay")
+            raise ValueError(f"cannot requantize {source} to {spec}: the block size must stay")
         came, made = from_sources(messages), to_members(out)
         check_messages(came, source, total.numel, made.members)
         check_messages(made, spec, total.numel, made.members)
@@ -149,7 +149,7 @@ class Quantizer:
 def _alike(source: Format, spec: Format) -> bool:
     """Whether values of one format can go on in the other."""
     if isinstance(source, BlockSpec) and isinstance(spec, BlockSpec):
-        return (source.block_size, source.symmetric) == (spec.block_size, spec.symmetric)
+        return source.block_size == spec.block_size
     return source == spec
 
 

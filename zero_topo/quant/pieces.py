@@ -151,6 +151,18 @@ def total_numel(pieces: Sequence[Piece]) -> int:
     return sum(piece.numel for piece in pieces)
 
 
+def at_blocks(pieces: Sequence[Piece], block: int) -> list[Piece]:
+    """The pieces, with values that do not exist between them, so that each begins a block and none is of two pieces."""
+    parts: list[Piece] = []
+    begin = 0
+    for piece in pieces:
+        if missing := -begin % block:
+            parts.append(Piece(piece.flat[:0], 1, missing, missing, piece.members))
+        parts.append(piece)
+        begin += missing + piece.numel
+    return parts
+
+
 def read_all(pieces: Sequence[Piece], dtype: torch.dtype = torch.float32) -> Tensor:
     """The concatenated values, ``[members, numel]``, a copy."""
     return torch.cat([piece.read(dtype) for piece in pieces], dim=1)

@@ -2,14 +2,11 @@
 """The arithmetic contract in plain torch: the oracle every other backend equals bit for bit.
 
 Note [Arithmetic contract]
-    Symmetric: ``absmax`` of a block; if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still fires
+    ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still fires
     after dequantization; if it is below 2**-100, scale = 0 and q = 0; else ``scale = absmax / L``,
     ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly rounded: two tensors
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
     type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
-    Asymmetric: ``lo = min``, ``span = max - min`` (the zero padding of the tail takes part), scale = span / (2**b - 1),
-    ``q = clamp(round_half_even((x - lo) * inv), 0, 2**b - 1) - 2**(b-1)``, zero point = lo + 0.0 (never -0.0); a span
-    below 2**-100 gives scale 0, a span that is Inf or NaN gives scale NaN and q = 0.
 """
 
 from __future__ import annotations
@@ -68,18 +65,12 @@ def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
         out.copy_(x.to(DTYPES[spec.dtype]).view(torch.uint8))
         return
     numel = x.numel()
-    blocks = _blocks(x, spec)
-    if spec.symmetric:
-        q, scale = _symmetric(blocks, spec)
-    else:
-        q, scale, zero = _asymmetric(blocks, spec)
-        _floats(out, spec.zero_points_offset(numel), spec.blocks(numel)).copy_(zero)
-        _clear_padding(out, spec.zero_points_offset(numel) + 4 * spec.blocks(numel), out.numel())
+    q, scale = _quantized(_blocks(x, spec), spec)
     values_end = spec.blocks(numel) * spec.block_bytes
     out[:values_end].copy_(_pack(q, spec.bits))
     _clear_padding(out, values_end, spec.scales_offset(numel))
     _floats(out, spec.scales_offset(numel), spec.blocks(numel)).copy_(scale)
-    _clear_padding(out, spec.scales_offset(numel) + 4 * spec.blocks(numel), spec.zero_points_offset(numel))
+    _clear_padding(out, spec.scales_offset(numel) + 4 * spec.blocks(numel), out.numel())
 
 
 def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
@@ -88,7 +79,7 @@ def _blocks(x: Tensor, spec: BlockSpec) -> Tensor:
     return blocks.view(-1, spec.block_size)
 
 
-def _symmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
+def _quantized(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     absmax = blocks.abs().amax(dim=1)
     levels = torch.full_like(absmax, spec.levels)
     bad, tiny = ~torch.isfinite(absmax), absmax < SMALLEST
@@ -96,18 +87,6 @@ def _symmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
     inverse = (levels / absmax).masked_fill_(tiny, 0.0)
     q = blocks.mul_(inverse[:, None]).round_().clamp_(-spec.levels, spec.levels)
     return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale
-
-
-def _asymmetric(blocks: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor, Tensor]:
-    lo, hi = blocks.aminmax(dim=1)
-    span = hi - lo
-    top = 2 * spec.levels + 1
-    levels = torch.full_like(span, top)
-    bad, tiny = ~torch.isfinite(span), span < SMALLEST
-    scale = (span / levels).masked_fill_(tiny, 0.0).masked_fill_(bad, torch.nan)
-    inverse = (levels / span).masked_fill_(tiny, 0.0)
-    q = blocks.sub_(lo[:, None]).mul_(inverse[:, None]).round_().clamp_(0, top).sub_(spec.levels + 1)
-    return q.masked_fill_(bad[:, None], 0.0).to(torch.int8), scale, lo.masked_fill(bad, 0.0).add_(0.0)
 
 
 def _pack(q: Tensor, bits: int) -> Tensor:
@@ -134,12 +113,7 @@ def _values(message: Tensor, numel: int, spec: Format) -> Tensor:
     blocks = spec.blocks(numel)
     q = _unpack(message[: blocks * spec.block_bytes], spec.bits).view(blocks, spec.block_size)
     scale = _floats(message, spec.scales_offset(numel), blocks)
-    if spec.symmetric:
-        q.mul_(scale[:, None])
-    else:
-        zero = _floats(message, spec.zero_points_offset(numel), blocks)
-        q.add_(spec.levels + 1).mul_(scale[:, None]).add_(zero[:, None])
-    return q.view(-1)[:numel]
+    return q.mul_(scale[:, None]).view(-1)[:numel]
 
 
 def _floats(message: Tensor, offset: int, count: int) -> Tensor:

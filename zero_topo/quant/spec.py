@@ -5,7 +5,6 @@ One message carries values and scales, so one collective moves both::
 
     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
     [scales: fp32, one per block; padded to 128 bytes]
-    [zero points: fp32, one per block; padded to 128 bytes]      (asymmetric only)
 
 INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost model, meter and
 collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` is the same arithmetic for the kernels.
@@ -28,7 +27,6 @@ class BlockSpec:
     Attributes:
         bits: 8 or 4 per value.
         block_size: elements that share one scale; one of ``BLOCK_SIZES``.
-        symmetric: values in ``[-L, L]`` with ``L = 127`` or ``7``; otherwise a zero point per block and the full range.
 
     Raises:
         ValueError: for other bits or block sizes.
@@ -36,7 +34,6 @@ class BlockSpec:
 
     bits: int
     block_size: int = 256
-    symmetric: bool = True
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 4):
@@ -46,7 +43,7 @@ class BlockSpec:
 
     @property
     def levels(self) -> int:
-        """Largest symmetric value ``L``: 127 or 7."""
+        """Largest value ``L``, 127 or 7; the smallest is ``-L``."""
         return (1 << (self.bits - 1)) - 1
 
     @property
@@ -62,17 +59,12 @@ class BlockSpec:
         """Byte at which the scales begin."""
         return padded(self.blocks(numel) * self.block_bytes)
 
-    def zero_points_offset(self, numel: int) -> int:
-        """Byte at which the zero points would begin, i.e. the end of the scales."""
-        return self.scales_offset(numel) + padded(self.blocks(numel) * SCALE_BYTES)
-
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
-        end = self.zero_points_offset(numel)
-        return end if self.symmetric else end + padded(self.blocks(numel) * SCALE_BYTES)
+        return self.scales_offset(numel) + padded(self.blocks(numel) * SCALE_BYTES)
 
     def __str__(self) -> str:
-        return f"int{self.bits}/{self.block_size}" + ("" if self.symmetric else "a")
+        return f"int{self.bits}/{self.block_size}"
 
 
 @dataclass(frozen=True)

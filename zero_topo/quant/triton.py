@@ -45,7 +45,7 @@ def quantize(pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
         _quantize(pieces[0], spec, out)
     else:
         copy, cast, values = _room(pieces)
-        quantize(pieces, cast, values)
+        _copy(pieces, cast, values)
         _quantize(copy, spec, out)
 
 
@@ -53,13 +53,14 @@ def dequantize_reduce(messages: Messages, spec: Format, pieces: Sequence[Piece],
     """The sum of each member's messages -> its pieces."""
     if isinstance(spec, Cast):
         for piece, values in _parts(pieces, spec, messages):
-            _reduce(values, spec, piece, reduce)
+            if piece.flat.numel():
+                _reduce(values, spec, piece, reduce)
     elif len(pieces) == 1:
         _reduce(messages, spec, pieces[0], reduce)
     else:
         copy, cast, values = _room(pieces)
         if reduce.accumulate:
-            quantize(pieces, cast, values)
+            _copy(pieces, cast, values)
         _reduce(messages, spec, copy, reduce)
         dequantize_reduce(replace(values, without_member=messages.without_member), cast, pieces, Reduce())
 
@@ -90,12 +91,20 @@ def _parts(pieces: Sequence[Piece], spec: Cast, messages: Messages) -> Iterator[
     return ((piece, replace(messages, table=part)) for piece, part in zip(pieces, parts, strict=True) if piece.numel)
 
 
+def _copy(pieces: Sequence[Piece], cast: Cast, room: Messages) -> None:
+    """Pieces into the room for them, one launch each; where none of a piece's values exist the room is zero already."""
+    for piece, values in _parts(pieces, cast, room):
+        if piece.flat.numel():
+            _quantize(piece, cast, values)
+
+
 def _room(pieces: Sequence[Piece]) -> tuple[Piece, Cast, Messages]:
     """Room for several pieces side by side, as a block may begin in one and end in another; and as messages."""
     dtypes = {piece.flat.dtype for piece in pieces}
     name = next((name for name, dtype in DTYPES.items() if {dtype} == dtypes), "fp32")
     members, numel = pieces[0].members, total_numel(pieces)
-    flat = torch.empty(members * numel, dtype=DTYPES[name], device=pieces[0].flat.device)
+    make = torch.empty if all(piece.flat.numel() for piece in pieces) else torch.zeros
+    flat = make(members * numel, dtype=DTYPES[name], device=pieces[0].flat.device)
     copy = Piece(flat, 1, numel, numel, members, numel)
     return copy, Cast(name), to_members(flat.view(torch.uint8).view(members, -1))
 
@@ -131,5 +140,5 @@ def _described(messages: Messages, spec: Format, numel: int) -> Table:
     unit = spec.bits // 8 if isinstance(spec, Cast) else ALIGNED.value
     if any(number % unit for number in (table.data_ptr(), *steps)):
         raise ValueError(f"{spec} messages must begin at multiples of {unit} bytes: {table.data_ptr():#x}, {steps}")
-    planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.zero_points_offset(numel))
+    planes = (0, 0) if isinstance(spec, Cast) else (spec.scales_offset(numel), spec.nbytes(numel))
     return Table(table, steps[0], steps[1], steps[2], table.shape[2], *planes)

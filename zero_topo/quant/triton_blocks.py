@@ -14,7 +14,7 @@ Note [Integers in floats]
     Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even, hence rounds a small
     number to an integer, half to even, and leaves that integer in the sum's low bits, in two's complement. Subtracting
     a power of two undoes the like exactly, so neither way needs a conversion instruction. There is no clamp, because
-    rounding is monotone: ``|x * inverse| < L + 1/2`` if symmetric, and ``0 <= (x - zero) * inverse < 2**b - 1/2``.
+    rounding is monotone: ``|x * inverse| < L + 1/2``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Fold(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Messages as kernels take them: steps in bytes, and where the planes of each begin; Note [Addresses]."""
+    """Messages as kernels take them: steps in bytes, and where the scales of each begin and end; Note [Addresses]."""
 
     data: Tensor
     source_step: int
@@ -85,7 +85,7 @@ class Table(NamedTuple):
     inner_step: int
     inner: int
     scales: int
-    zeros: int
+    end: int
 
 
 class Work(NamedTuple):
@@ -236,48 +236,27 @@ def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.cons
 @triton.jit
 def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
     """Quantize blocks and write them, the message's padding included."""
-    BIAS: tl.constexpr = 0 if SPEC.symmetric else SPEC.levels + 1
     tile, _ = _mine(work)
     block = _blocks(tile, SPEC)
     bits = x.to(tl.int32, bitcast=True)
-    if SPEC.symmetric:
-        span = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
-        levels = tl.full(span.shape, SPEC.levels, tl.float32)
-    else:
-        ordered = bits ^ ((bits >> 31) & MAGNITUDE)
-        lo, hi = tl.min(ordered, axis=1), tl.max(ordered, axis=1)
-        zero = (lo ^ ((lo >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
-        zero = tl.where(zero == 0.0, 0.0, zero)
-        span = (hi ^ ((hi >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True) - zero
-        levels = tl.full(span.shape, 2 * SPEC.levels + 1, tl.float32)
-        x = x - zero[:, None]
+    span = tl.max(bits & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
+    levels = tl.full(span.shape, SPEC.levels, tl.float32)
     good = (span.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE
     tiny = span < TINY
     scale = tl.where(good, tl.where(tiny, 0.0, tl.div_rn(span, levels)), float("nan"))
     inverse = tl.where(tiny, 0.0, tl.div_rn(levels, span))
-    q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True) ^ BIAS
+    q = (x * inverse[:, None] + ROUNDER).to(tl.int32, bitcast=True)
     q = tl.where((good & (block * SPEC.block_size < numel))[:, None], q, 0)
     if SPEC.bits == 4:
         even, odd = tl.split(q.reshape(TILE // SPEC.block_size, SPEC.block_bytes, 2))
         q = (even & 15) | (odd << 4)
     place = block[:, None] * SPEC.block_bytes + tl.arange(0, SPEC.block_bytes)[None, :]
     tl.store(message + place, q.to(tl.uint8), mask=place < planes.scales)
-    size = planes.zeros - planes.scales
-    _store_plane(message + planes.scales, scale, size, work, numel, SPEC)
-    if not SPEC.symmetric:
-        _store_plane(message + planes.zeros, tl.where(good, zero, 0.0), size, work, numel, SPEC)
-
-
-@triton.jit
-def _store_plane(plane: tl.tensor, values: tl.tensor, size: int, work: Work, numel: int, SPEC: tl.constexpr) -> None:
-    """Write one float per block; the member's last program also writes the plane's padding, less than 32 zeros."""
-    floats = plane.to(tl.pointer_type(tl.float32))
-    tile, _ = _mine(work)
-    block = _blocks(tile, SPEC)
-    tl.store(floats + block, values, mask=block * SPEC.block_size < numel)
-    if tile == (work.tiles >> 2) - 1:
-        end = tl.cast(size // 4 - 32, tl.int64) + tl.arange(0, 32)
-        tl.store(floats + end, tl.zeros((32,), tl.float32), mask=end * SPEC.block_size >= numel)
+    scales = (message + planes.scales).to(tl.pointer_type(tl.float32))
+    tl.store(scales + block, scale, mask=block * SPEC.block_size < numel)
+    if tile == (work.tiles >> 2) - 1:  # the member's last program: less than 32 zeros follow the scales
+        end = tl.cast((planes.end - planes.scales) // 4 - 32, tl.int64) + tl.arange(0, 32)
+        tl.store(scales + end, tl.zeros((32,), tl.float32), mask=end * SPEC.block_size >= numel)
 
 
 @triton.jit
@@ -306,11 +285,7 @@ def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.c
     place = block[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     words = tl.load(message.to(tl.pointer_type(tl.int32)) + place, mask=present[:, None], other=0)
     scale = tl.load((message + planes.scales).to(tl.pointer_type(tl.float32)) + block, mask=present, other=0.0)
-    x = _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size) * scale[:, None]
-    if not SPEC.symmetric:
-        zero = tl.load((message + planes.zeros).to(tl.pointer_type(tl.float32)) + block, mask=present, other=0.0)
-        x += zero[:, None]
-    return x
+    return _unpack(words, 0, SPEC.bits, SPEC).reshape(TILE // SPEC.block_size, SPEC.block_size) * scale[:, None]
 
 
 @triton.jit
@@ -324,7 +299,7 @@ def _unpack(words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.con
         return tl.join(_unpack(words, AT, 2 * STEP, SPEC), _unpack(words, AT + STEP, 2 * STEP, SPEC))
     else:
         bits = ((words >> (AT - SHIFT)) & MASK) ^ FLOAT
-        return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + (HALF if SPEC.symmetric else 0))
+        return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - SHIFT) + HALF)
 
 
 @triton.jit

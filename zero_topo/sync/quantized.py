@@ -164,8 +164,8 @@ class Quantized(Crossing):
         if self.residual is None:
             return None
         return (
-            "FP16 may skip steps, so what quantized sync owes takes an FP32 buffer of its own of "
-            f"{self.residual.nbytes} bytes a rank; in BF16 it lies among the gradients and takes none"
+            f"FP16 may skip steps, so the residual of quantized sync has an FP32 buffer of {self.residual.nbytes} "
+            "bytes per rank; with BF16 it is stored in the gradient shard and takes no memory of its own"
         )
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,14 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[\w./,:@%+$-]*")
 WORD = re.compile(r"[\w./,:=@%+-]+")
 
 
-Line = Annotated[str, must_be("one line of text")]
+def _one_line(text: str) -> str:
+    """Refuse what would end a line of a script, whose next one a shell runs."""
+    if not text.isprintable():
+        raise ValueError
+    return text
+
+
+Line = Annotated[str, AfterValidator(_one_line), must_be("one line of text")]
 
 
 @strict_dataclass
@@ -49,7 +56,7 @@ class Setting:
 def _check_form(setting: Setting, form: re.Pattern[str]) -> Setting:
     """Refuse an entry of a machine's file that is not of a form, for a shell will read it."""
     for key, value in vars(setting).items():
-        if not value.strip() or "\n" in value:
+        if not value.strip():
             raise ValueError(f"{key} is {value!r}; it must be one line of text")
     if not form.fullmatch(setting.use):
         raise ValueError(f"use is {setting.use!r}; it must be one word that needs no quotes in a script")
@@ -80,8 +87,8 @@ class LaunchMachine:
         variables: environment variables, ``NAME=value``; a shell expands the value.
     """
 
-    name: str
-    description: str
+    name: Line
+    description: Line
     preset: str | None
     ranks_per_node: Count | None
     cpus_per_rank: Count

@@ -1,0 +1,148 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks scatter``: what the INT4 scatter leaves of each gradient, by what shares a block's scale.
+
+The gradients are those of a transformer with biases, after some steps on the example's text. Each rank of a node has
+the same ones, so that all error is that of one quantization. Three ways to send a bucket:
+
+- ``joined``: parameters one after the other, so that a block holds values of two.
+- ``blocks``: each parameter begins a block. This is what the engine does.
+- ``bf16``: matrices so, and parameters of one dimension in BF16, which is an encoding and a sum more per bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from zero_topo.bench.records import GrowingRecord, Tick, record
+from zero_topo.collectives.pack import shard_piece
+from zero_topo.examples.data import Corpus, batch
+from zero_topo.examples.gpt import BYTES
+from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.plan import Plan
+from zero_topo.quant.pieces import Piece, at_blocks
+from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.spec import BlockSpec, Cast, Format
+
+INT4, BF16 = BlockSpec(4), Cast("bf16")
+WAYS = ("joined", "blocks", "bf16")
+SHAPE = (4, 64)
+HEAD_WIDTH = 64
+PICTURES = ()
+
+
+@dataclass(frozen=True)
+class ScatterBench:
+    """What to measure.
+
+    Attributes:
+        widths: of the transformer, multiples of 64.
+        ranks: of a node, which is all ranks.
+        steps: of Adam before the gradients are taken.
+        layers: of the transformer.
+    """
+
+    widths: tuple[int, ...]
+    ranks: tuple[int, ...]
+    steps: int = 10
+    layers: int = 2
+
+
+def run(bench: ScatterBench, tick: Tick) -> GrowingRecord:
+    """Measure every width and number of ranks.
+
+    Yields:
+        The record so far; ``results``: for each the ``bytes`` of a rank's message to another and, of each parameter, in
+        ``parameters``: its ``dims``, the share of its elements that became ``zeros`` and the ``error``, relative to its
+        norm.
+    """
+    settings = {"layers": bench.layers, "steps": bench.steps, "shape": SHAPE, "spec": str(INT4)}
+    results: list[dict[str, Any]] = []
+    for width in bench.widths:
+        grads = gradients(width, bench.layers, bench.steps)
+        for ranks in bench.ranks:
+            results += [{"width": width, "ranks": ranks, "way": way, **sent(grads, ranks, way)} for way in WAYS]
+            tick(f"width {width}, {ranks} ranks", 1)
+        yield record("scatter", settings, {"results": results})
+
+
+def gradients(width: int, layers: int, steps: int) -> dict[str, Tensor]:
+    """Of each parameter, in the order in which a backward pass is done with them."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, width // HEAD_WIDTH, 4 * width, 0.0, batch_first=True, norm_first=True)
+    inner = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(BYTES, width), inner, nn.LayerNorm(width), nn.Linear(width, BYTES))
+    adam, text = torch.optim.Adam(model.parameters(), 1e-3), Corpus.load(None, SHAPE[1]).train
+    for step in range(steps + 1):
+        tokens, targets = batch(text, SHAPE, 0, step, 0)
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        if step < steps:
+            adam.step()
+    return {name: param.grad for name, param in reversed(list(model.named_parameters())) if param.grad is not None}
+
+
+def sent(grads: Mapping[str, Tensor], ranks: int, way: str) -> dict[str, Any]:
+    """What a bucket of all gradients costs, and what comes."""
+    small = {name for name, grad in grads.items() if grad.dim() == 1 and way == "bf16"}
+    came = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+    plan, nbytes = Plan(ranks, 1, None, ranks, ranks), 0
+    for names, spec in ((grads.keys() - small, INT4), (small, BF16)):
+        read, written = ([shard_piece(of[n].view(-1), plan, ranks) for n in of if n in names] for of in (grads, came))
+        if names:
+            nbytes += through(read, written, spec, 1 if way == "joined" else spec.block_size)
+    parameters = {}
+    for name, grad in grads.items():
+        zeros = ((came[name] == 0) & (grad != 0)).float().mean()
+        error = (came[name] - grad).norm() / grad.norm()
+        parameters[name] = {"dims": grad.dim(), "zeros": float(zeros), "error": float(error)}
+    return {"bytes": nbytes, "parameters": parameters}
+
+
+def through(read: Sequence[Piece], written: Sequence[Piece], spec: Format, block: int) -> int:
+    """Encode pieces and decode them into others; bytes of a message."""
+    quantizer = select_quantizer(torch.device("cpu"))
+    messages = quantizer.quantize(at_blocks(read, block), spec)
+    quantizer.dequantize(messages, spec, at_blocks(written, block))
+    return messages.shape[1]
+
+
+def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of cells for each width and number of ranks; those of the three ways with arrows between them."""
+    cells = []
+    for first in range(0, len(results), len(WAYS)):
+        ways = results[first : first + len(WAYS)]
+        vectors, matrices = (
+            [[p for p in way["parameters"].values() if (p["dims"] == 1) == small] for way in ways]
+            for small in (True, False)
+        )
+        figures = (
+            [f"{fmean(p['zeros'] for p in of):.0%}" for of in vectors],
+            [f"{fmean(p['error'] for p in of):.0%}" for of in vectors],
+            [f"{max(p['error'] for p in of):.0%}" for of in vectors],
+            [f"{fmean(p['error'] for p in of):.0%}" for of in matrices],
+            [f"{way['bytes']:,}" for way in ways],
+        )
+        cells.append([f"{ways[0]['width']:,}", str(ways[0]["ranks"]), *(" → ".join(found) for found in figures)])
+    return cells
+
+
+def show(content: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a record's table."""
+    console = wide_console(120, console)
+    console.print(f"Zeros, mean and worst error of vectors; of matrices; bytes to each rank: {' → '.join(WAYS)}")
+    made = figures_table(("width", "ranks", "zeros", "error", "worst", "matrices", "bytes"))
+    for cells in rows(content["results"]):
+        made.add_row(*cells)
+    console.print(made)
+
+
+def draw(content: Mapping[str, Any]) -> dict[str, Any]:
+    """No picture."""
+    return {}

@@ -1,0 +1,58 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The optimizer's groups as a script lists them: in any order, on any rank."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from tests.launcher.parity import Result, assert_equal, run
+from tests.launcher.training import Job, Net, advance, block, running
+
+SCHEMES = ("zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2")
+
+
+def listed(model: nn.Module, reversed_on: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Two groups, the second of equal shapes, which some ranks list from its end."""
+    assert isinstance(model, Net)
+    blocks = list(model.blocks.parameters())
+    if dist.get_rank() in reversed_on:
+        blocks = [*reversed(blocks[1::4]), *reversed(blocks[0::4]), *blocks[2::4], *reversed(blocks[3::4])]
+    else:
+        blocks = [*blocks[1::4], *blocks[0::4], *blocks[2::4], *blocks[3::4]]
+    ends = [*model.inp.parameters(), *model.out.parameters()]
+    return [{"params": ends, "lr": 2e-2}, {"params": blocks, "weight_decay": 0.0}]
+
+
+@cache
+def stock() -> Result:
+    """Of stock ZeRO-3, which takes any order."""
+    return run(Job(steps=3, groups=partial(listed, reversed_on=(1,))))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_rank_may_list_its_parameters_in_another_order(scheme: str) -> None:
+    """As a ``set`` of them does: they train as under stock ZeRO-3, where shards are of one parameter everywhere."""
+    assert_equal(run(Job(steps=3, groups=partial(listed, reversed_on=(1,)), zero_topo=block(scheme))), stock())
+
+
+def test_a_checkpoint_is_loaded_in_its_own_order(shared_path: Path) -> None:
+    """Of ranks that differed, by ranks that differ in another way; refused where its shards would be mixed up."""
+    mixed, other, alike = (
+        Job(steps=4, groups=partial(listed, reversed_on=ranks), zero_topo=block("topo"))
+        for ranks in ((1,), (0, 2), tuple(range(dist.get_world_size())))
+    )
+    with running(mixed) as engine:
+        advance(mixed, engine, 0, 2)
+        engine.save_checkpoint(str(shared_path), tag="mixed")
+        expected = advance(mixed, engine, 2, 4)
+    with running(other) as engine:
+        engine.load_checkpoint(str(shared_path), tag="mixed")
+        assert advance(other, engine, 2, 4) == expected
+    with running(alike) as engine, pytest.raises(ValueError, match=r"the checkpoint has .* universal checkpoint"):
+        engine.load_checkpoint(str(shared_path), tag="mixed")

@@ -1,0 +1,273 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that one rank cannot load is loaded by none: one line on every rank, and nothing has changed."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
+from torch import Tensor, nn
+
+from tests.launcher.checkpoints import SAVED_AT, STEPS, TAG, assert_same_bits, common_directory, job, loaded, net
+from tests.launcher.training import Job, Net, advance, block, close, start, weights
+
+DAMAGED = 1  # the rank
+UNIVERSAL = "universal"
+Q4: dict[str, Any] = {"quantize": {}, "sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
+CODES: dict[str, Any] = {"quantize": {"resident": "int8", "block_size": 64}}
+Harm = Callable[[Path], object]
+
+
+def unequal(model: nn.Module) -> list[dict[str, Any]]:
+    """Three parameter groups, of other learning rates and decays."""
+    parts: list[list[nn.Parameter]] = [[], [], []]
+    for index, param in enumerate(p for p in model.parameters() if p.requires_grad):
+        parts[index % 3].append(param)
+    settings = zip(parts, (1e-2, 3e-2, 5e-3), (0.1, 0.0, 0.3), strict=True)
+    return [{"params": params, "lr": rate, "weight_decay": decay} for params, rate, decay in settings]
+
+
+def unscheduled(run: Job, **ds: Any) -> Job:
+    """A run whose groups keep their own rates, perhaps from a universal checkpoint."""
+    return replace(run, groups=unequal, ds={**{k: v for k, v in run.ds.items() if k != "scheduler"}, **ds})
+
+
+RUNS: dict[str, Job] = {
+    "q4": job(block("topo", **Q4), "bf16"),
+    "codes": replace(job(block("topo", **CODES), "bf16"), model=partial(net, 64)),
+    UNIVERSAL: replace(
+        unscheduled(job(block("topo")), checkpoint={"load_universal": True}), model=partial(Net, depth=2)
+    ),
+}
+
+
+@dataclass
+class Trained:
+    """An engine that was saved after ``SAVED_AT`` steps, or the same run's before, and what it goes on to.
+
+    Attributes:
+        engine: at the step it was saved.
+        path: holds the checkpoint, whose tag is the only one.
+        losses: of the steps that follow.
+        weights: now.
+    """
+
+    run: Job
+    engine: Any
+    path: Path
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Trained]]:
+    """One of the runs, made when first asked for."""
+    made: dict[str, Trained] = {}
+
+    def get(name: str) -> Trained:
+        if name not in made:
+            made[name] = saved(RUNS[name], common_directory(tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    yield get
+    for one in made.values():
+        close(one.engine)
+
+
+def saved(run: Job, path: Path) -> Trained:
+    """Train and save into the folder, train on; and an engine that has come as far as the save."""
+    first = start(run)
+    advance(run, first, 0, SAVED_AT)
+    first.save_checkpoint(str(path), tag=TAG)
+    losses = advance(run, first, SAVED_AT, STEPS)
+    close(first)
+    if run is RUNS[UNIVERSAL]:
+        converted(path)
+    engine = start(run)
+    advance(run, engine, 0, SAVED_AT)
+    return Trained(run, engine, path, losses, weights(engine))
+
+
+def converted(path: Path) -> None:
+    """Make a universal checkpoint of the one that was saved. Collective."""
+    if dist.get_rank() == 0:
+        folders = {"input_folder": str(path / TAG), "output_folder": str(path / UNIVERSAL)}
+        more = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        ds_to_universal.main(Namespace(**folders, **more, inject_missing_state=False))
+        (path / "latest_universal").write_text(UNIVERSAL)
+        torch.save({"owed": {}, "ages": {}}, path / UNIVERSAL / "zero_topo_owed.pt")
+    dist.barrier()
+
+
+def cut(path: Path) -> None:
+    """Leave the first half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(path: Path) -> None:
+    """Leave nothing in the file."""
+    path.write_bytes(b"")
+
+
+def changed(change: Callable[[Any], object], path: Path) -> None:
+    """Save what the file holds, changed."""
+    found = torch.load(path, weights_only=False)
+    new = change(found)
+    torch.save(found if new is None else new, path)
+
+
+def put(value: Any, *place: Any) -> Harm:
+    """Put a value, or what a function makes of the old one, in its place; None removes it."""
+
+    def change(found: Any) -> None:
+        for key in place[:-1]:
+            found = found[key]
+        if value is None:
+            del found[place[-1]]
+        else:
+            found[place[-1]] = value(found[place[-1]]) if callable(value) else value
+
+    return partial(changed, change)
+
+
+MODEL, OPTIM = (
+    f"zero_pp_rank_{DAMAGED}_mp_rank_00_model_states.pt",
+    f"bf16_zero_pp_rank_{DAMAGED}_mp_rank_00_optim_states.pt",
+)
+INNER = "optimizer_state_dict"
+FIRST = (INNER, INNER, "state", 0)
+READ, ODD = "refuses: .* cannot be read", "has .*"
+KINDS: dict[str, tuple[str, str, Harm, str]] = {
+    **{f"{file} {harm.__name__}": ("q4", file, harm, READ) for file in (MODEL, OPTIM) for harm in (cut, emptied)},
+    **{f"{file} missing": ("q4", file, Path.unlink, f"{READ}.*FileNotFoundError") for file in (MODEL, OPTIM)},
+    **{
+        f"{file} a list": ("q4", file, partial(changed, lambda _: [1]), "refuses: .*TypeError")
+        for file in (MODEL, OPTIM)
+    },
+    "no module": ("q4", MODEL, put(None, "module"), "refuses: .*KeyError"),
+    "a buffer of another size": ("q4", MODEL, put(torch.zeros(3), "module", "x"), f"{ODD}module.x"),
+    "a frozen parameter missing": ("q4", MODEL, put({}, "frozen_param_fragments"), f"{ODD}frozen.inp.bias absent"),
+    "another step": ("q4", MODEL, put(7, "global_steps"), f"{ODD}global_steps 7 in place of 2"),
+    "no ranks": ("q4", MODEL, put(None, "dp_world_size"), f"{ODD}dp_world_size absent"),
+    "masters of another size": (
+        "q4",
+        OPTIM,
+        put(lambda flat: flat[:-1], INNER, "fp32_flat_groups", 0),
+        r"masters in sub-groups of \[",
+    ),
+    "masters of another type": ("q4", OPTIM, put(lambda flat: flat.bfloat16(), INNER, "fp32_flat_groups", 0), ODD),
+    "no masters": ("q4", OPTIM, put(None, INNER, "fp32_flat_groups"), "refuses: .*KeyError"),
+    "a moment of one element": (
+        "q4",
+        OPTIM,
+        put(torch.zeros(1), *FIRST, "exp_avg"),
+        rf"{ODD}exp_avg .torch.float32 \[1\]",
+    ),
+    "a moment missing": ("q4", OPTIM, put(None, *FIRST, "exp_avg_sq"), f"{ODD}exp_avg_sq absent"),
+    "a parameter group missing": ("q4", OPTIM, put(None, INNER, INNER, "param_groups", 1), ODD),
+    "our entry no dict": ("q4", OPTIM, put([1], INNER, "zero_topo"), f"{ODD}zero_topo"),
+    "our entry missing": ("q4", OPTIM, put(None, INNER, "zero_topo"), f"{ODD}zero_topo"),
+    "no owners": ("q4", OPTIM, put(None, INNER, "zero_topo", "owed", "owners"), f"{ODD}owed.owners absent"),
+    "held of one element": (
+        "q4",
+        OPTIM,
+        put(torch.zeros(1), INNER, "zero_topo", "held"),
+        rf"{ODD}held .torch.float32 \[1\]",
+    ),
+    "held of another type": (
+        "q4",
+        OPTIM,
+        put(lambda row: row.double(), INNER, "zero_topo", "held"),
+        f"{ODD}held .torch.float64",
+    ),
+    "held no tensor": ("q4", OPTIM, put("x", INNER, "zero_topo", "held"), f"{ODD}held"),
+    "a residual of another size": (
+        "q4",
+        OPTIM,
+        put(torch.zeros(2, 3), INNER, "zero_topo", "sync", "residual"),
+        f"{ODD}residual",
+    ),
+    "no degrees": ("q4", OPTIM, put(None, INNER, "zero_topo", "degrees"), f"{ODD}degrees"),
+    "scales resized": ("codes", OPTIM, put(lambda row: row[:-1], INNER, "zero_topo", "scales"), f"{ODD}scales"),
+    "a universal parameter cut": (UNIVERSAL, "zero/inp.weight/fp32.pt", cut, f"{READ}"),
+    "a universal moment missing": (UNIVERSAL, "zero/inp.weight/exp_avg.pt", Path.unlink, f"{READ}"),
+    "a universal parameter of another size": (
+        UNIVERSAL,
+        "zero/inp.weight/fp32.pt",
+        partial(changed, lambda _: torch.zeros(3)),
+        "inp.weight/fp32.pt holds 3 elements, but inp.weight has 407",
+    ),
+    "no universal state": (UNIVERSAL, "zero/optimizer_state.pt", Path.unlink, READ),
+    "a universal state cut": (UNIVERSAL, "zero/optimizer_state.pt", cut, READ),
+    "a universal model cut": (UNIVERSAL, "zero_pp_rank_0_mp_rank_00_model_states.pt", cut, READ),
+    "what is carried emptied": (UNIVERSAL, "zero_topo_owed.pt", emptied, "refuses: .*zero_topo_owed.pt"),
+}
+
+
+def damaged(run: Trained, tmp_path: Path, file: str, harm: Harm) -> Path:
+    """The folder to load from, which on one rank is a damaged copy."""
+    if dist.get_rank() != DAMAGED:
+        return run.path
+    own = Path(shutil.copytree(run.path, tmp_path / "own"))
+    harm(own / (UNIVERSAL if run.run is RUNS[UNIVERSAL] else TAG) / file)
+    return own
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.replace(" ", "-") for kind in KINDS])
+def test_a_damaged_file_of_one_rank_is_refused_by_all(
+    kind: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """With the rank, the file or what differs in it, and a way out; the engine is as it was."""
+    name, file, harm, words = KINDS[kind]
+    run = trained(name)
+    folder = damaged(run, tmp_path, file, harm)
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint is not loaded: .*rank {DAMAGED} of host .*{words}"
+    ) as caught:
+        run.engine.load_checkpoint(str(folder))
+    assert str(caught.value).endswith("copy that rank's files anew, or name another tag")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert run.engine.global_steps == SAVED_AT
+    assert_same_bits(weights(run.engine), run.weights)
+
+
+@pytest.mark.parametrize("name", ["q4", "codes"])
+def test_training_goes_on_after_a_load_that_failed(
+    name: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """Bit for bit as if it had not been tried."""
+    run = trained(name)
+    stock = run.engine.checkpoint_engine
+    with pytest.raises(ValueError, match="not loaded"):
+        run.engine.load_checkpoint(str(damaged(run, tmp_path, OPTIM, cut)))
+    assert run.engine.checkpoint_engine is stock
+    assert advance(run.run, run.engine, SAVED_AT, STEPS) == run.losses
+
+
+def test_a_folder_without_a_checkpoint_is_none_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    """As in stock: a script's first start. Where one rank alone has one, all say so."""
+    engine = start(RUNS["q4"])
+    assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+    if rank == DAMAGED:
+        (tmp_path / "latest").write_text("x")
+    with pytest.raises(ValueError, match=r"not loaded: .*rank 1 of host .* refuses: .*x/zero_pp_rank_1"):
+        engine.load_checkpoint(str(tmp_path))
+    close(engine)
+
+
+def test_parameter_groups_keep_their_settings_over_a_universal_checkpoint(trained: Callable[[str], Trained]) -> None:
+    """DeepSpeed's loader gives all of them the first one's rate and decay; then losses would be 1e-3 off."""
+    run = trained(UNIVERSAL)
+    with loaded(run.run, run.path) as engine:
+        rates = [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+        assert rates == [(1e-2, 0.1), (3e-2, 0.0), (5e-3, 0.3)]
+        assert advance(run.run, engine, SAVED_AT, STEPS) == pytest.approx(run.losses, abs=1e-5)

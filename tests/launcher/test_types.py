@@ -1,0 +1,84 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Types of parameters, of what travels and of what is summed: each mix trains, or is refused in a line."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.launcher.training import Job, Net, block, train
+from zero_topo.collectives.wire import DTYPES
+
+MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp16")]
+MODELS += [(torch.bfloat16, "fp32"), (torch.float16, "fp32")]
+TYPES = [None, *DTYPES]
+MIXES = [(row, column) for row in range(len(MODELS)) for column in range(len(TYPES))]
+
+
+def net(dtype: torch.dtype) -> Net:
+    """Takes inputs of any type."""
+    made = Net(width=13, depth=1).to(dtype)
+    made.register_forward_pre_hook(lambda module, args: (args[0].to(next(module.parameters()).dtype),))
+    return made
+
+
+def job(row: int, mixed: dict[str, Any], zero_topo: dict[str, Any]) -> Job:
+    """Two short steps of one of the models."""
+    dtype, mode = MODELS[row]
+    scale: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}} if mode == "fp16" else {}
+    return Job(partial(net, dtype), zero_topo, steps=2, micro_batches=2, dtype=mode, ds={**scale, **mixed})
+
+
+@pytest.mark.parametrize(("row", "column"), MIXES)
+def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each type of the model with each in which gradients travel and are summed, and weights are published."""
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    travels, summed, published = (TYPES[(step * row + column) % len(TYPES)] for step in (0, 1, 2))
+    mixed: dict[str, Any] = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
+    mixed |= {"communication_data_type": travels} if travels else {}
+    plain, mine = (
+        train(job(row, {}, block("topo"))),
+        train(job(row, mixed, block("topo", publish={"dtype": published}))),
+    )
+    torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
+
+
+def refused(model: nn.Module, match: str, **keys: Any) -> None:
+    """Whatever stock would do."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "zero_optimization": {"stage": 3},
+        "zero_topo": block("topo"),
+    }
+    if keys.pop("init", False):
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    with pytest.raises(ValueError, match=match) as caught:
+        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config | keys)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("init", [False, True])
+def test_fp64_is_refused(init: bool) -> None:
+    """Also where a model was partitioned before, which stock trains."""
+    refused(net(torch.float64), r"inp\.weight is torch\.float64: .* call model\.float\(\)", init=init)
+
+
+def test_two_types_in_one_optimizer_are_refused() -> None:
+    """DeepSpeed's flat buffer is of one type: stock fails of an assertion without words."""
+    model = net(torch.float32)
+    model.out.bfloat16()
+    refused(model, r"such as inp\.weight \(torch\.float32\) and out\.weight \(torch\.bfloat16\): .* freeze")
+
+
+def test_sums_of_whole_numbers_are_refused() -> None:
+    """DeepSpeed knows the type, and stock rounds gradients to it."""
+    refused(
+        net(torch.float32), r'data_types\.grad_accum_dtype = "int8": .* "fp32"', data_types={"grad_accum_dtype": "int8"}
+    )

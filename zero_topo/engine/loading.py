@@ -1,0 +1,248 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are loaded on all ranks or on none: every rank reads and checks its files before any is changed.
+
+Note [A load that fails]
+    DeepSpeed's load reads, copies and communicates by turns. A rank that cannot read its file raises, and the others
+    wait in the next collective. Here each rank first reads what it will need, without a collective, and checks it
+    against this run. Then all agree on what their files hold: names, types and shapes, and the counts that must be
+    alike. If a rank cannot go on, or its file is unlike the others', all raise the same error, and nothing has changed,
+    so a caller who catches it goes on as before. DeepSpeed's load then takes what was read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import engine as ds_engine
+from torch import Tensor
+
+from zero_topo.engine.agreement import all_can
+from zero_topo.engine.residual_transfer import carried
+from zero_topo.engine.stage3 import Stage3
+
+logger = logging.getLogger(__name__)
+COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
+WAY_OUT = "nothing has changed; copy that rank's files anew, or name another tag"
+Group = dict[str, Any]
+
+
+class Files:
+    """Reads a checkpoint's files once: first to check them, then for DeepSpeed, in place of its checkpoint engine.
+
+    Args:
+        stock: reads them.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+        self._read: dict[Path, Any] = {}
+
+    def read(self, path: Path) -> Any:
+        """What a file holds; kept until DeepSpeed asks for it."""
+        with _named(path):
+            self._read[path] = self._stock.load(str(path), map_location="cpu")
+        return self._read[path]
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What DeepSpeed asks for."""
+        found = self._read.pop(Path(path), None)
+        return self._stock.load(path, map_location=map_location) if found is None else found
+
+
+def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
+    """DeepSpeed's ``load_checkpoint``, for engines of ours after Note [A load that fails].
+
+    Weights without optimizer states are those of the named tag, on every rank: DeepSpeed takes the latest tag's, and
+    with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
+    """
+
+    @wraps(load)
+    def wrapper(
+        engine: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
+            return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
+        stock, states = engine.checkpoint_engine, load_optimizer_states and not load_module_only
+        files = Files(stock)
+        tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
+        engine.checkpoint_engine = files
+        try:
+            with _weights_of(tag, engine.load_universal_checkpoint()):
+                found = load(engine, load_dir, tag, load_module_strict, states, *rest)
+        finally:
+            engine.checkpoint_engine = stock
+        _restore_groups(engine.optimizer.param_groups, groups)
+        return found
+
+    return wrapper
+
+
+def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: bool) -> tuple[str | None, list[Group]]:
+    """Read and check this rank's files, and agree with the others. Collective.
+
+    Args:
+        engine: DeepSpeed's.
+        files: read into.
+        load_dir: holds the folders of all tags.
+        tag: of one; None is the latest.
+        states: whether optimizer states are loaded.
+
+    Returns:
+        The tag, or None if there is no latest; of a universal checkpoint also the optimizer's parameter groups.
+
+    Raises:
+        ValueError: on every rank, naming one that cannot load its part.
+    """
+    told: dict[str, Any] = {}
+    groups: list[Group] = []
+    problem = None
+    try:
+        universal = engine.load_universal_checkpoint()
+        latest = load_dir / ("latest_universal" if universal else "latest")
+        if tag is None and latest.is_file():
+            tag = latest.read_text().strip()
+        told["tag"] = tag
+        if tag is not None:
+            folder = load_dir / str(tag)
+            told |= _model(files.read(folder / _name(0 if universal else dist.get_rank(), "model")))
+            if universal:
+                groups = _universal(engine.optimizer.topo, folder, states)
+                told |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
+            elif states and told.get("dp_world_size") == dist.get_world_size():  # else DeepSpeed refuses, on all ranks
+                prefix = "bf16_" if engine.bfloat16_enabled() else ""
+                path = folder / f"{prefix}{_name(dist.get_rank(), 'optim')}"
+                told["optimizer"] = _optimizer(path, files.read(path), engine.optimizer)
+    except Exception as error:  # a damaged file has any content
+        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {_line(error)}"
+    try:
+        all_can(problem, told, engine.device, WAY_OUT)
+    except ValueError as error:
+        raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
+    return tag, groups
+
+
+def _name(rank: int, kind: str) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+
+
+def _model(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What ranks must have alike of their model files; state that modules keep for themselves may differ."""
+    module = {name: value for name, value in found["module"].items() if not name.endswith("_extra_state")}
+    kinds = {"module": module, "frozen": found.get("frozen_param_fragments"), "scheduler": "lr_scheduler" in found}
+    return {**_kind_of(kinds), **{key: found[key] for key in COUNTS if key in found}}
+
+
+def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
+    """What ranks must have alike of their optimizer files.
+
+    Raises:
+        ValueError: if the masters are not this run's.
+    """
+    saved = found["optimizer_state_dict"]
+    held = [flat.numel() for flat in saved["fp32_flat_groups"]]
+    own = [*optimizer.fp16_partitioned_groups_flat_numel]
+    if held != own:
+        raise ValueError(
+            f"{path} holds {sum(held)} masters in sub-groups of {_cut(held)}, this run has {sum(own)} in {_cut(own)}: "
+            "give it the same model, parameter groups, sub_group_size and ranks, or load a universal checkpoint"
+        )
+    return _kind_of(saved)
+
+
+def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
+    """Look at every file of a universal checkpoint, without reading the tensors; the parameter groups that were saved.
+
+    Raises:
+        ValueError: for a file that is missing, damaged, or of another size: DeepSpeed would shift what follows it.
+    """
+    zero = folder / "zero"
+    for name, numel in zip(topo.setup.names, topo.setup.numels, strict=True):
+        for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
+            path = zero / name / f"{key}.pt"
+            found = _looked_at(path)
+            tensor = found["param"] if isinstance(found, dict) else found
+            if tensor.numel() != numel:
+                raise ValueError(f"{path} holds {tensor.numel()} elements, but {name} has {numel}: convert it anew")
+    if not states:
+        return []
+    groups: list[Group] = _looked_at(zero / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
+    return groups
+
+
+def _looked_at(path: Path) -> Any:
+    """What a file holds; tensors stay in it until they are read."""
+    with _named(path):
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # as DeepSpeed reads it
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise what goes wrong with a file as a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({_line(error)})") from None
+
+
+def _line(error: Exception) -> str:
+    """A few words of an error of any length."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _cut(numbers: list[int]) -> str:
+    return f"{numbers[:4]}" if len(numbers) <= 4 else f"{str(numbers[:4])[:-1]}, ...]"
+
+
+def _kind_of(value: Any) -> Any:
+    """Names, types, dtypes and shapes in some content, without its values."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {[*value.shape]}"
+    if isinstance(value, Mapping):
+        return {str(key): _kind_of(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        if any(isinstance(inner, Tensor | Mapping | list | tuple) for inner in value):
+            return {str(index): _kind_of(inner) for index, inner in enumerate(value)}
+        return f"{len(value)} values"
+    return type(value).__name__
+
+
+@contextmanager
+def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
+    """Let DeepSpeed take weights without optimizer states from this tag; it needs none of a universal checkpoint."""
+    whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
+    ds_engine.get_fp32_state_dict_from_zero_checkpoint = lambda folder: {} if universal else whole(folder, tag)
+    try:
+        yield
+    finally:
+        ds_engine.get_fp32_state_dict_from_zero_checkpoint = whole
+
+
+def _restore_groups(own: list[Group], saved: list[Group]) -> None:
+    """Give each parameter group the settings saved of it; DeepSpeed gives all of them the first one's."""
+    if saved and len(saved) != len(own):
+        if dist.get_rank() == 0:
+            logger.warning(
+                "zero_topo: the universal checkpoint was saved with %d parameter groups, this run has %d: all have the "
+                "settings of the first (learning rate %s); set them after load_checkpoint",
+                len(saved),
+                len(own),
+                saved[0].get("lr"),
+            )
+        return
+    for mine, theirs in zip(own, saved, strict=False):
+        mine.update({key: value for key, value in theirs.items() if key != "params"})
