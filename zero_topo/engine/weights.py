@@ -159,7 +159,7 @@ class Weights:
         slots = range(len(self.layout.numels)) if slots is None else slots
         self.finish(slots)
         self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
-        self._updated = recorded_event(self.primary.device)
+        self._updated = recorded_event(self.optimizer_rows().device)  # who begins may be on another stream
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
