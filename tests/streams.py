@@ -105,14 +105,14 @@ class Device(TorchDispatchMode):
     """The device; within it, operations are booked on the current stream.
 
     Attributes:
-        log: stream and name of each kernel's call and collective, in the order in which they were queued.
+        log: stream, name and number of each kernel's call and collective, in the order in which they were queued.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.clocks: dict[str, dict[str, int]] = {MAIN: {}}
         self.entered = [MAIN]
-        self.log: list[tuple[str, str]] = []
+        self.log: list[tuple[str, str, int]] = []
         self._number = 0
         self._traces: list[Trace] = [[]]
         self._memory: dict[int, _Memory] = {}
@@ -180,8 +180,8 @@ class Device(TorchDispatchMode):
     @contextmanager
     def call(self, name: str, reads: Iterable[Booking], writes: Iterable[Booking]) -> Iterator[None]:
         """A kernel or a collective on the current stream; what is done inside is not booked."""
-        self.log.append((self.current, name))
         with _disable_current_modes(), self._operation(name):
+            self.log.append((self.current, name, self._number))
             self._book(name, False, reads)
             self._book(name, True, writes)
             yield

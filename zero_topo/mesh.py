@@ -226,7 +226,7 @@ class Mesh:
 def _timeout() -> timedelta | None:
     """How long collectives of the world may take, as it was set for the world; None if its backends do not say."""
     world: Any = dist.group.WORLD
-    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    options: Iterator[Any] = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
     return max((told._timeout for told in options if hasattr(told, "_timeout")), default=None)
 
 

@@ -223,6 +223,7 @@ def test_weights_of_another_version_are_an_error_not_a_stale_read() -> None:
     def rank_main(rank: int) -> str:
         engine, masters = started(w, torch.float32)
         publish_step(engine, masters + 1.0)
+        engine.weights.begin()
         engine.weights._publisher._pending.clear()
         with pytest.raises(RuntimeError, match="before they were published") as caught:
             engine.weights.gather(SLOTS, "gather_forward")

@@ -64,9 +64,11 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 CODES = ("codes", "codes-whole")
 SPARSE: dict[str, dict[str, Any]] = {
-    **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k")},
+    **{mode: {"sync": {"mode": mode}} for mode in ("topk_a", "topk_dsa", "gtopk", "gaussian_k", "ternary")},
     "oktopk": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2}},
     "oktopk-whole": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": False}},
+    "oktopk-sharded": {"sync": {"mode": "oktopk", "tau": 2, "tau_prime": 2, "sharded": True}},
+    "offloaded": {"sync": {"mode": "topk_a", "offload_residual": True}},
     "radius": {"sync": {"mode": "radius", "interval": 2, "start": 1}},
     "tagc": {"sync": {"mode": "tagc"}},
     "scape": {"optimizer": "node", "sync": {"mode": "scape"}},
@@ -77,6 +79,7 @@ CASES = {
     },
     **{f"topo+{mode}": SCHEMES["topo"] | DENSE[mode] for mode in DENSE},
     **{f"topo+{mode}": SCHEMES["topo"] | SPARSE[mode] for mode in SPARSE},
+    **{f"codes+{mode}": SCHEMES["codes"] | SPARSE[mode] for mode in ("oktopk", "ternary")},
     **{f"one-hop+{mode}": SCHEMES["one-hop"] | SPARSE[mode] for mode in ("topk_a", "radius")},
 }
 
@@ -156,7 +159,9 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
     assert (frozen, frozen_many) == (few, many) and many <= GROWTH * few
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape", "ternary")]
+)
 def test_the_host_waits_for_nothing(name: str) -> None:
     """What is sent does not depend on values, so the host never asks the device for any.
 

@@ -68,7 +68,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
                 weights.optimizer_rows().copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
-                engine.publish(part, masters[:, begin:end] if weights.needs_masters else None)
+                weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)
             assert all(tensor.isfinite().all() for tensor in weights.gather(PERSISTENT, "gather_exact").wait())
             engine.end_step(skipped=False)
         weights.finish()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,21 +16,29 @@ from torch import Tensor
 from benchmarks.bare import fake_world
 from tests.ranks.worlds import BLOCKS, world
 from tests.streams import MAIN, Device, symbolic_device
+from zero_topo.engine.resident import CodePublisher
 from zero_topo.sync import Moment
 
 
 @dataclass(frozen=True)
 class Model:
-    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, and modules."""
+    """Elements of each parameter, in DeepSpeed's order, those that its optimizer updates at once, modules, and which
+    parameters stay whole."""
 
     numels: tuple[int, ...]
     groups: tuple[range, ...]
     modules: tuple[tuple[int, ...], ...]
+    persistent: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of each parameter, its place in the order in which modules have them."""
+        slots = [slot for module in self.modules for slot in module]
+        return tuple(map(slots.index, range(len(slots))))
 
 
-MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)))
+MODEL = Model((512, 64, 512, 512, 40, 7), (range(4), range(4, 6)), ((0, 4), (1,), (2, 5), (3,)), persistent=(1, 5))
 """Matrices, of which three have codes, and vectors that are updated apart, as where these do not decay."""
-PERSISTENT = [1, 5]
 CHUNK = 1100
 """Elements of a run: two matrices."""
 
@@ -53,7 +62,9 @@ class DeepSpeed:
         self.gathers = device.stream("all-gather") if overlap_comm else self.main
         self.scatters = device.stream("reduce") if overlap_comm else self.main
         w, self.moments = world(block, numels=model.numels), list[Moment]()
-        self.engine = engine = w.engine(torch.bfloat16, CHUNK, moments=lambda: self.moments, persistent=PERSISTENT)
+        self.engine = engine = w.engine(
+            torch.bfloat16, CHUNK, moments=lambda: self.moments, persistent=model.persistent, order=model.order
+        )
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
@@ -104,7 +115,8 @@ class DeepSpeed:
             begins = [begin for begin, _ in self.columns]
             means = [torch.zeros_like(master) for master in self.masters]
             self.moments[:] = self.moments or [Moment(*of, 0.9) for of in zip(begins, means, strict=True)]
-        self.release(self.fetch(PERSISTENT, "gather_exact"))
+        if self.model.persistent:
+            self.release(self.fetch(self.model.persistent, "gather_exact"))
         self.engine.end_step(skipped)
 
     def update(self, group: int) -> None:
@@ -113,10 +125,10 @@ class DeepSpeed:
         with self.engine.watched(new.view(-1), begin, 0.1):
             new -= self.engine.gradients.optimizer_rows()[:, begin:end]
         if weights.needs_masters:
-            self.engine.publish(self.model.groups[group], new.clone() if self.offload else new)
+            self.engine.weights.publish(self.model.groups[group], new.clone() if self.offload else new)
         else:
             weights.optimizer_rows()[:, begin:end].copy_(new)
-            self.engine.publish(self.model.groups[group])
+            self.engine.weights.publish(self.model.groups[group])
 
 
 @contextmanager
@@ -167,7 +179,7 @@ def test_a_run_is_sent_before_the_one_before_it_is_decoded(phase: str) -> None:
         else:
             deepspeed.engine.weights.publish()
             deepspeed.engine.weights.finish()
-        done = [name for _, name in deepspeed.device.log]
+        done = [name for _, name, _ in deepspeed.device.log]
     assert done.index("exchange", done.index("exchange") + 1) < done.index("decode")
 
 
@@ -178,7 +190,56 @@ def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
         weights.finish()
         deepspeed.device.log.clear()
         first = [weights.gather([slot], "gather_forward") for slot in (0, 2)]
-        begun = [where for where in deepspeed.device.log if where[1] == "exchange"]
+        begun = [stream for stream, name, _ in deepspeed.device.log if name == "exchange"]
         for handle in reversed(first):
             handle.wait()
-    assert begun == [("nccl 4-8", "exchange"), ("nccl 1-4", "exchange")] * 2
+    assert begun == ["nccl 4-8", "nccl 1-4"] * 2
+
+
+LAYERS = 5
+ONE_GROUP = Model((512, 7) * LAYERS, (range(2 * LAYERS),), tuple((2 * i, 2 * i + 1) for i in range(LAYERS)))
+TWO_GROUPS = Model(
+    (512,) * LAYERS + (7,) * LAYERS,
+    (range(LAYERS), range(LAYERS, 2 * LAYERS)),
+    tuple((i, LAYERS + i) for i in range(LAYERS)),
+)
+"""The same, but that vectors do not decay."""
+
+
+@pytest.mark.parametrize("name", ["codes", "topo", "q4"])
+def test_publish_goes_on_under_the_forward_pass(name: str) -> None:
+    """The first module waits for the runs that it needs, also if its vectors are a parameter group of their own."""
+    waited = []
+    for model in (ONE_GROUP, TWO_GROUPS):
+        with job(BLOCKS[name], overlap_comm=True, model=model) as deepspeed:
+            deepspeed.micro_batch(last=True)
+            deepspeed.engine.gradients.sync()
+            deepspeed.device.log.clear()
+            deepspeed.step()
+            ends = [(stream, number) for stream, name, number in deepspeed.device.log if name == "exchange"]
+            deepspeed.fetch(model.modules[0], "gather_forward")
+            clock = deepspeed.device.clocks[MAIN]
+            waited.append(sum(number <= clock.get(stream, 0) for stream, number in ends))
+            assert waited[-1] < len(ends)
+    run_of_vectors = 2  # exchanges: one for each hop
+    assert waited[1] <= waited[0] + run_of_vectors
+
+
+def test_all_of_publish_is_queued_when_a_step_ends() -> None:
+    """Its last run too: whoever reads it first only waits."""
+    with job(BLOCKS["topo"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        deepspeed.step()
+        deepspeed.device.log.clear()
+        deepspeed.engine.weights.finish()
+    assert not deepspeed.device.log
+
+
+def test_the_host_waits_once_in_a_step() -> None:
+    """However many sub-groups with codes there are: their sizes are asked for together."""
+    model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
+    with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        with patch.object(CodePublisher, "_most", autospec=True, side_effect=CodePublisher._most) as most:
+            deepspeed.step()
+    assert most.call_count == 1

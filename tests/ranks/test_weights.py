@@ -224,8 +224,8 @@ def test_every_gather_waits_for_the_last_change_of_the_weights(monkeypatch: pyte
     # The first of each line waits for what was before, also where it then changes the weights itself.
     assert log == [
         *("record", "wait 1"),
-        *("publish", "wait 1", "wait 1", "record"),
-        *("edit", "wait 2", "record", "wait 3"),
+        *("publish", "wait 1", "record", "wait 2", "record"),
+        *("edit", "wait 3", "record", "wait 4"),
     ]
 
 

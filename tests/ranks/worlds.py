@@ -76,11 +76,12 @@ class World:
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = tuple,
         persistent: Sequence[int] = (),
+        order: tuple[int, ...] = (),
     ) -> Stage3:
         """This rank's engine, weights still zero; some slots are persistent."""
         setup = bare_setup(self.numels, dtype, chunk, loss_scale, moments)
         kept = tuple(slot in persistent for slot in range(len(self.numels)))
-        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE), persistent=kept))
+        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE), persistent=kept, order=order))
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""

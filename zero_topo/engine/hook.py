@@ -159,6 +159,7 @@ class TopoStage3(GradientHooks):
             loss_scale=lambda: float(self.loss_scale),
             moments=self._moments,
             frozen=self.frozen.shapes,
+            order=tuple(param.ds_id for param in params),  # counted as modules make them
         )
         self.topo = Stage3(self._topo_config, setup)
         row = self.topo.weights.own_row
@@ -296,13 +297,13 @@ class TopoStage3(GradientHooks):
         rows = self.topo.masters.table(self.fp32_partitioned_groups_flat[sub_group_id].detach())
         slots = [self.slots[param.ds_id] for param in self.fp16_groups[sub_group_id]]
         if weights.needs_masters:
-            self.topo.publish(range(slots[0], slots[-1] + 1), rows)
+            weights.publish(range(slots[0], slots[-1] + 1), rows)
             return
         if self.topo.separate_masters:
             weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        self.topo.publish(range(slots[0], slots[-1] + 1))
+        weights.publish(range(slots[0], slots[-1] + 1))
 
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 

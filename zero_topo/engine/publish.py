@@ -9,16 +9,19 @@ Note [Delta publish]
     up to whole blocks, so a norm never shares a scale with a matrix.
 
 Note [Publish under forward]
-    A run is published as soon as the optimizer has updated it, and is finished when a gather first needs one of its
-    parameters (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another
-    version than the present one raises instead of reading it. Persistent parameters are published in runs of their
-    own, before all others: the step waits for these alone, and ends with the parameters whole, as in stock ZeRO-3.
+    Updated slots are collected over all sub-groups of the optimizer, and begin together (:meth:`Publication.begin`),
+    when the first is needed or the step ends. Persistent parameters come first, in runs of their own: DeepSpeed gathers
+    them at the end of the step, which waits for these alone, and ends with the parameters whole, as in stock ZeRO-3.
+    Other runs follow in the order in which the model needs them: vectors, which often are a sub-group of their own, are
+    needed by the first module. A run is finished when a gather first needs one of its parameters
+    (:meth:`Publication.finish`). Every slot carries the version of its weights, and a gather of another version than
+    the present one raises instead of reading it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -46,6 +49,15 @@ class PublishOptions:
     run_numel: int
 
 
+@dataclass(frozen=True)
+class Updated:
+    """Slots, the masters that they are published from, if from these, and the first master's column."""
+
+    slots: Sequence[int]
+    masters: Tensor | None
+    first: int
+
+
 Begun = Iterator[tuple[Sequence[int], Handle[None]]]
 """Runs of slots, each with the handle of its publish."""
 
@@ -54,37 +66,63 @@ class Publication:
     """Publishes slots run by run, and knows which version of each is held.
 
     Args:
-        slots: how many there are.
+        sizes: elements of each slot, with padding.
+        urgency: what slots are sorted by; see :class:`Layout`.
+        run_numel: elements of a run.
         route: ``(weights, optimizer)``.
         meter: counts under "publish".
         lane: where it runs.
     """
 
-    def __init__(self, slots: int, route: Route, meter: Meter, lane: Lane) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        urgency: Sequence[tuple[bool, int]],
+        run_numel: int,
+        *,
+        route: Route,
+        meter: Meter,
+        lane: Lane,
+    ) -> None:
+        self._sizes, self._urgency, self._run_numel = sizes, urgency, run_numel
         self._route, self._meter, self._lane = route, meter, lane
         self._counted = Counted(meter, "publish")
-        self._wanted = [0] * slots  # version of the weights, by slot
-        self._held = [0] * slots  # version that is held
+        self._wanted = [0] * len(sizes)  # version of the weights, by slot
+        self._held = [0] * len(sizes)  # version that is held
+        self._updated: list[Updated] = []
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
 
-    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
-        """Begin to publish some slots; each run with its handle."""
+    def _begin(self, runs: Sequence[Updated]) -> Begun:
+        """Begin to publish some runs; each with its handle."""
         raise NotImplementedError
 
-    def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
-        """Begin to publish slots whose optimizer rows were updated; collective.
+    def begin(self) -> None:
+        """Begin to publish all that was updated, the most urgent at first; collective."""
+        if not self._updated:
+            return
+        updated, self._updated = self._updated, []
+        runs = []
+        for of in updated:
+            for later in (False, True):
+                slots = [i for i in of.slots if self._urgency[i][0] is later]
+                runs += [replace(of, slots=run) for run in runs_of(slots, self._sizes, self._run_numel)]
+        runs.sort(key=lambda run: min(self._urgency[i] for i in run.slots))
+        with self._meter.timing("publish"):
+            self._pending += self._begin(runs)
+
+    def start(self, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
+        """Take note of consecutive slots whose optimizer rows were updated, for :meth:`begin`.
 
         Args:
-            slots: the slots, ascending.
-            masters: ``[rows, columns]``; these columns hold the masters of the slots, and perhaps of others between
-                them. None where the rows hold the new weights already.
+            slots: the slots.
+            masters: ``[rows, columns]`` of these slots, unchanged until the step has ended; None where the rows hold
+                the new weights already.
             first: the column that the first of the masters is.
         """
         assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
         for slot in slots:
             self._wanted[slot] += 1
-        with self._meter.timing("publish"):
-            self._pending += self._begin(slots, masters, first)
+        self._updated.append(Updated(slots, masters, first))
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
         """Finish what is under way for some slots, or for all; collective where publish takes two hops.
@@ -96,6 +134,8 @@ class Publication:
             RuntimeError: if a slot still is not of the present version.
         """
         wanted = set(range(len(self._wanted)) if slots is None else slots)
+        if not all(wanted.isdisjoint(of.slots) for of in self._updated):
+            self.begin()
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -130,14 +170,15 @@ class Publisher(Publication):
         self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
     ) -> None:
         plan = layout.plan
-        super().__init__(len(layout.numels), mesh.route(plan.weights, plan.optimizer), meter, lane)
+        sizes, route = layout.padded_numels, mesh.route(plan.weights, plan.optimizer)
+        super().__init__(sizes, layout.urgency, options.run_numel, route=route, meter=meter, lane=lane)
         self._layout, self._primary, self._options = layout, primary, options
 
-    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
-        for run in runs_of(slots, self._layout.padded_numels, self._options.run_numel):
-            parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in run)]  # neighbours
-            rows = [] if masters is None else [self._columns(masters, first, part) for part in parts]
-            yield run, self._lane.run(partial(self._publish, parts, rows), rows)
+    def _begin(self, runs: Sequence[Updated]) -> Begun:
+        for run in runs:
+            parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in run.slots)]  # neighbours
+            rows = [] if run.masters is None else [self._columns(run.masters, run.first, part) for part in parts]
+            yield run.slots, self._lane.run(partial(self._publish, parts, rows), rows)
 
     def _columns(self, masters: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
         begin, end = spans[0][0] - first, spans[-1][1] - first

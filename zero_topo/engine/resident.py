@@ -36,7 +36,7 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import wire_of
 from zero_topo.engine.gathers import gathered, together
-from zero_topo.engine.publish import Begun, Publication, runs_of
+from zero_topo.engine.publish import Begun, Publication, Updated
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Coded, Rows
 from zero_topo.engine.weights import WeightOptions, Weights, recorded_event
@@ -64,6 +64,7 @@ class CodeStore:
         codes: of the rank's weight shard, ``[N / W]`` rows of each slot.
         rows: ``N / W``.
         padded_numels: elements of each slot with its padding, over the whole world.
+        urgency: what slots are sorted by for publish; see :class:`Layout`.
         messages: where the bytes of each slot begin and end.
     """
 
@@ -74,15 +75,16 @@ class CodeStore:
         self.rows = layout.plan.world_size // layout.plan.weights
         self.codes = Codes.build(spans, self.rows, options.block, device)
         self.padded_numels = tuple(layout.padded_numels[i] for i in slots)
+        self.urgency = tuple(layout.urgency[i] for i in slots)
         blocks = [-(-width // options.block) for _, width in spans]
         self._ends = list(accumulate(blocks, initial=0))
         sizes = (BlockSpec(8, options.block).nbytes(self.rows * count * options.block) for count in blocks)
         self.messages = list(pairwise(accumulate(sizes, initial=0)))
         self._own_row = layout.row(layout.plan.weights)
 
-    def columns(self, slots: range) -> tuple[int, int]:
+    def columns(self, slots: Sequence[int]) -> tuple[int, int]:
         """First and last block column of consecutive slots."""
-        return self._ends[slots.start], self._ends[slots.stop]
+        return self._ends[slots[0]], self._ends[slots[-1] + 1]
 
     @cached_property
     def _places(self) -> Tensor:
@@ -129,29 +131,29 @@ class CodePublisher(Publication):
     """
 
     def __init__(self, store: CodeStore, route: Route, run_numel: int, meter: Meter, lane: Lane) -> None:
-        super().__init__(len(store.padded_numels), route, meter, lane)
-        self._store, self._run_numel = store, run_numel
+        super().__init__(store.padded_numels, store.urgency, run_numel, route=route, meter=meter, lane=lane)
+        self._store = store
         self.most: dict[int, int] = {}
 
-    def _begin(self, slots: Sequence[int], masters: Tensor | None, first: int) -> Begun:
-        assert masters is not None
-        store, own = self._store, Masters(masters, first, self._route.index)
-        runs = [range(run[0], run[-1] + 1) for run in runs_of(slots, store.padded_numels, self._run_numel)]
-        parts = [Part(*store.columns(run), store.rows // self._route.size, self._route.size) for run in runs]
-        changes = [store.ops.assess(own, store.codes, part) for part in parts]
-        for run, part, change, most in zip(runs, parts, changes, self._most(changes), strict=True):
-            self.most[run.start] = most
-            nbytes = TritSpec(store.codes.block).nbytes(part.blocks, most)
-            reads = [masters, change.scales, change.escaped, change.order, change.count]
-            yield run, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
+    def _begin(self, runs: Sequence[Updated]) -> Begun:
+        store, members, assessed = self._store, self._route.size, []
+        for run in runs:
+            assert run.masters is not None
+            own = Masters(run.masters, run.first, self._route.index)
+            part = Part(*store.columns(run.slots), store.rows // members, members)
+            assessed.append((own, part, store.ops.assess(own, store.codes, part)))
+        most = self._most([change for *_, change in assessed])
+        for run, (own, part, change), escaped in zip(runs, assessed, most, strict=True):
+            self.most[run.slots[0]] = escaped
+            nbytes = TritSpec(store.codes.block).nbytes(part.blocks, escaped)
+            reads = [own.table, change.scales, change.escaped, change.order, change.count]
+            yield run.slots, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
 
     def _most(self, changes: Sequence[Change]) -> list[int]:
         """Of each run: how many blocks escape on the member that has most of them, which sizes all their messages.
 
         The one time that a publish waits for the device; its runs wait together.
         """
-        if not changes:
-            return []
         counts = torch.cat([change.count for change in changes])
         came = all_gather(self._route, counts.view(torch.uint8), self._counted).wait()
         most: list[int] = came.contiguous().view(torch.int64).view(-1, len(changes)).amax(0).tolist()
@@ -176,7 +178,6 @@ class ResidentWeights:
 
     Attributes:
         own: ``[N / O, F]`` in the model's dtype: the rows that the optimizer updates, of all slots.
-        coded: which slots have codes.
     """
 
     needs_masters = True
@@ -185,18 +186,19 @@ class ResidentWeights:
         self, layout: Layout, mesh: Mesh, meter: Meter, options: WeightOptions, like: Tensor, codes: CodeOptions
     ) -> None:
         plan, coded, lane = layout.plan, codes.coded, codes.lane
-        self.layout, self.coded = layout, coded
+        self.layout = layout
         self.own = like.new_zeros(layout.shape(plan.optimizer))
         self._mesh, self._meter, self._run_numel = mesh, meter, options.run_numel
         slots = [i for i, is_coded in enumerate(coded) if not is_coded]
-        sub = Layout(replace(plan, secondary=None), layout.rank, tuple(layout.numels[i] for i in slots))
+        numels, urgency = tuple(layout.numels[i] for i in slots), tuple(layout.urgency[i] for i in slots)
+        sub = Layout(replace(plan, secondary=None), layout.rank, numels, urgency)
         sent = None if plan.weights == 1 else options.primary
         self._plain = Weights(sub, mesh, meter, replace(options, primary=sent, secondary=None), like, lane)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in layout.spans(slots))])
         self._plain_columns = columns.to(like.device)
         self._columns_on = {columns.device: columns, like.device: self._plain_columns}
-        kinds = [list(accumulate(coded, initial=0)), list(accumulate((not c for c in coded), initial=0))]
-        places = [(c, kinds[not c][index]) for index, c in enumerate(coded)]
+        self._kinds = [list(accumulate(coded, initial=0)), list(accumulate((not c for c in coded), initial=0))]
+        places = [(c, self._kinds[not c][index]) for index, c in enumerate(coded)]
         self._places = places
         self._store = CodeStore(layout, codes, like.device)
         wire = replace(options.publish, spec=BlockSpec(8, codes.block))
@@ -208,6 +210,7 @@ class ResidentWeights:
             CodePublisher(self._store, mesh.route(*route), options.run_numel, meter, lane) for route in routes
         )
         self._gathering = options.gathering
+        self._noted: list[tuple[range, Tensor]] = []
         self._updated: torch.Event | None = None
         self._scales: Tensor | None = None
 
@@ -241,54 +244,58 @@ class ResidentWeights:
         """The rows the optimizer of this rank updates, ``[N / O, F]``."""
         return self.own
 
-    def publish(
-        self, slots: Sequence[int] | None = None, masters: Tensor | None = None, first: int | None = None
-    ) -> None:
-        """Begin to bring updated masters to all codes and plain shards. Collective.
+    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+        """Take note of updated masters, for :meth:`begin`, which brings them to all codes and plain shards.
 
         Args:
-            slots: consecutive slots, or those of them that have codes, or the others; None is all.
-            masters: FP32 masters of the consecutive slots, ``[N / O, columns]``.
-            first: the column that the first of the masters is; None is that of the first slot.
+            slots: consecutive slots; None is all.
+            masters: their masters, ``[N / O, columns]``, unchanged until the step has ended.
         """
         assert masters is not None
         slots = range(len(self.layout.numels)) if slots is None else slots
-        first = self.layout.begins[slots[0]] if first is None else first
         self.finish(slots)
-        coded, plain = self._by_kind(slots)
-        if coded:
-            masters = masters.to(self.own.device, torch.float32)
-            self.own[:, first : first + masters.shape[1]].copy_(masters)
-        if plain:
-            spans = self._plain.layout.spans(plain)
-            columns = slice(spans[0][0], spans[-1][1])
-            updated = masters.index_select(1, self._columns_on[masters.device][columns] - first).to(self.own)
-            self._plain.optimizer_rows()[:, columns].copy_(updated)
-            self.own.index_copy_(1, self._plain_columns[columns], updated)
+        self._noted.append((slots, masters))
         self._updated = recorded_event(self.own.device)
-        if plain:
-            self._plain.publish(plain)
-        if coded:
-            self._publisher.start(coded, masters, first)
 
-    def _by_kind(self, slots: Sequence[int]) -> tuple[range, range]:
-        """The places of slots that have codes and of the others; consecutive slots of one kind are neighbours."""
-        places = [self._places[i] for i in slots]
-        kinds = [place for coded, place in places if coded], [place for coded, place in places if not coded]
-        coded, plain = (range(kind[0], kind[-1] + 1) if kind else range(0) for kind in kinds)
+    def begin(self) -> None:
+        """Begin to publish all that was updated, codes last; collective."""
+        noted, self._noted = self._noted, []
+        for slots, masters in noted:
+            if plain := self._by_kind(slots)[1]:
+                spans = self._plain.layout.spans(plain)
+                columns = slice(spans[0][0], spans[-1][1])
+                places = self._columns_on[masters.device][columns] - self.layout.begins[slots[0]]
+                updated = masters.index_select(1, places).to(self.own)
+                self._plain.optimizer_rows()[:, columns].copy_(updated)
+                self.own.index_copy_(1, self._plain_columns[columns], updated)
+                self._plain.publish(plain)
+        self._plain.begin()
+        for slots, masters in noted:
+            if coded := self._by_kind(slots)[0]:
+                first, rows = self.layout.begins[slots[0]], masters.to(self.own.device, torch.float32)
+                self.own[:, first : first + rows.shape[1]].copy_(rows)
+                self._publisher.start(coded, rows, first)
+                if rows is not masters:
+                    self._publisher.begin()  # else copies of all masters would be on the device at once
+        self._publisher.begin()
+        if noted:
+            self._updated = recorded_event(self.own.device)
+
+    def _by_kind(self, slots: range) -> tuple[range, range]:
+        """The places of consecutive slots, of those that have codes and of the others."""
+        coded, plain = (range(kind[slots.start], kind[slots.stop]) for kind in self._kinds)
         return coded, plain
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all."""
-        if slots is None:
-            self._plain.finish()
-            changed = self._publisher.finish()
-        else:
-            places = [self._places[i] for i in slots]
-            self._plain.finish([place for coded, place in places if not coded])
-            changed = self._publisher.finish([place for coded, place in places if coded])
+        slots = range(len(self.layout.numels)) if slots is None else slots
         if self._updated is not None:
             self._updated.wait()
+        if not all(set(slots).isdisjoint(of) for of, _ in self._noted):
+            self.begin()
+        places = [self._places[i] for i in slots]
+        self._plain.finish([place for coded, place in places if not coded])
+        changed = self._publisher.finish([place for coded, place in places if coded])
         if changed:
             self._updated = recorded_event(self.own.device)
 

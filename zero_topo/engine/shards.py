@@ -32,11 +32,19 @@ class Layout:
         plan: the degrees.
         rank: this rank.
         numels: elements of each slot, in DeepSpeed's flat order.
+        order: of each slot, whether publish may go on after the step, and its place among those the model needs; empty
+            is their own order.
     """
 
     plan: Plan
     rank: int
     numels: tuple[int, ...]
+    order: tuple[tuple[bool, int], ...] = ()
+
+    @property
+    def urgency(self) -> tuple[tuple[bool, int], ...]:
+        """:attr:`order`, or the slots' own: what publish sorts them by."""
+        return self.order or tuple((True, slot) for slot in range(len(self.numels)))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class Setup:
         loss_scale: the present loss scale.
         moments: what the optimizer remembers now; empty before its first step.
         frozen: the parameters that no optimizer updates.
+        order: of each trained parameter, its place in the order in which the model needs them; empty is theirs.
     """
 
     numels: tuple[int, ...]
@@ -84,6 +85,13 @@ class Setup:
     loss_scale: Callable[[], float]
     moments: Callable[[], Sequence[Moment]]
     frozen: Shapes = Shapes()
+    order: tuple[int, ...] = ()
+
+    @property
+    def urgency(self) -> tuple[tuple[bool, int], ...]:
+        """What each trained parameter is sorted by for publish: those that are whole when the step ends come first."""
+        order = self.order or range(len(self.numels))
+        return tuple((not kept, place) for kept, place in zip(self.persistent, order, strict=True))
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class Stage3:
         self.config = config
         self.setup = setup
         self.meter = Meter(config.meter)
-        self.layout = Layout(config.plan, dist.get_rank(), setup.numels)
+        self.layout = Layout(config.plan, dist.get_rank(), setup.numels, setup.urgency)
         still = Layout(replace(config.plan, optimizer=config.plan.world_size), self.layout.rank, setup.frozen.numels)
         plans = [config.plan, still.plan] if still.numels else [config.plan]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
@@ -149,7 +157,6 @@ class Stage3:
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)
         self._gathering = Lane(setup.like.device, overlap=True)
         self.weights = self._build_weights(self.layout, setup.dims, setup.persistent)
-        self._updated: list[tuple[range, Tensor | None]] = []
         self.frozen = self._build_weights(still, setup.frozen.dims, setup.frozen.persistent) if still.numels else None
         self.gradients = self._build_gradients()
         self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
@@ -259,34 +266,13 @@ class Stage3:
         yield
         mode.after_update(begin, old, row, float(rate))
 
-    def publish(self, slots: range, masters: Tensor | None = None) -> None:
-        """Begin to publish a sub-group that the optimizer has updated, persistent parameters first. Collective.
-
-        Other parameters wait until the last sub-group that has persistent ones is updated: in one lane or one group
-        of ranks these would end after all that began before them (Note [Publish under forward]).
-
-        Args:
-            slots: of the sub-group; sub-groups come in the order of slots.
-            masters: see ``publish`` of the weights; unchanged until the step has ended.
-        """
-        persistent = self.setup.persistent
-        self._updated.append((slots, masters))
-        if any(persistent[slots.stop :]):
-            return
-        coded = self.weights.coded if isinstance(self.weights, ResidentWeights) else [not kept for kept in persistent]
-        for later in (False, True) if any(persistent) else (None,):
-            for group, rows in self._updated:
-                part = group if later is None else [i for i in group if coded[i] is later]
-                if part:
-                    self.weights.publish(part, rows, self.layout.begins[group.start])
-        self._updated.clear()
-
     def end_step(self, skipped: bool) -> None:
         """After an optimizer step, skipped or not: close the step of sync and of the meter, zero the gradients.
 
         Raises:
             RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
         """
+        self.weights.begin()
         self._lane.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:

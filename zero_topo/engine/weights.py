@@ -145,28 +145,30 @@ class Weights:
         """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
         return self._options.publish.lossy
 
-    def publish(
-        self, slots: Sequence[int] | None = None, masters: Tensor | None = None, first: int | None = None
-    ) -> None:
-        """Begin to bring updated optimizer rows to the primary shards; see :meth:`Publisher.start`. Collective.
+    def begin(self) -> None:
+        """Begin to publish all that was updated; collective."""
+        self._publisher.begin()
+
+    def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
+        """Take note of updated optimizer rows, for :meth:`begin`, which brings them to the primary shards.
 
         Args:
-            slots: ascending; None is all.
-            masters: their FP32 masters, for differences.
-            first: the column that the first of the masters is; None is that of the first slot.
+            slots: consecutive slots; None is all.
+            masters: their masters, for differences; unchanged until the step has ended.
         """
         slots = range(len(self.layout.numels)) if slots is None else slots
         self.finish(slots)
-        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if first is None else first)
+        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
+        self._updated = recorded_event(self.optimizer_rows().device)  # who begins may be on another stream
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
 
         On a GPU the current stream waits for all that was changed (Note [Publish before gather]).
         """
-        changed = self._publisher.finish(slots)
         if self._updated is not None:
             self._updated.wait()
+        changed = self._publisher.finish(slots)
         if changed:
             self._renew(changed)
 
