@@ -66,12 +66,13 @@ def test_one_rank_alone_reads_persistent_parameters(name: str, monkeypatch: pyte
         steps(engine, *args, **kwargs)
         for param in engine.optimizer.persistent_parameters if boundary and dist.get_rank() == 1 else ():
             assert param.shape == param.ds_shape
-            read.append(param.detach().float().sum().item())
+            value = param.detach().float().sum().item()
+            read.extend([value] if param.requires_grad else [])
 
     monkeypatch.setattr(training, "ds_config", persistent)
     monkeypatch.setattr(DeepSpeedEngine, "step", step)
     FEATURES[name].run(SCHEMES["topo"][-1].block | {"debug_checks": False})
-    assert dist.get_rank() != 1 or len(set(read)) > 2
+    assert not read or len(set(read)) > 2  # features whose persistent parameters are all frozen read the same each time
 
 
 def test_the_record_knows_every_cell() -> None:
