@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
-from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
 from zero_topo.engine.initialize import resolve_block
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.topology.seats import Seat
@@ -167,13 +167,11 @@ def check_order(checkpoint: Mapping[str, Any], names: Sequence[str], device: tor
         device: where the world's collectives take tensors.
     """
     saved = [name for group in checkpoint.get("param_shapes") or () for name in group]
-    refused = {}
+    problem = None
     if saved != list(names) and sorted(saved) == sorted(names):
         theirs, ours = next(pair for pair in zip(saved, names, strict=True) if pair[0] != pair[1])
-        refused = {"refused": f"the checkpoint has {theirs} where this optimizer has {ours}"}
-    agree(refused, Seat(socket.gethostname()), device, SAME_ORDER)
-    if refused:
-        raise ValueError(f"{refused['refused']}; {SAME_ORDER}")
+        problem = f"the checkpoint has {theirs} where this optimizer has {ours}"
+    all_can(problem, {}, device, SAME_ORDER)
 
 
 def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
