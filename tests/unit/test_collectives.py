@@ -14,7 +14,7 @@ import pytest
 from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo.cost.collectives import Timed, fit_rings, read_tests
-from zero_topo.cost.time import Network
+from zero_topo.cost.step import Network
 from zero_topo.topology import load_preset
 from zero_topo.topology.presets import load_machine
 from zero_topo.topology.rates import Collective, Rates, Ring
@@ -139,7 +139,7 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path
     assert "70" in run("simulate", *files)[1]
     own = tmp_path / "own.json"
     own.write_text(json.dumps(found["rates"]))
-    words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "none", "--json")
+    words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--rates", str(own)), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]
     plan = ("plan", "--params", "20B", "--machine", "frontier", "--nodes", "8", "--recommend", "--json")

@@ -17,7 +17,7 @@ from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
-from zero_topo.cost.simulator import Job
+from zero_topo.cost.step import Job
 from zero_topo.cost.volume import Workload
 from zero_topo.topology.model import Topology
 from zero_topo.units import GB

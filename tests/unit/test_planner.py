@@ -23,7 +23,7 @@ from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.messages import publish_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request, max_params, rank_plans
-from zero_topo.cost.simulator import Job
+from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.engine.automatic import request_of

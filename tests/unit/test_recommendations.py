@@ -86,8 +86,6 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     copies = params * 1.02 / held["secondary"] if held["secondary"] and "int8 secondary" in plan["losses"] else 0.0
     if held["secondary"] and not copies and held["secondary"] < held["weights"]:
         copies = 2 * params / held["secondary"]
-    nodes = report["topology"]["nodes"]
-    residual = 4 * (nodes - 1) * params / (8 * nodes) if "int4 sync" in plan["losses"] else 0.0
     layer = params / model["layers"]
     whole = min(params, max(1e9, 2 * layer))
     message = 0 if held["weights"] == 1 else layer * (1.02 if "int8 weights" in plan["losses"] else 2)
@@ -99,7 +97,7 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
     kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
     logits = 4 * s * (h + model["vocab"])
-    return states + copies + residual + flight + s * kept + 2 * s * h * model["layers"] + logits
+    return states + copies + flight + s * kept + 2 * s * h * model["layers"] + logits
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,7 +22,7 @@ from tests.matrix import recorded
 from tests.mutants import figures
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
-from tests.unit.test_simulator import PAPER, ratios
+from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
 from zero_topo.cli.inputs import machine
 from zero_topo.config import (
     ROLES,
@@ -75,7 +75,7 @@ def scheme_rows(short: bool = False) -> list[str]:
 
 def paper_rows() -> list[str]:
     """The table of the paper's ratios, from the simulator in the setting that the text states."""
-    columns = [ratios(), ratios(how="full"), ratios(stock=False)]
+    columns = [ratios(), ratios(**DEFAULTS), ratios(overlap=1.0), ratios(stock=False)]
     rows = []
     for name, published in PAPER.items():
         words = (

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plans import resolve
-from zero_topo.cost.simulator import Job, simulate
+from zero_topo.cost.step import Job, predict_step, step_range
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.uncertainty import Overlap, bounds, overlapping, step_range
 from zero_topo.topology import Link, Topology
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Collective, Rates, Ring, Unknown
 
@@ -18,7 +17,7 @@ PAIR = Topology("pair", 1, 1, 2, links={"gpu": Link(1e6, 0.25)})
 MODEL = Transformer("one", 1, 64, 4, 4, 128, 32, 256)
 SURE: dict[Unknown, float] = {"compute": 0.0, "memory": 0.0, "links": 0.0, "latency": 0.0}
 RATES = Rates(1e9, 1.0, 1e15, 1.0, spread=SURE)
-CONFIG, JOB = overlapping(resolve(PAIR, scheme="zero3"), Job(MODEL, 1, 1, checkpointing=False), "none")
+CONFIG, JOB = resolve(PAIR, scheme="zero3"), Job(MODEL, 1, 1, checkpointing=False, overlap=0.0)
 
 
 @pytest.mark.parametrize("rings", [False, True])
@@ -33,28 +32,22 @@ def test_each_unknown_moves_its_own_part_of_the_step(unknown: Unknown, rings: bo
     }
     found: dict[Collective, dict[str, Ring]] = {"gather": {"gpu": Ring(1e6, 0.25)}} if rings else {}
     rates = replace(RATES, spread={**SURE, unknown: 0.2}, rings=found)
-    step = simulate(CONFIG, JOB, rates).step_s
-    within = step_range(CONFIG, JOB, rates, overlap_known=True)
+    step, within = predict_step(CONFIG, JOB, rates).seconds, step_range(CONFIG, JOB, rates)
     assert within.high_s - step == pytest.approx(seconds[unknown] * (1 / 0.8 - 1), rel=1e-5, abs=1e-6)
     assert step - within.low_s == pytest.approx(seconds[unknown] * (1 - 1 / 1.2), rel=1e-5, abs=1e-6)
-    assert within.hangs_on[unknown] == pytest.approx(within.high_s / step - 1)
-    assert "overlap" not in within.hangs_on and sum(within.hangs_on.values()) == pytest.approx(within.high_s / step - 1)
+    assert within.depends_on[unknown] == pytest.approx((within.high_s - within.low_s) / step)
+    assert "overlap" not in within.depends_on and sum(within.depends_on.values()) == within.depends_on[unknown]
 
 
-def test_what_may_not_overlap_is_part_of_the_range_unless_it_is_known() -> None:
-    """The best case hides all it can, the worst nothing; what is not told counts as a third off."""
-    config, job = resolve(PAIR, scheme="zero3"), replace(JOB, prefetch=1, overlap_scatter=True)
-    best, worst = simulate(config, job, RATES).step_s, simulate(CONFIG, JOB, RATES).step_s
-    assert best < worst and bounds(config, job, RATES) == pytest.approx((best, worst))
-    assert bounds(config, job, RATES, overlap_known=True) == pytest.approx((best, best))
-    assert step_range(config, job, RATES).sentence() == f"overlap ({worst / best - 1:+.0%})"
-    assert step_range(CONFIG, JOB, RATES, overlap_known=True).sentence() == "nothing that is unknown"
-    unsure = bounds(CONFIG, JOB, replace(RATES, spread={}), overlap_known=True)
-    assert unsure == pytest.approx((worst / (1 + UNKNOWN_SPREAD), worst / (1 - UNKNOWN_SPREAD)))
-
-
-def test_prefetch_alone_is_between_none_and_all() -> None:
-    config, job = resolve(PAIR, scheme="zero3"), Job(MODEL, 1, 1)
-    words: tuple[Overlap, ...] = ("full", "prefetch", "none")
-    times = [simulate(*overlapping(config, job, how), RATES).step_s for how in words]
-    assert times == sorted(times) and len(set(times)) == 3
+def test_overlap_is_part_of_the_range_unless_it_is_stated() -> None:
+    """The best case hides all it can, the worst nothing; what is not known counts as a third off."""
+    best, worst = (predict_step(CONFIG, replace(JOB, overlap=share), RATES).seconds for share in (1.0, 0.0))
+    within, stated = step_range(CONFIG, replace(JOB, overlap=None), RATES), step_range(CONFIG, JOB, RATES)
+    assert best < worst and (within.low_s, within.high_s) == pytest.approx((best, worst))
+    usual = predict_step(CONFIG, replace(JOB, overlap=None), RATES).seconds
+    assert within.sentence() == f"overlap ({(worst - best) / usual:.0%})"
+    assert (stated.low_s, stated.high_s) == pytest.approx((worst, worst))
+    assert stated.sentence() == "nothing that is unknown"
+    unsure = step_range(CONFIG, JOB, replace(RATES, spread={}))
+    expected = (worst / (1 + UNKNOWN_SPREAD), worst / (1 - UNKNOWN_SPREAD))
+    assert (unsure.low_s, unsure.high_s) == pytest.approx(expected)

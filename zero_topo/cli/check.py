@@ -19,6 +19,7 @@ from zero_topo.cli.forecast import (
     request_for,
 )
 from zero_topo.cli.inputs import machine
+from zero_topo.cli.options import Overlap
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import DEGREES, places_table, show
 from zero_topo.config import (
@@ -32,7 +33,9 @@ from zero_topo.config import (
 )
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.explain import assumed_lines, price_sentence, setting
 from zero_topo.cost.fit import planned
+from zero_topo.cost.volume import by_domain
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
@@ -59,6 +62,7 @@ def check(
             metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
         ),
     ] = None,
+    overlap: Overlap = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
@@ -71,15 +75,20 @@ def check(
     shape = model_named(params, model)
     translated = translate(loaded, optimizer=True).lines
     if is_automatic(block, found) and shape is None:
-        _forecast(block, found, loaded, as_json)
+        _forecast(block, found, loaded, overlap, as_json)
         return
+    cost: dict[str, Any] = {}
     if shape is None:
         resolved = resolve_config(block, found)
         resolved = replace(resolved, notes=(*resolved.notes, *largest_note(resolved, loaded)))
     else:
-        resolved = planned(block, request_for(loaded, found, shape))
+        request = request_for(loaded, found, shape, overlap)
+        price = request.price(planned(block, request))
+        notes = [*price.config.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
+        resolved = replace(price.config, notes=tuple(dict.fromkeys(notes)))
+        cost = {"step_s": price.step.seconds, "sent_by_domain": by_domain(price.sent), "held": price.held}
     if as_json:
-        print_json({"topology": found.to_json(), **resolved.to_json(), "translated": list(translated)})
+        print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
         return
     print(render_tree(found))
     print()
@@ -100,16 +109,19 @@ def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None
     return found
 
 
-def _forecast(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], as_json: bool) -> None:
+def _forecast(
+    block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], overlap: float | None, as_json: bool
+) -> None:
     """What an automatic block would choose, as no model is named."""
     before_a_model(block, found)
-    chosen = forecasts(block, found, loaded)
+    chosen = forecasts(block, found, loaded, overlap)
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "with no fewer bits than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME"
     ]
+    notes += [setting(ranking.request.job) for ranking in list(chosen.values())[:1]]
     if not chosen:
         notes.append(
             f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "

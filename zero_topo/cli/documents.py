@@ -63,6 +63,7 @@ class _Resolved(_Document):
 
 class _Checked(_Resolved):
     topology: Topology
+    cost: dict[str, Any]
     translated: list[str]
 
 
@@ -87,6 +88,7 @@ class _Ranked(_Document):
     seconds: float | None
     losses: list[str]
     wire_seconds: float
+    sent_by_domain: ByDomain
     memory: Roles
     block: _Block
 
@@ -132,7 +134,7 @@ class _Schemes(_Document):
 class _Range(_Document):
     low_s: float
     high_s: float
-    hangs_on: dict[str, float]
+    depends_on: dict[str, float]
 
 
 class _Recommended(_Ranked):
@@ -153,6 +155,8 @@ class _Recommendation(_Document):
     params: int
     micro_batch: int
     micro_batches: int
+    setting: str
+    overlap: float
     memory_limit: int | None
     reserve: float
     recommended: _Recommended
@@ -212,6 +216,9 @@ class _Point(_Document):
     tflops_per_gpu: float
     breakdown: dict[str, float]
     range: _Range
+    sent_by_domain: ByDomain
+    held: int
+    fits: bool
 
 
 class _Simulated(_Document):
@@ -220,7 +227,8 @@ class _Simulated(_Document):
     machine: str
     model: str
     params: int
-    overlap: str | None
+    setting: str
+    overlap: float
     notes: list[str]
     rates: Rates
     assumed: list[str]

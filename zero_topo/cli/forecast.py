@@ -14,7 +14,7 @@ from zero_topo.cli.tables import degrees
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.planner import Ranking, Request, max_params, rank_plans
-from zero_topo.cost.simulator import Job
+from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer, scaled
 from zero_topo.observe.console import figures_table
 from zero_topo.topology import Topology
@@ -24,7 +24,9 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 """Parameters of models that are told of where none is named."""
 
 
-def request_for(loaded: Mapping[str, Any], found: Topology, model: Transformer) -> Request:
+def request_for(
+    loaded: Mapping[str, Any], found: Topology, model: Transformer, overlap: float | None = None
+) -> Request:
     """Machine, model and the job of a DeepSpeed config; what it leaves open, or to "auto", is one, in 16 bits."""
     micro, steps = (
         value if isinstance(value := loaded.get(key), int) else None
@@ -35,7 +37,8 @@ def request_for(loaded: Mapping[str, Any], found: Topology, model: Transformer) 
         steps = batch // ((micro or 1) * found.world_size)
     halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
     itemsize = ITEMSIZE if any(half.get("enabled") for half in halves) else 2 * ITEMSIZE
-    return Request(found, Job(model, micro or 1, steps or 1, itemsize=itemsize), flight=InFlight.read(loaded))
+    job = Job(model, micro or 1, steps or 1, itemsize=itemsize, overlap=overlap)
+    return Request(found, job, flight=InFlight.read(loaded))
 
 
 def model_named(params: str | None, model: str | None) -> Transformer | None:
@@ -59,11 +62,13 @@ def largest_note(resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[st
     ]
 
 
-def forecasts(block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any]) -> dict[int, Ranking]:
+def forecasts(
+    block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], overlap: float | None
+) -> dict[int, Ranking]:
     """What an automatic block would choose for models of usual sizes; empty where the memory is not known."""
     if found.memory_per_rank is None:
         return {}
-    return {params: rank_plans(block, request_for(loaded, found, scaled(params))) for params in USUAL}
+    return {params: rank_plans(block, request_for(loaded, found, scaled(params), overlap)) for params in USUAL}
 
 
 def forecasts_json(chosen: Mapping[int, Ranking]) -> list[dict[str, Any]]:

@@ -6,8 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
+import typer
+
+Overlap = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
+]
 T = TypeVar("T")
 
 

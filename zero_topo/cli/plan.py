@@ -36,7 +36,7 @@ VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
 )
 
 OF_A_JOB = (
-    *("micro_batch", "checkpointing", "attention", "states_only"),
+    *("micro_batch", "checkpointing", "overlap", "attention", "states_only"),
     *("reserve", "lossy", "sparse", "rates", "deepspeed_config"),
 )
 """Options that the plain view and the paper's tables, which are formulas of the parameters, do not ask."""

@@ -12,6 +12,7 @@ import typer
 
 from zero_topo.cli.files import Force
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, machine, read_count, read_rates
+from zero_topo.cli.options import Overlap
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -24,8 +25,7 @@ from zero_topo.cost import Workload
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
-from zero_topo.cost.simulator import Job
-from zero_topo.cost.step import ATTENTIONS
+from zero_topo.cost.step import ATTENTIONS, Job
 from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
 from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology, preset_names
@@ -56,6 +56,7 @@ class PlanOptions:
         int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Micro-batches per optimizer step.")
     ] = 1
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
+    overlap: Overlap = None
     attention: Annotated[str, typer.Option(metavar="flash|eager", help="Eager attention stores the score matrix.")] = (
         "flash"
     )
@@ -209,7 +210,7 @@ def found_request(options: PlanOptions) -> Request:
         near = did_you_mean(options.attention, ATTENTIONS)
         raise ValueError(f"--attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
-    job = replace(job, attention=options.attention)
+    job = replace(job, attention=options.attention, overlap=options.overlap)
     flight = InFlight.read(load_deepspeed_config(options.deepspeed_config or {}))
     sparse = tuple(options.sparse or ())
     usual = 0.0 if options.states_only else RESERVE

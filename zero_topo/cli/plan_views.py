@@ -16,9 +16,9 @@ from zero_topo.cli.tables import DEGREES, largest_table, paper_memory, paper_vol
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.cost import paper_memory_table, paper_volume_table
-from zero_topo.cost.explain import explain
+from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
-from zero_topo.cost.uncertainty import bounds, step_range
+from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count
 
@@ -35,26 +35,26 @@ def recommendation(options: PlanOptions) -> None:
         return
     model, found = ranking.request.job.model, ranking.request.topology
     shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
-    shown = [(plan, _bounds(plan, ranking)) for plan in ranking.timed[:SHOWN_PLANS]]
-    show(ranking_table(shown, f"{shape} on {found.world_size} ranks of {found.name}"))
+    show(ranking_table(ranking.timed[:SHOWN_PLANS], f"{shape} on {found.world_size} ranks of {found.name}"))
     print(f"{DEGREES}\n")
-    for line in reasons:
+    for line in (setting(ranking.request.job), *reasons):
         print(f"- {line}")
     print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
 
 
 def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) -> dict[str, Any]:
-    request, best = ranking.request, ranking.best.candidate.config
-    within = step_range(best, request.job, request.rates)
+    request = ranking.request
     return {
         "topology": request.topology.to_json(),
         "model": asdict(request.job.model),
         "params": request.job.model.params,
         "micro_batch": request.job.micro_batch,
         "micro_batches": request.job.micro_batches,
+        "setting": setting(request.job),
+        "overlap": request.job.hidden,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, _machine(options)), "range": within.to_json()},
+        "recommended": {**plan_json(ranking.best, _machine(options)), "range": ranking.best.price.range.to_json()},
         "why": reasons,
         "assumed": assumptions(request.topology.name),
         "plans": [plan_json(plan, _machine(options)) for plan in ranking.timed],
@@ -66,10 +66,6 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
     }
 
 
-def _bounds(plan: Priced, ranking: Ranking) -> tuple[float, float]:
-    return bounds(plan.candidate.config, ranking.request.job, ranking.request.rates)
-
-
 def plan_json(plan: Priced, machine: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """A plan in JSON types, with the keys of the machine's in its block; bytes and seconds."""
     return {
@@ -79,6 +75,7 @@ def plan_json(plan: Priced, machine: Mapping[str, Any] = MappingProxyType({})) -
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
         "wire_seconds": plan.wire,
+        "sent_by_domain": by_domain(plan.price.sent),
         "memory": dict(plan.memory),
         "block": {**machine, **plan.candidate.settings},
     }

@@ -1,10 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo simulate``: how long a step takes under each scheme, how far that may be off, and on what it hangs."""
+"""``zero-topo simulate``: how long a step takes under each scheme, how far that may be off, and on what it depends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,28 +16,30 @@ from zero_topo.bench.schemes import KNOWN
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import refuse_others, taking
+from zero_topo.cli.options import Overlap, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
-from zero_topo.config import ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.model_files import load_model
-from zero_topo.cost.simulator import Job
-from zero_topo.cost.sweep import Entry, Point, Sweep, scaling_efficiency
-from zero_topo.cost.time import known_rates, rates_of
-from zero_topo.cost.uncertainty import OVERLAPS, Overlap
+from zero_topo.cost.planner import Price, Request
+from zero_topo.cost.step import Job, known_rates, rates_of
+from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
-from zero_topo.observe.marks import SCALING, TIMELINE, TRACE, write_png
+from zero_topo.observe.marks import SCALING, write_png
 from zero_topo.strict import did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
-from zero_topo.units import format_seconds
+from zero_topo.units import format_bytes
 
 GCDS = "64,128,256,384"
 STOCK = "stock"
 SHOWN = (("compute", "optimizer"), ("gather_forward", "gather_backward"), ("scatter",), ("sync", "publish"))
 """Phases of each column of the table."""
+NEVER = 10**6
+"""Micro-batches beyond which nobody breaks even: a step of so many takes days."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,7 @@ class Options:
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1
     prefetch: Annotated[int, typer.Option(min=0, help="Modules whose weights are gathered ahead.")] = 1
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None
-    overlap: Annotated[
-        str | None,
-        typer.Option(
-            metavar="none|prefetch|full",
-            help="Communication hidden by computation; default: full; ranges also show none.",
-        ),
-    ] = None
+    overlap: Overlap = None
     latency: Annotated[float | None, typer.Option(min=0, help="Seconds per message, instead of the machine's.")] = None
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
     rates: Annotated[
@@ -73,10 +70,6 @@ class Options:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
-    ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Write one step of each scheme for a trace viewer, and FILE.png."),
     ] = None
     force: Force = False
     calibrate: Annotated[
@@ -100,45 +93,100 @@ def simulate(options: Options) -> None:
         fit(options.calibrate, options.on, options.predict, options.as_json)
         return
     refuse_others(options, lambda name: name not in ("on", "predict"), "give the record with --calibrate FILE")
-    picture = None if options.trace is None else options.trace.with_suffix(".png")
-    files = [(options.plot, ".png", SCALING), (options.trace, ".json", TRACE), (picture, ".png", TIMELINE)]
-    check_files(files, options.force)
-    sweep = _sweep(options)
-    points = sweep.points()
+    check_files([(options.plot, ".png", SCALING)], options.force)
+    machines, rates = _machines(options)
+    job = Job(
+        load_model(options.model, options.seq),
+        options.micro_batch,
+        1,
+        options.checkpointing,
+        prefetch=options.prefetch,
+        overlap=options.overlap,
+    )
+    counts = _counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES)
+    schemes = _schemes(words_of(options.schemes))
+    prices = {
+        (name, place.world_size, count): _price(schemes[name], place, job, count, rates)
+        for name in schemes
+        for place in machines
+        for count in counts
+    }
+    points = [_point(*key, price) for key, price in prices.items()]
     content = {
         "machine": options.machine,
         "model": options.model,
-        "params": sweep.job.model.params,
-        "overlap": options.overlap,
-        "notes": sweep.job.model.notes,
-        "rates": to_json(sweep.rates),
-        "assumed": assumptions(sweep.machines[0].name),
-        "results": [point.to_json() for point in points],
-        "scaling_efficiency": scaling_efficiency(points),
-        "break_even": sweep.break_even(),
+        "params": job.model.params,
+        "setting": setting(job),
+        "overlap": job.hidden,
+        "notes": job.model.notes,
+        "rates": to_json(rates),
+        "assumed": assumptions(machines[0].name),
+        "results": points,
+        "scaling_efficiency": list(_scaling(points)),
+        "break_even": [row for place in machines for row in _break_even(schemes, place, job, rates)],
     }
-    written = [*_draw(options, sweep.job, points, content), *_trace(options, sweep.job, points)]
+    if options.plot is not None:
+        _draw(options, options.plot, job, content)
     if options.as_json:
         print_json(content)
         return
-    _show(options, points, content)
-    if written:
-        print(f"Written: {', '.join(str(path) for path in written)}")
+    _show(options, prices, content)
+    if options.plot is not None:
+        print(f"Written: {options.plot}")
 
 
-def _sweep(options: Options) -> Sweep:
-    job = Job(
-        load_model(options.model, options.seq), options.micro_batch, 1, options.checkpointing, prefetch=options.prefetch
-    )
-    machines, rates = _machines(options)
-    return Sweep(
-        machines=machines,
-        schemes=_schemes(words_of(options.schemes)),
-        job=job,
-        micro_batches=_counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES),
-        rates=rates,
-        overlap=_overlap(options.overlap),
-    )
+def _price(scheme: tuple[ZeroTopoConfig, bool], place: Topology, job: Job, count: int, rates: Rates) -> Price:
+    """What a scheme costs on a machine with so many micro-batches a step."""
+    block, stock = scheme
+    request = Request(place, replace(job, micro_batches=count, stock=stock), own_rates=rates)
+    return request.price(resolve_config(block, place))
+
+
+def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
+    """A predicted step in JSON types."""
+    return {
+        "scheme": scheme,
+        "ranks": ranks,
+        "micro_batches": count,
+        "step_s": price.step.seconds,
+        "tflops_per_gpu": price.step.tflops_per_gpu,
+        "breakdown": dict(price.step.breakdown),
+        "range": price.range.to_json(),
+        "sent_by_domain": by_domain(price.sent),
+        "held": price.held,
+        "fits": price.fits,
+    }
+
+
+def _scaling(points: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    """TFLOP/s per rank over that on the fewest ranks, for each scheme and number of micro-batches."""
+    least = min(point["ranks"] for point in points)
+    base = {(p["scheme"], p["micro_batches"]): p["tflops_per_gpu"] for p in points if p["ranks"] == least}
+    for point in points:
+        if point["ranks"] != least:
+            named = {key: point[key] for key in ("scheme", "micro_batches", "ranks")}
+            efficiency = point["tflops_per_gpu"] / base[point["scheme"], point["micro_batches"]]
+            yield {**named, "over": least, "efficiency": efficiency}
+
+
+def _break_even(
+    schemes: Mapping[str, tuple[ZeroTopoConfig, bool]], place: Topology, job: Job, rates: Rates
+) -> Iterable[dict[str, Any]]:
+    """For each pair of schemes: from how many micro-batches on the one that is slower at 1 wins; None if never.
+
+    A step's time is a straight line in the number of its micro-batches, which two predictions give.
+    """
+    times = {
+        name: [_price(scheme, place, job, count, rates).step.seconds for count in (1, 2)]
+        for name, scheme in schemes.items()
+    }
+    for pair in combinations(schemes, 2):
+        ahead, behind = sorted(pair, key=lambda name: times[name][0])
+        first, second = (there - here for here, there in zip(times[ahead], times[behind], strict=True))
+        found = 1 + first / (first - second) if second < first else None
+        even = found if found is not None and found <= NEVER else None
+        names = {"ahead_at_1": ahead, "behind_at_1": behind}
+        yield {"ranks": place.world_size, **names, "break_even": even}
 
 
 def _machines(options: Options) -> tuple[list[Topology], Rates]:
@@ -155,20 +203,14 @@ def _machines(options: Options) -> tuple[list[Topology], Rates]:
     return [replace(m, links=of) for m, of in zip(machines, links, strict=True)], slower
 
 
-def _overlap(word: str | None) -> Overlap | None:
-    if word is None or word in OVERLAPS:
-        return word
-    raise ValueError(f"--overlap {word!r}{did_you_mean(word, OVERLAPS)} (choose one of {', '.join(OVERLAPS)})")
-
-
-def _schemes(names: Sequence[str]) -> dict[str, Entry]:
+def _schemes(names: Sequence[str]) -> dict[str, tuple[ZeroTopoConfig, bool]]:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"schemes {list(names)} must be at least one, each named once")
     return {name: _entry(name) for name in names}
 
 
-def _entry(name: str) -> Entry:
-    """A scheme by name; one of stock is what follows ``stock-``, by itself ZeRO-3."""
+def _entry(name: str) -> tuple[ZeroTopoConfig, bool]:
+    """A scheme by name, and whether DeepSpeed's own engine sends it: as what follows ``stock-``, by itself ZeRO-3."""
     known = {known: scheme.block for known, scheme in KNOWN.items() if scheme.block is not None}
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
     if plain not in known:
@@ -176,7 +218,7 @@ def _entry(name: str) -> Entry:
         raise ValueError(
             f"unknown scheme {name!r}{near} (known: {', '.join(known)}, each also with 'stock-' before it)"
         )
-    return Entry(ZeroTopoConfig.parse(known[plain]), stock=plain != name)
+    return ZeroTopoConfig.parse(known[plain]), plain != name
 
 
 def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
@@ -186,66 +228,53 @@ def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
     return counts
 
 
-def _draw(options: Options, job: Job, points: Sequence[Point], content: Mapping[str, Any]) -> list[Path]:
-    if options.plot is None:
-        return []
+def _draw(options: Options, path: Path, job: Job, content: Mapping[str, Any]) -> None:
     from zero_topo.observe.plots import job_line
-    from zero_topo.observe.timeline import scaling
+    from zero_topo.observe.scaling_figure import scaling
 
-    worst = "at their worst" if options.overlap else "at their worst with nothing overlapping"
-    notes = [job_line(job, (p.ranks for p in points), (p.micro_batches for p in points))]
-    notes += [f"overlap: {options.overlap or 'full'}; bars: rates at their best, and {worst}"]
+    points = content["results"]
+    notes = [job_line(job, (p["ranks"] for p in points), (p["micro_batches"] for p in points)), content["setting"]]
+    notes.append("bars: all that is not known at its best and at its worst")
     if content["assumed"]:
         notes.append(f"assumed for {options.machine}: {', '.join(content['assumed'])}")
     figure = scaling(points, f"{options.model} on {options.machine}", "\n".join(notes))
-    write_png(figure, options.plot, SCALING, dpi=200)
-    return [options.plot]
+    write_png(figure, path, SCALING, dpi=200)
 
 
-def _trace(options: Options, job: Job, points: Sequence[Point]) -> list[Path]:
-    """One step of each scheme on the most ranks, with the fewest micro-batches."""
-    if options.trace is None:
-        return []
-    from zero_topo.observe.plots import job_line
-    from zero_topo.observe.timeline import timeline, write_trace
-
-    ranks, count = max(point.ranks for point in points), min(point.micro_batches for point in points)
-    steps = {p.scheme: p.simulation for p in points if (p.ranks, p.micro_batches) == (ranks, count)}
-    picture = options.trace.with_suffix(".png")
-    write_trace(steps, options.trace)
-    write_png(timeline(steps, job_line(job, [ranks], [count])), picture, TIMELINE)
-    return [options.trace, picture]
-
-
-def _show(options: Options, points: Sequence[Point], content: Mapping[str, Any]) -> None:
-    for count in dict.fromkeys(point.micro_batches for point in points):
-        title = f"{options.model} on {options.machine}, {count} x {options.micro_batch} sequences a step, simulated"
-        show(_steps_table([point for point in points if point.micro_batches == count], title))
+def _show(options: Options, prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, Any]) -> None:
+    for count in dict.fromkeys(key[2] for key in prices):
+        title = f"{options.model} on {options.machine}, K = {count}, predicted"
+        show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
+    print(f"- {content['setting']}")
     for row in content["break_even"]:
         if row["ranks"] == content["break_even"][-1]["ranks"]:
-            ahead, behind, count = row["ahead_at_1"], row["behind_at_1"], row["break_even"]
-            when = "never" if count is None else f"from {count:.1f} micro-batches on"
-            print(f"- {behind} beats {ahead} {when}, at {row['ranks']:,} ranks")
-    last = points[-1]
-    for point in points:
-        if (point.ranks, point.micro_batches) == (last.ranks, last.micro_batches):
-            print(f"- {point.scheme} at {point.ranks:,} ranks hangs on {point.range.sentence()}")
+            ahead, behind, even = row["ahead_at_1"], row["behind_at_1"], row["break_even"]
+            beats = f"{behind} never beats {ahead}" if even is None else f"{behind} beats {ahead} from {even:.1f}"
+            print(f"- {beats}{'' if even is None else ' micro-batches on'}, at {row['ranks']:,} ranks")
+    last = list(prices)[-1]
+    for key, price in prices.items():
+        if key[1:] == last[1:]:
+            print(f"- {key[0]} at {key[1]:,} ranks: {range_sentence(price)}")
+    for key, price in prices.items():
+        if not price.fits and key[2] == last[2]:
+            limit = format_bytes(price.request.limit or 0)
+            print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
     for note in content["notes"]:
         print(f"- {note}")
     if content["assumed"]:
         print(f"- assumed, not measured, for {options.machine}: {', '.join(content['assumed'])}")
 
 
-def _steps_table(points: Sequence[Point], title: str) -> Table:
+def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
     columns = ["", "ranks", "step", "TFLOP/s", "range", "compute", "gather", "scatter", "sync"]
     table = figures_table(columns, title)
-    for point in points:
-        found, within = point.simulation, point.range
-        shares = (sum(found.breakdown[phase] for phase in phases) / found.step_s for phases in SHOWN)
+    for (scheme, ranks, _), price in prices.items():
+        found, within = price.step, price.range
+        shares = (sum(found.breakdown[phase] for phase in phases) / found.seconds for phases in SHOWN)
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
-        flops = found.tflops_per_gpu * found.step_s
+        flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
-        step, speed = format_seconds(found.step_s), f"{found.tflops_per_gpu:.1f}"
-        table.add_row(point.scheme, f"{point.ranks:,}", step, speed, spread, *cells)
+        step, speed = f"{found.seconds:.3g} s", f"{found.tflops_per_gpu:.1f}"
+        table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells)
     return table

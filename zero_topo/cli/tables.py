@@ -75,17 +75,17 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[tuple[Priced, tuple[float, float]]], title: str) -> Table:
-    """Plans, each with the ends of its step's range: degrees of the roles, sync, step and its range, what it holds."""
+def ranking_table(plans: Sequence[Priced], title: str) -> Table:
+    """Plans: degrees of the roles, sync, step and its range, what it holds."""
     table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
-    for plan, (low, high) in plans:
+    for plan in plans:
         config = plan.candidate.config
         moves = config.plan.gradients < config.plan.world_size
         few_bits = getattr(config.sync, "spec", None)
         sync = config.sync.MODE if few_bits is None else f"int{few_bits.bits}"
         scheme = str(plan.candidate.settings.get("scheme", "-"))
         loses = "yes" if plan.candidate.losses else "no"
-        step = (format_seconds(plan.seconds), f"{low:.3g}-{high:.3g} s")
+        step = (format_seconds(plan.seconds), f"{plan.price.range.low_s:.3g}-{plan.price.range.high_s:.3g} s")
         table.add_row(scheme, degrees(config), loses, sync if moves else "-", *step, format_bytes(plan.held))
     return table
 

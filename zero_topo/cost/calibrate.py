@@ -22,7 +22,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
-from zero_topo.cost.simulator import Job, simulate
+from zero_topo.cost.step import Job, predict_step
 from zero_topo.cost.transformer import Transformer
 from zero_topo.strict import Count, Positive, did_you_mean, read
 from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
@@ -201,7 +201,7 @@ def _job(setup: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
     )
     layer = model.params // model.layers
     ahead = setup["prefetch_numel"] // layer
-    return Job(model, setup["batch"], row["micro_batches"], False, prefetch=ahead, overlap_scatter=False)
+    return Job(model, setup["batch"], row["micro_batches"], False, prefetch=ahead, overlap_scatter=False, overlap=1.0)
 
 
 def fit(measured: Sequence[Measured], start: Rates) -> Rates:
@@ -267,7 +267,7 @@ def _between(origin: Point, point: Point, share: float) -> Point:
 def predict(measured: Iterable[Measured], rates: Rates) -> list[Prediction]:
     """The model's step beside each measured one."""
     return [
-        Prediction(row.scheme, row.job.micro_batches, row.step_s, simulate(row.config, row.job, rates).step_s)
+        Prediction(row.scheme, row.job.micro_batches, row.step_s, predict_step(row.config, row.job, rates).seconds)
         for row in measured
     ]
 

@@ -2,8 +2,8 @@
 """Weights held as INT8 codes: bytes held, and bytes of the messages that say how codes changed.
 
 Note [Expected escapes]
-    What a publish sends hangs on how many blocks escape (``quant/trits.py``), which the data decide. Of the codes of a
-    matrix whose weights have a standard deviation of ``sigma``, ``7.4 lr / sigma`` change in a step of Adam: a scale is
+    What a publish sends depends on how many blocks escape (``quant/trits.py``), which the data decide. Of the codes of
+    a matrix whose weights deviate by ``sigma`` from their mean, ``7.4 lr / sigma`` change in a step of Adam: a scale is
     about ``.0245 sigma``, an update ``.18 lr``. Escapes follow, as measured with blocks of 256 over 600 steps of a
     small model (:data:`ESCAPED`): an eighth of the blocks in the warm-up, under a hundredth from an eighth of codes
     changed on. Without anything better ``lr / sigma`` is taken to be a hundredth, such as 1e-4 to .01: the second half

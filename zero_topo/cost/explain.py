@@ -13,13 +13,15 @@ from zero_topo.cost.planner import (
     ASSUMED_MACHINE,
     EQUAL,
     HOLDS_ALIKE,
+    Price,
     Priced,
     Ranking,
     Request,
     rank_plans,
     wire_seconds,
 )
-from zero_topo.cost.uncertainty import bounds, step_range
+from zero_topo.cost.step import Job
+from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_seconds
 
@@ -54,7 +56,9 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     model = request.job.model
     shape = f"{sum(request.work.numels):,} parameters, counted as {model.layers} layers of width {model.hidden}"
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
-    return best.candidate.chosen, "; ".join([line, *near, *_gain(ranking), shape, *_assumed(request)])
+    return best.candidate.chosen, "; ".join(
+        [line, *near, *_gain(ranking), shape, setting(request.job), *assumed_lines(request)]
+    )
 
 
 def _keys(plan: Priced) -> str:
@@ -86,7 +90,7 @@ def explain(ranking: Ranking) -> list[str]:
         ValueError: if nothing fits.
     """
     best, request = ranking.best, ranking.request
-    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), _range_line(best, request)]
+    lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best.price)]
     lines += [_memory_line(best, request), *_advice(best, request), _wire_line(best, request)]
     lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
     if request.limit is not None:
@@ -94,7 +98,7 @@ def explain(ranking: Ranking) -> list[str]:
         lines += [plan.why_not(request.limit) for plan in told]
         if rest := len(ranking.refused) - len(told):
             lines.append(f"{rest} {'other ' if told else ''}plans do not fit")
-    return [*lines, *request.job.model.notes, *_assumed(request)]
+    return [*lines, *request.job.model.notes, *assumed_lines(request)]
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
@@ -137,11 +141,29 @@ def _risk() -> str:
     return f"of the training loss of 400 thousand parameters, {told}; compare losses before a long run"
 
 
-def _range_line(best: Priced, request: Request) -> str:
-    within = step_range(best.candidate.config, request.job, request.rates)
+def range_sentence(price: Price) -> str:
+    """How far a step may be off, and on what that depends."""
+    low, high = format_seconds(price.range.low_s), format_seconds(price.range.high_s)
+    return f"a step is between {low} and {high}, and depends most on {price.range.sentence()}"
+
+
+def price_sentence(price: Price) -> str:
+    """What a plan costs, in one line."""
+    limit = price.request.limit
+    held = format_bytes(price.held) + (
+        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
+    )
+    sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
+    step = format_seconds(price.step.seconds)
+    return f"each rank holds {held} and sends {sent} in a step, which takes {step} by prediction"
+
+
+def setting(job: Job) -> str:
+    """What every predicted second rests on: stands beside each."""
     return (
-        f"its step is between {format_seconds(within.low_s)} and {format_seconds(within.high_s)}; half of what can "
-        f"overlap is taken to; it hangs on {within.sentence()}"
+        f"{job.micro_batch} x {job.model.sequence:,} tokens a micro-batch on a rank, activations "
+        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
+        f"{job.hidden:.0%} does (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
 
@@ -150,12 +172,12 @@ def _advice(best: Priced, request: Request) -> list[str]:
     if not request.job.checkpointing or request.limit is None or request.states_only:
         return []
     job = replace(request.job, checkpointing=False)
-    held = sum(replace(request, job=job).holds(best.candidate.config).values())
-    if held > request.limit:
-        return [f"without checkpointing it would need {format_bytes(held)}, which does not fit"]
-    kept, recomputed = (bounds(best.candidate.config, which, request.rates)[0] for which in (job, request.job))
-    share = 1 - kept / recomputed
-    return [f"without checkpointing (--no-checkpointing) it needs {format_bytes(held)} and takes {share:.0%} less time"]
+    kept = replace(request, job=job).price(best.candidate.config)
+    held = format_bytes(kept.held)
+    if not kept.fits:
+        return [f"without checkpointing it would need {held}, which does not fit"]
+    share = 1 - kept.step.seconds / best.price.step.seconds
+    return [f"without checkpointing (--no-checkpointing) it needs {held} and takes {share:.0%} less time"]
 
 
 def _memory_line(best: Priced, request: Request) -> str:
@@ -184,7 +206,7 @@ def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
 
 
-def _assumed(request: Request) -> list[str]:
+def assumed_lines(request: Request) -> list[str]:
     lines = []
     if assumed := assumptions(request.topology.name):
         lines.append(f"assumed, not measured, for {request.topology.name}: {', '.join(assumed)}")

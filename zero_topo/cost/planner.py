@@ -6,7 +6,7 @@
 2. A plan that needs more than the machine's memory per rank less a reserve is dropped, with the role that is largest.
 3. Of the others, the named schemes and those whose bytes take least time on the wires, of those that lose nothing by
    themselves, are simulated, and the shortest
-   step wins. How much of its communication a real step hides is not known: half of what can be hidden is taken to be.
+   step wins. How much of its communication a step hides is ``Job.overlap``.
    What loses something, inside a node or between nodes, must be 2 percent faster for each. Times within half a percent
    then count as equal, which is finer than any prediction: what loses less goes first, then what holds less memory
    (in steps of 5 percent), then a named scheme before a free form, and who sends less before who sends more.
@@ -26,10 +26,8 @@ from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_confi
 from zero_topo.cost.candidates import Candidate, candidates
 from zero_topo.cost.footprint import DEFAULTS, InFlight, predict_memory
 from zero_topo.cost.memory import memory_bytes
-from zero_topo.cost.simulator import Job, simulate
-from zero_topo.cost.time import known_rates, rates_as
+from zero_topo.cost.step import Job, Range, Step, known_rates, predict_step, rates_as, step_range
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
-from zero_topo.cost.uncertainty import overlapping
 from zero_topo.cost.volume import Key, Workload, step_bytes
 from zero_topo.topology.model import DOMAINS, Topology
 from zero_topo.topology.presets import load_machine
@@ -85,9 +83,13 @@ class Request:
             return memory_bytes(config, work, work.itemsize)
         return predict_memory(config, work, self.job, self.flight)
 
+    def price(self, config: ResolvedConfig) -> Price:
+        """What a plan costs: the one answer to how long a step takes, what it sends and what a rank holds."""
+        return Price(config, self)
+
     def fits(self, config: ResolvedConfig) -> bool:
         """Whether a plan holds no more than it may, as far as that is known."""
-        return self.limit is None or sum(self.holds(config).values()) <= self.limit
+        return self.price(config).fits
 
     @cached_property
     def machine(self) -> Topology:
@@ -134,18 +136,66 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Price:
+    """What a plan costs, each part worked out when it is asked for.
+
+    Attributes:
+        config: the plan on the request's machine.
+        request: machine and job.
+    """
+
+    config: ResolvedConfig
+    request: Request
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that a rank holds, by role."""
+        return self.request.holds(self.config)
+
+    @property
+    def held(self) -> int:
+        """Bytes that a rank holds in all."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is no more than it may, as far as that is known."""
+        return self.request.limit is None or self.held <= self.request.limit
+
+    @cached_property
+    def sent(self) -> Mapping[Key, int]:
+        """Bytes that a rank sends in a step, by phase and domain."""
+        return step_bytes(self.config, self.request.work, self.request.job.stock)
+
+    @cached_property
+    def step(self) -> Step:
+        """A step's seconds, and what they are spent on."""
+        return predict_step(self._known, self.request.job, self.request.rates)
+
+    @cached_property
+    def range(self) -> Range:
+        """How far the step may be off."""
+        return step_range(self._known, self.request.job, self.request.rates)
+
+    @property
+    def _known(self) -> ResolvedConfig:
+        """The plan with all links given."""
+        return replace(self.config, topology=self.request.machine)
+
+
+@dataclass(frozen=True)
 class Priced:
     """A candidate and its costs.
 
     Attributes:
         candidate: the plan.
-        memory: bytes that a rank holds, by role.
+        price: what it costs.
         wire: seconds of a step that its bytes take on the wires if nothing overlaps.
-        seconds: of a step that hides half of what it could, simulated; 0 until it is.
+        seconds: of a step, predicted; 0 until it is.
     """
 
     candidate: Candidate
-    memory: Mapping[str, int]
+    price: Price
     wire: float
     seconds: float = 0.0
 
@@ -155,9 +205,14 @@ class Priced:
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that a rank holds, by role."""
+        return self.price.memory
+
+    @property
     def held(self) -> int:
         """Bytes in all."""
-        return sum(self.memory.values())
+        return self.price.held
 
     def why_not(self, limit: int) -> str:
         """Why it does not fit, as a sentence."""
@@ -227,28 +282,26 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
     Args:
         asked: the user's block, taken for automatic.
         request: machine and job.
-        seconds: predicts the time of a step; by default the simulator.
+        seconds: predicts the time of a step; by default :func:`predict_step`.
 
     Raises:
         ValueError: if the keys that the user wrote fit no plan, or none that sends no fewer bits than they say.
     """
-    predict = seconds or (lambda config, job: simulate(config, job, request.rates).step_s)
-
-    def expected(config: ResolvedConfig) -> float:
-        return (predict(config, request.job) + predict(*overlapping(config, request.job, "none"))) / 2
-
     whole = replace(request.work, numels=(sum(request.work.numels),), dims=(2,), persistent=(False,))
 
+    def clock(plan: Priced) -> float:
+        return seconds(plan.candidate.config, request.job) if seconds else plan.price.step.seconds
+
     def simulated(plans: Sequence[Priced], most: int) -> tuple[Priced, ...]:
-        return _in_order([replace(p, seconds=expected(p.candidate.config)) for p in _finalists(plans, most)])
+        return _in_order([replace(p, seconds=clock(p)) for p in _finalists(plans, most)])
 
     fitting: list[Priced] = []
     refused: list[Priced] = []
     lossier: list[Priced] = []
     for candidate in candidates(asked, request.machine, request.sparse):
         wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, request.holds(candidate.config), wire)
-        fits = request.limit is None or priced.held <= request.limit
+        priced = Priced(candidate, request.price(candidate.config), wire)
+        fits = priced.price.fits
         if asked.lossy or candidate.loses_only(asked):
             (fitting if fits else refused).append(priced)
         elif fits:

@@ -101,6 +101,12 @@ class Transformer:
         masks = self.hidden if self.biases else 0
         return 4 * self.hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
 
+    @property
+    def groups(self) -> tuple[tuple[int, tuple[Shape, ...]], ...]:
+        """How many modules are alike, and the shapes of their parameters: the embedding, the layers, the head."""
+        embedding, head = self._ends
+        return (1, embedding), (self.layers, self._layer), (1, head)
+
     def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
         layer = tuple(map(math.prod, self._layer))

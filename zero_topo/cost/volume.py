@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import singledispatch
 from types import MappingProxyType
@@ -105,12 +105,20 @@ class Workload:
         return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
 
 
-def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
+def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
+    """The config by whose routes a phase goes: those of stock DeepSpeed are straight but for a quantized scatter."""
+    if not stock or (phase == "scatter" and config.gradients_spec is not None):
+        return config
+    return replace(config, plan=replace(config.plan, inner=None))
+
+
+def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
     """Bytes one rank sends per optimizer step, exactly as the meter counts them.
 
     Args:
         config: plan and wire formats.
         work: the model and the step.
+        stock: whether DeepSpeed's own engine sends them.
 
     Returns:
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as sent].
@@ -120,7 +128,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     """
     plan = config.plan
     coded, slots = work.coded(config), range(len(work.numels))
-    sent = _gathered_bytes(config, work) + (_gathered_bytes(config, work.frozen) if work.frozen else Counter())
+    sent = sum((_gathered_bytes(config, of, stock) for of in (work, work.frozen) if of is not None), Counter[Key]())
 
     def book(phase: str, moves: Iterable[Move], times: int = 1) -> None:
         for move in moves:
@@ -128,7 +136,7 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
 
     def add(phase: str, of: Iterable[int], itemsize: int, times: int = 1, escaped: int | None = None) -> None:
         columns = Columns.of(plan, [(work.numels[i], coded[i]) for i in of])
-        book(phase, phase_moves(config, phase, columns, itemsize, escaped)[0], times)
+        book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, escaped)[0], times)
 
     add("scatter", slots, work.scatter_itemsize, work.micro_batches)
     for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
@@ -142,13 +150,13 @@ def step_bytes(config: ResolvedConfig, work: Workload) -> dict[Key, int]:
     return {key: nbytes for key, nbytes in sent.items() if nbytes}
 
 
-def _gathered_bytes(config: ResolvedConfig, work: Workload) -> Counter[Key]:
+def _gathered_bytes(config: ResolvedConfig, work: Workload, stock: bool) -> Counter[Key]:
     """Of the gathers of a step alone."""
     parameters = list(zip(work.numels, work.coded(config), work.persistent, strict=True))
     sent: Counter[Key] = Counter()
     for phase, kept in (("gather_forward", False), ("gather_backward", False), ("gather_exact", True)):
         columns = Columns.of(config.plan, [(m, coded) for m, coded, persistent in parameters if persistent == kept])
-        for move in phase_moves(config, phase, columns, work.itemsize)[0]:
+        for move in phase_moves(sent_as(config, phase, stock), phase, columns, work.itemsize)[0]:
             sent[phase, config.topology.domain(move.hi)] += move.sent * (1 if kept else work.micro_batches)
     return sent
 

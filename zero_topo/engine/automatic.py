@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.planner import Request
-from zero_topo.cost.simulator import Job
+from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.topology.model import Topology
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEMORY, SCALING, TIMELINE, TRACE = (f"zero_topo {kind}" for kind in ("memory", "scaling", "timeline", "trace"))
+MEMORY, SCALING = (f"zero_topo {kind}" for kind in ("memory", "scaling"))
 BENCH, RUN, PAGE = (f"zero_topo {kind}" for kind in ("bench", "run", "report"))
 
 
