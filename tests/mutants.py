@@ -44,13 +44,14 @@ ROOMS = {
     "collectives": "collectives/*.py",
     "sync": "sync/*.py",
     "engine": "engine/*.py",
+    "hook": "hook/*.py",
 }
 ALSO = {"quant": "quant/trits.py"}
 SEED = 17
 TESTS = 60
 """At most so many tests for one mutant."""
 LAUNCHED = {
-    "engine/measure.py": ("tests/e2e/test_measure.py",),
+    "collectives/measure.py": ("tests/e2e/test_measure.py",),
     "collectives/mpi.py": ("tests/e2e/test_mpi.py",),
     "": (
         "tests/e2e/test_launcher_suite.py",

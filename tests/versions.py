@@ -23,7 +23,7 @@ from pathlib import Path
 import deepspeed  # noqa: F401  (the hook comes with it, and imports the seam)
 
 from tests.launching import ROOT
-from zero_topo.engine.seam import SINCE
+from zero_topo.hook.seam import SINCE
 from zero_topo.versions import SUPPORTED
 
 TORCH, DEEPSPEED = SUPPORTED["torch"], SUPPORTED["deepspeed"]

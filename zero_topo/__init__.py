@@ -19,12 +19,12 @@ _LAZY = {
     "AdamS": ("zero_topo.sync", "AdamS"),
     "AgedAdamW": ("zero_topo.sync", "AgedAdamW"),
     "Config": ("zero_topo.config", "ZeroTopoConfig"),
-    "Init": ("zero_topo.engine.api", "init_context"),
+    "Init": ("zero_topo.hook.api", "init_context"),
     "Plan": ("zero_topo.plan", "Plan"),
     "Topology": ("zero_topo.topology", "Topology"),
-    "enable": ("zero_topo.engine.api", "enable"),
-    "initialize": ("zero_topo.engine.api", "initialize"),
-    "stats": ("zero_topo.engine.api", "stats"),
+    "enable": ("zero_topo.hook.api", "enable"),
+    "initialize": ("zero_topo.hook.api", "initialize"),
+    "stats": ("zero_topo.hook.api", "stats"),
 }
 
 __all__ = ["AdamS", "AgedAdamW", "Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]

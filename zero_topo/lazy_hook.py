@@ -14,7 +14,7 @@ from zero_topo.versions import check_loaded
 
 # Module that is waited for -> ours that installs its hook by being imported.
 HOOKS: Mapping[str, str] = MappingProxyType(
-    {"deepspeed": "zero_topo.engine.hook", "accelerate.utils.dataclasses": "zero_topo.engine.hugging_face"}
+    {"deepspeed": "zero_topo.hook.install", "accelerate.utils.dataclasses": "zero_topo.hook.hugging_face"}
 )
 
 

@@ -68,7 +68,8 @@ def test_the_command_measures_inside_a_job(tmp_path: Path) -> None:
     """``zero-topo topology --measure`` under a launcher: rank 0 prints what ``--from`` reads back, others nothing."""
     command = ["zero_topo.cli", "topology", "--measure", "--json"]
     done = launch(
-        command, LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=["zero_topo.engine.measure"])
+        command,
+        LaunchSettings(tmp_path, world_size=2, module=True, timeout_s=120, forked=["zero_topo.collectives.measure"]),
     )
     assert done.returncode == 0, done.tails()
     text = done.log(0)

@@ -25,8 +25,9 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from benchmarks.bare import fake_world
 from tests.harness import run_threads
 from tests.ranks.worlds import world
-from zero_topo.engine import agreement, start
+from zero_topo.engine import agreement
 from zero_topo.engine.agreement import agree, check_agreement, check_blocks
+from zero_topo.hook import start
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.model import Topology
 from zero_topo.topology.seats import Seat

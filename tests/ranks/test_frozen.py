@@ -16,9 +16,9 @@ from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
 from zero_topo.engine.agreement import checksum
-from zero_topo.engine.frozen import Frozen
 from zero_topo.engine.sources import Stored
 from zero_topo.engine.stage3 import Shapes, Shards, Stage3
+from zero_topo.hook.frozen import Frozen
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
 

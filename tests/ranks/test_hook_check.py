@@ -20,12 +20,11 @@ import pytest
 import torch
 
 from tests.launching import ROOT
-from zero_topo.engine import hook, hook_gradients, hook_offload, seam
+from zero_topo.hook import install, optimizer, seam
 
 # -- what the hook relies on -------------------------------------------------------------------------------------------
 
-HOOKS = hook.TopoStage3, hook_gradients.GradientHooks, hook_offload.OffloadHooks
-OVERRIDES = ast.parse("".join(inspect.getsource(of) for of in HOOKS))
+OVERRIDES = ast.parse(inspect.getsource(optimizer.TopoStage3))
 
 
 DECLARED = [(owner, name) for owner, name, _ in seam.REQUIRED]
@@ -131,9 +130,9 @@ def test_closures_that_hold_themselves_or_nothing_are_read_once(monkeypatch: pyt
 
     foreign = odd(lambda self: self.of_another_package)
     monkeypatch.setattr(torch.nn.Module, "smart_apply", foreign, raising=False)
-    monkeypatch.setattr(hook.DeepSpeedEngine, "train", odd(lambda self: self.inside_a_closure))
+    monkeypatch.setattr(install.DeepSpeedEngine, "train", odd(lambda self: self.inside_a_closure))
     seam.check_deepspeed()
-    found = seam.attributes(hook.DeepSpeedEngine)
+    found = seam.attributes(install.DeepSpeedEngine)
     assert "inside_a_closure" in found and "of_another_package" not in found
 
 
@@ -151,13 +150,13 @@ def test_all_that_the_hook_uses_is_checked() -> None:
 
 def test_a_stranger_is_refused_before_anything_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DeepSpeed that does not fit stays as it is."""
-    monkeypatch.setattr(hook.DeepSpeedEngine, "_zero_topo_hook", False)
+    monkeypatch.setattr(install.DeepSpeedEngine, "_zero_topo_hook", False)
     monkeypatch.delattr(seam.Stock, "step")
-    before = hook.DeepSpeedEngine._configure_zero_optimizer
+    before = install.DeepSpeedEngine._configure_zero_optimizer
     with pytest.raises(ImportError, match=r"Stage3\.step is gone"):
-        hook.install()
-    assert hook.DeepSpeedEngine._configure_zero_optimizer is before
-    assert not hook.DeepSpeedEngine._zero_topo_hook
+        install.install()
+    assert install.DeepSpeedEngine._configure_zero_optimizer is before
+    assert not install.DeepSpeedEngine._zero_topo_hook
 
 
 # -- ways to install it ------------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ import inspect, json, sys
 from deepspeed.runtime.engine import DeepSpeedEngine
 def layers(function):
     count = 0
-    while "/zero_topo/engine/" in function.__code__.co_filename:
+    while "/zero_topo/hook/" in function.__code__.co_filename:
         count, function = count + 1, function.__wrapped__
     return count
 places = DeepSpeedEngine._configure_zero_optimizer, deepspeed.initialize, deepspeed.zero.Init.__init__
@@ -184,7 +183,7 @@ WAYS = {
     "zero_topo_first": "import zero_topo, sys; assert 'deepspeed' not in sys.modules\nimport deepspeed",
     "deepspeed_first": "import deepspeed\nimport zero_topo; zero_topo.enable(); zero_topo.enable()",
     "enable_alone": "import zero_topo; zero_topo.enable(); import deepspeed, importlib; importlib.reload(zero_topo)",
-    "hook_module_first": "import zero_topo.engine.hook, deepspeed",
+    "hook_module_first": "import zero_topo.hook.install, deepspeed",
     "run": f"{MODEL}\nimport deepspeed",
 }
 
@@ -218,10 +217,10 @@ def test_every_way_installs_the_hook_once(tmp_path: Path) -> None:
 def test_installing_again_changes_nothing() -> None:
     """`enable`, `initialize` and every import may call it."""
     places: list[Callable[[], Any]] = [
-        lambda: hook.DeepSpeedEngine._configure_zero_optimizer,
+        lambda: install.DeepSpeedEngine._configure_zero_optimizer,
         lambda: deepspeed.initialize,
         lambda: deepspeed.zero.Init.__init__,
     ]
     before = [place() for place in places]
-    hook.install()
+    install.install()
     assert [place() for place in places] == before

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks.test_streams import DeepSpeed, job
 from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
-from zero_topo.engine import hook
-from zero_topo.engine.seam import Stock
 from zero_topo.engine.state_offload import HostCopies
+from zero_topo.hook import optimizer
+from zero_topo.hook.seam import Stock
 
 
 class Copies(TorchDispatchMode):
@@ -39,7 +39,7 @@ class Copies(TorchDispatchMode):
 @contextmanager
 def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
     """The hook's optimizer around an engine, without what DeepSpeed's constructor makes."""
-    device, own = deepspeed.device, object.__new__(hook.TopoStage3)
+    device, own = deepspeed.device, object.__new__(optimizer.TopoStage3)
     accelerator = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=device.current_stream)
     rows = deepspeed.engine.gradients.optimizer_rows()
     widths = [end - begin for begin, end in deepspeed.columns]
@@ -55,7 +55,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "fp32_partitioned_groups_flat": [SimpleNamespace(grad=torch.zeros(len(rows) * width)) for width in widths],
         "grad_partitions_flat_buffer": deepspeed.engine.gradients.buffer[0],
     }
-    with patch.object(hook, "get_accelerator", lambda: accelerator):
+    with patch.object(optimizer, "get_accelerator", lambda: accelerator):
         yield own
 
 

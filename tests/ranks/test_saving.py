@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 
 from tests.harness import run_threads
-from zero_topo.engine.saving import LATEST, PART, Beside
+from zero_topo.hook.saving import LATEST, PART, Beside
 
 RANKS, BROKEN = 4, 2
 

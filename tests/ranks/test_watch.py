@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.launching import ROOT
 from zero_topo.collectives.meter import Meter
-from zero_topo.engine import watch as watch_module
-from zero_topo.engine.watch import Patience, Place, Watch, main_thread_place, standstill
+from zero_topo.hook import watch as watch_module
+from zero_topo.hook.watch import Patience, Place, Watch, main_thread_place, standstill
 
 PATIENCE = Patience(still_s=0.6)
 IN_TIME_S = 30 * PATIENCE.still_s  # of a busy machine
@@ -110,7 +110,7 @@ def test_a_rank_that_ended_by_an_error_of_its_own_leaves_word() -> None:
 
 DIES = """
 import torch.distributed as dist
-from zero_topo.engine.watch import Patience, Place, Watch
+from zero_topo.hook.watch import Patience, Place, Watch
 Watch(dist.HashStore(), (0, 2, "n0"), lambda: Place("in step", ()), print, Patience(60, most_look_s=0.1))
 raise RuntimeError("Connection closed by peer")
 """
@@ -183,7 +183,7 @@ def test_a_rank_whose_script_came_to_its_end_is_named_as_such(monkeypatch: pytes
 LEAVES = """
 import sys, time
 import torch.distributed as dist
-from zero_topo.engine.watch import Patience, Place, Watch
+from zero_topo.hook.watch import Patience, Place, Watch
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 watch = Watch(store, (0, 2, "n0"), lambda: Place("in step", (time.monotonic(),)), print, Patience(60))
 print(store.port, flush=True)

@@ -16,7 +16,7 @@ from zero_topo.collectives import peers as module
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Exchange, Meter
 from zero_topo.collectives.peers import Peers, as_bytes
-from zero_topo.engine.comms_log import NAMES, CommsLog, row
+from zero_topo.hook.monitor import NAMES, CommsLog, row
 
 GATHER = Exchange("all_gather", "gather_forward", "node", 4, 300, True)
 SCATTER = Exchange("all_to_all", "scatter", "node", 4, 300, True)

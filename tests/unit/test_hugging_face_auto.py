@@ -10,7 +10,7 @@ import pytest
 
 import zero_topo  # noqa: F401  (arms the hook that the plugin needs)
 from zero_topo.config import ZeroTopoConfig, check_deepspeed_config
-from zero_topo.engine.initialize import check_launch
+from zero_topo.hook.initialize import check_launch
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -31,11 +31,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "quant": _PLANNING,
     "collectives": (*_PLANNING, "mesh", "quant"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
-    "engine": ("", *_PLANNING, "mesh", "quant", "collectives", "sync"),
+    "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
+    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each
 other's privates; a room is a module or a package below `zero_topo`, the longest name that fits."""
+
+DEEPSPEED = ("hook", "doctor", "neox", "examples")
+"""The rooms that may import DeepSpeed."""
 
 TOP = ("", "lazy_hook", "run", "neox", "cli", "doctor", "launch", "bench", "examples")
 """The public face and the programs. Nothing below imports them."""
@@ -72,6 +76,14 @@ def test_imports_run_one_way() -> None:
         allowed = {here, *MAY_IMPORT.get(here, ())}
         wrong = {name for name in resolved(source.imports_for_types(), MODULES) if room(name) not in allowed}
         assert here in TOP or not wrong, f"{module} may import {sorted(allowed)}, but imports {sorted(wrong)}"
+
+
+def test_the_engine_knows_no_deepspeed() -> None:
+    """Only the hook and the programs import DeepSpeed, at the top or inside a function."""
+    users = {
+        module for module, source in MODULES.items() if any(n.split(".")[0] == "deepspeed" for n in source.imports())
+    }
+    assert users and {room(module) for module in users} <= set(DEEPSPEED)
 
 
 def test_planning_modules_never_name_torch() -> None:

@@ -13,7 +13,7 @@ from tests.launching import ROOT
 PROGRAM = """
 import logging, sys
 {before}
-from zero_topo.engine.log import show_log, tell
+from zero_topo.hook.log import show_log, tell
 rank = int(sys.argv[1])
 for engine in range(2):
     show_log(rank)

@@ -162,7 +162,7 @@ def test_deepspeed_gets_the_config_without_the_keys(
     """It would act on them or refuse them itself. The caller's dict and arguments are not changed."""
     from deepspeed.utils import logger
 
-    from zero_topo.engine.initialize import checked_first
+    from zero_topo.hook.initialize import checked_first
 
     seen: list[Any] = []
     said: list[str] = []

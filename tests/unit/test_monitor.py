@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from zero_topo.engine.monitor import breakdown, step_events
+from zero_topo.hook.monitor import breakdown, step_events
 
 
 def test_events_sum_phases_by_domain_and_name_each_phase_and_figure() -> None:

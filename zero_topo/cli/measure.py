@@ -33,7 +33,7 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     os.environ.update(meeting_point(os.environ))
     import torch.distributed as dist
 
-    from zero_topo.engine.measure import choose_device, measure
+    from zero_topo.collectives.measure import choose_device, measure
     from zero_topo.examples.process import behave, leave
 
     behave()

@@ -49,7 +49,7 @@ def _seam() -> dict[str, Any]:
     try:
         import deepspeed  # noqa: F401  (first, for with it comes the hook, which imports the seam)
 
-        from zero_topo.engine import seam
+        from zero_topo.hook import seam
 
         seam.check_deepspeed()
     except ImportError as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
-from zero_topo.engine.measure import measure
+from zero_topo.collectives.measure import measure
 from zero_topo.examples.process import leave
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import deepspeed
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
-from zero_topo.engine import hook
 from zero_topo.engine.stage3 import Stats
+from zero_topo.hook.install import install
+from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.sync import AdamS, AgedAdamW
 
 
@@ -19,7 +20,7 @@ def enable() -> None:
     Raises:
         ImportError: if the installed DeepSpeed is not one the hook fits, naming what differs.
     """
-    hook.install()
+    install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +49,7 @@ def stats(engine: Any) -> Stats:
         ValueError: if the engine runs without zero_topo.
     """
     optimizer = engine.optimizer
-    if not isinstance(optimizer, hook.TopoStage3):
+    if not isinstance(optimizer, TopoStage3):
         raise ValueError(
             'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
         )
@@ -72,14 +73,14 @@ def stats(engine: Any) -> Stats:
     )
 
 
-def _optimizer_itemsize(optimizer: hook.TopoStage3) -> int:
+def _optimizer_itemsize(optimizer: TopoStage3) -> int:
     """Bytes per element that Adam's states and FP32 masters (unless these are the weights) are expected to take."""
     adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
     ours = ((AdamS, -VARIANCE_BYTES), (AgedAdamW, AGE_BYTES))
     return adam + sum(more for kind, more in ours if isinstance(optimizer.optimizer, kind))
 
 
-def _optimizer_bytes(optimizer: hook.TopoStage3) -> int:
+def _optimizer_bytes(optimizer: TopoStage3) -> int:
     """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
     masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
     return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))

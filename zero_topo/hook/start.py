@@ -20,7 +20,7 @@ import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
-from zero_topo.engine.initialize import resolve_block
+from zero_topo.hook.initialize import resolve_block
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.topology.seats import Seat
 

@@ -1,129 +1,62 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How the engine gets into DeepSpeed; one of the five files (see ``seam.py``) that name its privates.
+"""DeepSpeed's stage-3 optimizer on nested shards; one of the files (see ``seam.py``) that name its privates.
 
-Note [The seam]
-    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name; for the length of that call, and
-    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`. Everything else is overriding:
-    DeepSpeed's flat parameter and gradient buffers become rows of our nested shards, so the optimizer step, clipping,
-    overflow handling, ``state_dict`` and checkpoints stay DeepSpeed's own.
+DeepSpeed's flat parameter and gradient buffers become rows of our nested shards. The optimizer step, clipping, overflow
+handling, ``state_dict`` and checkpoints stay DeepSpeed's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import stage3 as ds_stage3
-from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-from deepspeed.utils import log_dist
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
-from zero_topo.config import ResolvedConfig, deepspeed_hints
-from zero_topo.engine.frozen import Frozen
-from zero_topo.engine.hook_gradients import GradientHooks
-from zero_topo.engine.hook_offload import LP_PARAMS
-from zero_topo.engine.initialize import checked_first, seed_everything
-from zero_topo.engine.loading import loading_together
-from zero_topo.engine.log import show_log, tell
+from zero_topo.config import ResolvedConfig
 from zero_topo.engine.masters import clean
-from zero_topo.engine.monitor import report
-from zero_topo.engine.parameters import ParameterGathers, by_owner
-from zero_topo.engine.saving import copying_beside, saving_beside
-from zero_topo.engine.seam import Stock, check_deepspeed, has
 from zero_topo.engine.stage3 import Setup, Shards, Stage3
-from zero_topo.engine.start import agreed, check_order, meeting, meeting_place
-from zero_topo.engine.watch import watched
-from zero_topo.sync import OPTIMIZERS, AgedAdamW, Moment
+from zero_topo.engine.state_offload import HostCopies
+from zero_topo.hook.frozen import Frozen
+from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
+from zero_topo.hook.start import meeting_place
+from zero_topo.hook.watch import watched
+from zero_topo.sync import AgedAdamW, Moment
+
+logger = logging.getLogger(__name__)
+
+LP_PARAMS, LP_GRADS = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads
+BUCKET = OffloadStateTypeEnum.contiguous_grad_buffer
+
+SEVERAL_BACKWARDS = (
+    "zero_topo: this step has several backward passes, each of them taken for its last, so gradients cross nodes in "
+    'each: set "gradient_accumulation_steps" to their number; or run them under engine.coalesce_grad_reduction(), or '
+    "call engine.set_gradient_accumulation_boundary(False) before and (True) for the last; or set "
+    '"managed_gradient_accumulation": false'
+)
 
 
-def install() -> None:
-    """Install the hook once; later calls do nothing.
+class TopoStage3(Stock):
+    """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`.
 
-    Raises:
-        ImportError: if this DeepSpeed lacks what the hook relies on.
+    Attributes:
+        topo: the shards, which know nothing of DeepSpeed.
+        slots: ``ds_id`` -> index of each trained parameter.
+        frozen: the parameters that are not trained.
+        stepping: whether ``step`` is running.
+        offloaded_states: which states ``offload_states`` has moved to the host.
     """
-    if getattr(DeepSpeedEngine, "_zero_topo_hook", False):
-        return
-    check_deepspeed()
-    DeepSpeedEngine._zero_topo_hook = True
-    DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
-    DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
-    DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
-    DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
-    DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
-    DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
-    DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
-    ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
-    deepspeed.initialize = checked_first(deepspeed.initialize)
-    Init.__init__ = checked_first(Init.__init__)
-    Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
 
-
-def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(configure)
-    def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = agreed(engine, optimizer)
-        if resolved is None:
-            return configure(engine, optimizer)
-        hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
-        rank = dist.get_rank()
-        show_log(rank)
-        tell(rank, [*resolved.log_lines(), *hints])
-        ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
-        try:
-            built = configure(engine, optimizer)
-        finally:
-            ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
-        if not isinstance(built, TopoStage3):
-            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
-        else:
-            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
-            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
-        seed_everything(resolved.seed, rank)
-        return built
-
-    return wrapper
-
-
-def _loading(load: Callable[..., None]) -> Callable[..., None]:
-    """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
-
-    @wraps(load)
-    def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        ours = isinstance(engine.optimizer, TopoStage3)
-        if ours:
-            trained = [param for group in engine.optimizer.fp16_groups for param in group]
-            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
-        load(engine, checkpoint, *args, **kwargs)
-        if ours:
-            engine.optimizer.topo.restart_frozen()
-
-    return wrapper
-
-
-def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """DeepSpeed's ``fragment``, a frozen shard to be saved, without the storage that it is a view of on a CPU."""
-
-    @wraps(fragment)
-    def wrapper(engine: Any, param: Any) -> Tensor:
-        found = fragment(engine, param)
-        return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
-
-    return wrapper
-
-
-class TopoStage3(GradientHooks):
-    """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`."""
-
+    topo: Stage3
+    frozen: Frozen
     lp_param_buffer: Tensor
     inf_or_nan_tracker: Tensor
     fp32_partitioned_groups_flat: list[Any]
@@ -132,7 +65,14 @@ class TopoStage3(GradientHooks):
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
         self._edits_reach_masters = False
+        self.slots: dict[int, int] = {}
+        self.stepping = False
+        self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
+        self._in_backward = False  # a backward pass has begun and has not ended
+        self._forwards = 0  # since the last step
+        self._hinted = False  # SEVERAL_BACKWARDS is logged once
         super().__init__(*args, **kwargs)
+        self._host_copies = HostCopies(self.topo.setup.like.device)
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
@@ -248,6 +188,68 @@ class TopoStage3(GradientHooks):
         group, offset, width = self.grad_position[self.get_param_id(param)]
         return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
+    # -- backward pass ---------------------------------------------------------------------------------------------
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        """A gradient's second part (Note [Zeroed, then added]) may already be in the bucket, added in place."""
+        self.require_states(LP_GRADS, BUCKET)
+        self._in_backward = True
+        if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
+        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+    ) -> None:
+        slots = [self.slots[p.ds_id] for p in params_to_reduce]
+        # With optimizer offload the whole sync waits for the step, which copies the result to the host.
+        last = at_boundary(self) and not self.offload_optimizer
+        repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
+        if repeated and self._forwards > 1 and not self._hinted:
+            self._hinted = True
+            if dist.get_rank() == 0 and self.topo.config.plan.gradients < dist.get_world_size():
+                logger.warning(SEVERAL_BACKWARDS)
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
+        for param in params_to_release:
+            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a stream of its own
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        return []
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The end of a backward pass, or of a part of it."""
+        super().independent_gradient_partition_epilogue()
+        self._in_backward = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._forwards = 0
+        if not self.stepping:  # DeepSpeed's step calls this before the masters have read the gradients
+            for bucket in self.ipg_buckets.values():
+                self.partition_grads(bucket.params, None)
+                empty_bucket(bucket)
+            forget_backward(self)
+            self._in_backward = False
+            self.topo.gradients.zero()
+        super().zero_grad(set_to_none)
+
+    def forward_begins(self, *_: Any) -> None:
+        """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
+        self.frozen.refuse_unfrozen()
+        self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
+            if dist.get_rank() == 0:
+                logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
+            self.zero_grad()
+
+    def refuse_half_a_backward(self) -> None:
+        """Before a step: raise RuntimeError if the last backward pass failed half-way."""
+        if self._in_backward:
+            raise RuntimeError(
+                "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
+                "last step, or drop their gradients with optimizer.zero_grad(); where torch.autograd.grad was taken of "
+                "the engine's output, take it of output.detach().requires_grad_() and pass it to output.backward()"
+            )
+
     # -- step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
@@ -329,6 +331,116 @@ class TopoStage3(GradientHooks):
             self.require_states(LP_PARAMS)
             self.topo.weights.publish_world(self.slots[param.ds_id])
 
+    # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        if not self.stepping:  # asked for by a user: nothing is synced yet, nor on the host
+            self._peek()
+            if self.offload_optimizer:
+                self.note_norms()
+        return super()._get_norm_groups()
+
+    def note_norms(self) -> None:
+        """What DeepSpeed's reduction notes for optimizer offload: norms of the rank's own part of each gradient."""
+        own = self.grad_partitions_flat_buffer
+        for param in (p for group in self.fp16_groups for p in group):
+            view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
+            self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(view)
+
+    def _peek(self) -> Tensor:
+        self.require_states(LP_GRADS)
+        return self.topo.gradients.peek()
+
+    def _synced_slot(self, param: Any) -> Tensor:
+        return self.topo.gradients.layout.slot(self._peek()[None], self.slots[param.ds_id])[0]
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[Tensor, int]:
+        return self._synced_slot(param), self.grad_position[self.get_param_id(param)][0]
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        return {
+            i: {j: self._synced_slot(param).float() for j, param in enumerate(group)}
+            for i, group in enumerate(self.fp16_groups)
+        }
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[Tensor, Any], Tensor], param_list: list[Any]
+    ) -> None:
+        for param in (p for p in param_list if p.requires_grad):
+            full = self._fp32_state_allgather(param, self._synced_slot(param))
+            self.set_fp32_grad_for_param(update_func(full, param), param)
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
+        if param.requires_grad:
+            self.require_states(LP_GRADS)
+            self.topo.gradients.replace(self.slots[param.ds_id], value)
+
+    # -- offload_states and reload_states: shards on the host between uses -----------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to the host, as stock does; see Note [Emptied storages]. Collective: publish is ended first.
+
+        Args:
+            include: which; None is all. With gradients goes what sync remembers, with weights their secondary copies.
+            device: the CPU.
+            pin_memory: whether copies are page-locked.
+            non_blocking: copies run side by side in any case, and are waited for before anything is freed.
+        """
+        told = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
+        kinds = [kind for kind in told if kind not in self.offloaded_states]
+        self.topo.settle()
+        self.empty_partition_cache()  # while there are shards to go back to
+        held = self._offloadable()
+        self._host_copies.offload([tensor for kind in kinds if kind in held for tensor in held[kind]()], pin_memory)
+        super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
+        self.offloaded_states.update(kinds)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring all states back to the accelerator.
+
+        Args:
+            non_blocking: only queue the copies.
+        """
+        self._host_copies.reload(non_blocking)
+        self.offloaded_states.intersection_update({BUCKET})
+        super().reload_states(non_blocking)
+
+    def require_states(self, *kinds: OffloadStateTypeEnum) -> None:
+        """Raise RuntimeError if one of these states, by default any, is on the host."""
+        away = [kind.value for kind in kinds or OffloadStateTypeEnum if kind in self.offloaded_states]
+        if away:
+            raise RuntimeError(f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() first")
+
+    def checkpoint_event_prologue(self) -> None:
+        """Before a checkpoint is saved or loaded; DeepSpeed fills masters and weights itself then. Collective."""
+        self.require_states()
+        self.topo.weights.finish()
+        super().checkpoint_event_prologue()
+
+    def _offloadable(self) -> dict[OffloadStateTypeEnum, Callable[[], Iterable[Tensor]]]:
+        """Of each kind: its tensors."""
+        return {
+            OffloadStateTypeEnum.optim_states: self.optimizer_tensors,
+            OffloadStateTypeEnum.hp_params: lambda: self.fp32_partitioned_groups_flat,
+            LP_PARAMS: lambda: [
+                *self.topo.weight_tensors(),
+                self.lp_param_buffer,
+                *self.fp16_partitioned_groups_flat,
+                *(param.ds_tensor for param in self.module.parameters()),
+            ],
+            LP_GRADS: lambda: [*self.topo.gradients.tensors(), self.grad_partitions_flat_buffer],
+        }
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """What the optimizer remembers, but for single numbers."""
+        return [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -382,6 +494,3 @@ class TopoStage3(GradientHooks):
             self._beginning,
             self.topo,
         )  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
-
-
-install()  # importing this module is enough, whichever import of DeepSpeed comes first

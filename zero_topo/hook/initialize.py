@@ -17,7 +17,7 @@ from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned
-from zero_topo.engine.automatic import request_of
+from zero_topo.hook.automatic import request_of
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -207,7 +207,7 @@ def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_siz
         return resolve_topology(setting, env, world_size)
     if engine is None:
         return resolve_topology("auto", env, world_size)
-    from zero_topo.engine.measure import measure
+    from zero_topo.collectives.measure import measure
 
     return measure(engine.device)
 

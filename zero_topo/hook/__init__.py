@@ -1,0 +1,2 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The seam to DeepSpeed: everything that imports it or names its privates. The engine below knows nothing of it."""

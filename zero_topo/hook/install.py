@@ -1,0 +1,114 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Installs the hook into DeepSpeed; one of the files (see ``seam.py``) that name its privates.
+
+Note [The seam]
+    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. For the length of that call, and
+    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`. Everything else is overriding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import stage3 as ds_stage3
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from zero_topo.config import deepspeed_hints
+from zero_topo.hook.initialize import checked_first, seed_everything
+from zero_topo.hook.loading import loading_together
+from zero_topo.hook.log import show_log, tell
+from zero_topo.hook.monitor import report
+from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.hook.parameters import by_owner
+from zero_topo.hook.saving import copying_beside, saving_beside
+from zero_topo.hook.seam import Stock, check_deepspeed
+from zero_topo.hook.start import agreed, check_order, meeting
+from zero_topo.sync import OPTIMIZERS
+
+
+def install() -> None:
+    """Install the hook once; later calls do nothing.
+
+    Raises:
+        ImportError: if this DeepSpeed lacks what the hook relies on.
+    """
+    if getattr(DeepSpeedEngine, "_zero_topo_hook", False):
+        return
+    check_deepspeed()
+    DeepSpeedEngine._zero_topo_hook = True
+    DeepSpeedEngine._configure_distributed_model = meeting(DeepSpeedEngine._configure_distributed_model)
+    DeepSpeedEngine._configure_zero_optimizer = _choosing_class(DeepSpeedEngine._configure_zero_optimizer)
+    DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
+    DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
+    DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
+    DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
+    DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
+    ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
+    deepspeed.initialize = checked_first(deepspeed.initialize)
+    Init.__init__ = checked_first(Init.__init__)
+    Init._convert_to_deepspeed_param = by_owner(Init._convert_to_deepspeed_param)
+
+
+def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(configure)
+    def wrapper(engine: Any, optimizer: Any) -> Any:
+        resolved = agreed(engine, optimizer)
+        if resolved is None:
+            return configure(engine, optimizer)
+        hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
+        rank = dist.get_rank()
+        show_log(rank)
+        tell(rank, [*resolved.log_lines(), *hints])
+        ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
+        try:
+            built = configure(engine, optimizer)
+        finally:
+            ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
+        if not isinstance(built, TopoStage3):
+            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
+        else:
+            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
+            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
+        seed_everything(resolved.seed, rank)
+        return built
+
+    return wrapper
+
+
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
+    """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
+
+    @wraps(load)
+    def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        ours = isinstance(engine.optimizer, TopoStage3)
+        if ours:
+            trained = [param for group in engine.optimizer.fp16_groups for param in group]
+            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
+        load(engine, checkpoint, *args, **kwargs)
+        if ours:
+            engine.optimizer.topo.restart_frozen()
+
+    return wrapper
+
+
+def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """DeepSpeed's ``fragment``, a frozen shard to be saved, without the storage that it is a view of on a CPU."""
+
+    @wraps(fragment)
+    def wrapper(engine: Any, param: Any) -> Tensor:
+        found = fragment(engine, param)
+        return found if found.untyped_storage().nbytes() == found.nbytes else found.clone()
+
+    return wrapper
+
+
+install()  # importing this module is enough, whichever import of DeepSpeed comes first

@@ -1,0 +1,175 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What zero_topo does, in DeepSpeed's own channels: monitors, the log with ``wall_clock_breakdown``, the comms logger.
+
+Events go to whatever monitors the DeepSpeed config turns on (TensorBoard, W&B, Comet, CSV), after every optimizer step
+and at the same count of samples as DeepSpeed's own. Rank 0 writes them, about its own work.
+
+DeepSpeed's comms logger times its own collectives only, and takes every group for the world. Here each exchange gets a
+record with DeepSpeed's definitions (nccl-tests' PERFORMANCE.md) and its own group's size. Like DeepSpeed's, timed
+exchanges block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_topo.collectives.meter import Exchange
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.log import LOGGER
+from zero_topo.plan import PHASES
+from zero_topo.units import GB, format_bytes
+
+Event = tuple[str, float, int]
+
+
+def step_events(
+    sent: Mapping[tuple[str, str], int], seconds: Mapping[str, float], report: Mapping[str, float], samples: int
+) -> list[Event]:
+    """The monitor's events of one optimizer step.
+
+    Args:
+        sent: (phase, domain) -> bytes.
+        seconds: phase -> seconds of the host.
+        report: what the mode of sync says: densities, norms, counts.
+        samples: where the step stands on the monitor's axis.
+
+    Returns:
+        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>`` and ``zero_topo/sync_<name>``.
+    """
+    domains: dict[str, int] = {}
+    for (_, domain), nbytes in sent.items():
+        domains[domain] = domains.get(domain, 0) + nbytes
+    values = {f"bytes_{domain}": float(nbytes) for domain, nbytes in domains.items()}
+    values |= {f"ms_{phase}": 1e3 * value for phase, value in seconds.items()}
+    values |= {f"sync_{name}": value for name, value in report.items()}
+    return [(f"zero_topo/{name}", value, samples) for name, value in sorted(values.items())]
+
+
+def breakdown(seconds: Mapping[str, float]) -> str:
+    """One line: the host's time in each phase of a step, in a step's order."""
+    parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
+    return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
+
+
+def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: Any) -> None:
+    """Tell DeepSpeed's comms logger of each exchange, and its monitors and the log of each step if the config asks so.
+
+    Args:
+        engine: DeepSpeed's.
+        topo: what works for it.
+        log: DeepSpeed's, of a line and the ranks that write it, for the comms logger's lines.
+        comms_logger: DeepSpeed's; it decides by its own switches what it wants.
+    """
+    topo.meter.listener = CommsLog(comms_logger, log)
+    if not (engine.monitor.enabled or engine.wall_clock_breakdown()):
+        return
+    step = engine.step
+
+    @wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > before and engine.global_rank == 0:
+            _report_step(engine, engine.optimizer.topo)
+        return result
+
+    engine.step = wrapper
+
+
+def _report_step(engine: Any, topo: Stage3) -> None:
+    seconds = topo.meter.last_seconds()
+    if engine.monitor.enabled:
+        of_mode = topo.gradients.mode.report()
+        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, of_mode, engine.global_samples))
+    every = engine.steps_per_print()
+    if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
+        LOGGER.info(breakdown(seconds))
+
+
+NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
+"""DeepSpeed's names of the operations, by which ``prof_ops`` may choose."""
+
+
+class Row(NamedTuple):
+    """One record of DeepSpeed's comms logger.
+
+    Attributes:
+        name: under which it is summed up: operation, phase and domain.
+        size: bytes of the tensor that was passed, as DeepSpeed counts them; 0 if each member's differs, for DeepSpeed
+            compares stragglers by size, which all ranks must have in common.
+        milliseconds: from call to completion.
+        algorithm: gigabits per second of the whole result.
+        bus: gigabits per second that this rank sent.
+    """
+
+    name: str
+    size: int
+    milliseconds: float
+    algorithm: float
+    bus: float
+
+
+def row(exchange: Exchange, seconds: float) -> Row:
+    """The record of an exchange.
+
+    Args:
+        exchange: in a group of at least two.
+        seconds: how long it took.
+    """
+    others, sent = exchange.members - 1, exchange.nbytes
+    whole = sent * exchange.members // others
+    size = sent // others if exchange.op == "all_gather" else whole
+    algorithm, bus = (8 * nbytes / GB / max(seconds, 1e-9) for nbytes in (whole, sent))
+    name = f"{NAMES[exchange.op]} | zero_topo {exchange.phase} | {exchange.domain}"
+    return Row(name, size if exchange.even else 0, 1e3 * seconds, algorithm, bus)
+
+
+class CommsLog:
+    """A meter's listener that tells DeepSpeed's comms logger.
+
+    Args:
+        logger: DeepSpeed's; its switches may be turned at any time.
+        log: DeepSpeed's, of a line and the ranks that write it.
+    """
+
+    def __init__(self, logger: Any, log: Callable[..., None]) -> None:
+        self._logger = logger
+        self._log = log
+
+    def listens(self, exchange: Exchange) -> bool:
+        """What the logger's ``enabled``, ``prof_all`` and ``prof_ops`` say."""
+        logger = self._logger
+        return bool(logger.enabled and (logger.prof_all or NAMES[exchange.op] in logger.prof_ops))
+
+    @contextmanager
+    def timing(self, exchange: Exchange) -> Iterator[None]:
+        """Add a record of what happens inside; on an accelerator without what was queued before."""
+        _synchronize()
+        began = time.perf_counter()
+        yield
+        _synchronize()
+        self._add(row(exchange, time.perf_counter() - began))
+
+    def _add(self, row: Row) -> None:
+        sizes = self._logger.comms_dict.setdefault(row.name, {})
+        entry = sizes.setdefault(row.size, [0, [], [], []])
+        entry[0] += 1
+        for values, value in zip(entry[1:], row[2:], strict=True):
+            values.append(value)
+        if self._logger.verbose:
+            self._log(
+                f"comm op: {row.name} | time (ms): {row.milliseconds:.2f} | msg size: {format_bytes(row.size)} | "
+                f"algbw (Gbps): {row.algorithm:.2f} | busbw (Gbps): {row.bus:.2f}",
+                ranks=[0],
+            )
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
