@@ -24,9 +24,8 @@ from tests.ranks.test_sparse_modes import (
 )
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import NUMELS, World, overflowed
-from zero_topo.config.sync_config import DenseSync
+from zero_topo.config import DenseSync, RadiusSync
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.cost.masked import between_bytes, resampling_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius
 
@@ -326,9 +325,10 @@ def test_the_meter_counts_what_the_formulas_say(setting: str, value_dtype: str) 
     """Of a step that resamples and of one that does not, exactly, but for the flag that all is finite."""
     w = radius_world(setting, 3, NUMELS[1:], value_dtype=value_dtype)
     plan, mode = w.config.plan, w.config.sync
+    assert isinstance(mode, RadiusSync)
     widths = [plan.shard_numel(n) for n in w.numels]
-    resampling = resampling_bytes(mode, sum(widths), plan)  # type: ignore[arg-type]
-    between = between_bytes(mode, widths, plan)  # type: ignore[arg-type]
+    resampling = mode.resampling_bytes(sum(widths), plan)
+    between = mode.between_bytes(widths, plan)
     flags = plan.world_size // plan.gradients - 1
     for steps in train(w, INTERVAL + 1):
         sent = [seen.step.sent - flags for seen in steps]

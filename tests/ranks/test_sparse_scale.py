@@ -17,7 +17,6 @@ from tests.ranks.worlds import PLAIN, World, shuffled, world
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.footprint import predict_memory
-from zero_topo.cost.memory import work_bytes
 from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import Transformer
 from zero_topo.sync import picks, topk
@@ -116,7 +115,7 @@ def test_a_step_holds_what_the_formula_says(name: str, sync: dict[str, Any], sha
     Where sums are added up in the gradient shard it is no more.
     """
     w, alone = (pretended(name, peers, sharded, vectors, **sync) for vectors in ((1,), ()))
-    expected = work_bytes(w.config.sync, w.config.plan, alone.columns)
+    expected = w.config.sync.scratch(w.config.plan, alone.columns, (), 4).always
     assert held(w, 4 * ROW * peers) == pytest.approx(expected, rel=0.05)
     assert held(alone, 4 * ROW * peers) <= 1.05 * expected
 
@@ -149,7 +148,7 @@ def test_what_a_step_holds_is_in_the_prediction() -> None:
     for name in ("topk_a", "radius"):
         w = pretended(name, 2, True)
         said = predict_memory(w.config, Workload.uniform(w.numels), Job(shape, 1, 1))
-        assert said["sync"] == work_bytes(w.config.sync, w.config.plan, w.columns) > said["residual"] > 0
+        assert said["sync"] == w.config.sync.scratch(w.config.plan, w.columns, (), 4).always > said["residual"] > 0
 
 
 # -- above 2**31 -------------------------------------------------------------------------------------------------------

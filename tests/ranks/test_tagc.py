@@ -28,7 +28,6 @@ from tests.ranks.worlds import NUMELS, World, overflowed
 from zero_topo.config import TagcSync, ZeroTopoConfig
 from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
 from zero_topo.cost import Workload, step_bytes
-from zero_topo.cost.tagc import bytes_from_owner, bytes_to_owner
 from zero_topo.sync import tagc as tagc_mode
 from zero_topo.sync.base import Parameter
 from zero_topo.sync.sparse import taken
@@ -225,9 +224,9 @@ def test_sums_go_to_all_where_all_need_them() -> None:
         total = sum(one[0].sent for one in found)
         beside = sum(int(one[0].report["beside"]) for one in found)
         back = 2 * (numel // 16) + 4 * union
-        assert back == pytest.approx(2 * bytes_from_owner(sync, numel // 2, 2), rel=0.02)
+        assert back == pytest.approx(2 * sync.bytes_from_owner(numel // 2, 2), rel=0.02)
         there = total - back - 8 * beside - 2 * counts(2, theta is None)
-        assert there == pytest.approx(2 * bytes_to_owner(sync, numel // 2, 2), rel=0.1 if theta else 0)
+        assert there == pytest.approx(2 * sync.bytes_to_owner(numel // 2, 2), rel=0.1 if theta else 0)
 
 
 @pytest.mark.parametrize("numel", [3000, 2 * ROW])

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plans import resolve
-from zero_topo.config import SCHEMES, DenseSync, QuantizedSync, ResolvedConfig, SyncSettings
+from zero_topo.config import SCHEMES, DenseSync, QuantizedSync, ResolvedConfig, SparseSync, SyncSettings
 from zero_topo.cost.codes import CHANGED, ESCAPED, LR_OVER_SIGMA, change_bytes, escaped_share
-from zero_topo.cost.volume import Books, Workload, book_sync, by_domain, gather_spec, paper_volume_table, step_bytes
-from zero_topo.plan import Plan, divisors
+from zero_topo.cost.volume import Workload, by_domain, gather_spec, paper_volume_table, step_bytes
+from zero_topo.plan import divisors
 from zero_topo.quant.spec import BlockSpec, padded
 from zero_topo.topology.model import Topology
 
@@ -320,12 +320,13 @@ def test_the_law_of_what_escapes_is_what_was_measured() -> None:
         assert escaped_share(changed / CHANGED) == pytest.approx(escaped)
 
 
-def test_an_unknown_mode_of_sync_is_an_error_not_a_zero() -> None:
-    class Odd(SyncSettings):
-        MODE = "odd"
+@pytest.mark.parametrize("base", [SyncSettings, SparseSync])
+def test_a_mode_without_a_formula_is_an_error_not_a_zero(base: type[SyncSettings]) -> None:
+    """When it is defined: neither bytes nor memory are those of another mode."""
+    with pytest.raises(TypeError, match=r"the sync mode odd has no formula for .*(volume|peer_bytes).*; define it"):
 
-    with pytest.raises(ValueError, match="no volume formula for the sync mode Odd"):
-        book_sync(Odd(), Books(Plan(4, 1, None, 2, 4)), [1], 2)
+        class Odd(base):  # type: ignore[misc, valid-type]
+            mode: Literal["odd"] = "odd"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict
 
 from zero_topo.config import PublishConfig, QuantizeConfig
-from zero_topo.config.sync_config import SyncConfig
+from zero_topo.config.modes import SyncConfig
 from zero_topo.cost.transformer import Transformer
 from zero_topo.strict import Seconds
 from zero_topo.topology import Topology

@@ -10,6 +10,7 @@ from zero_topo.config.deepspeed_json import (
     load_deepspeed_config,
 )
 from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
+from zero_topo.config.modes import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.refusals import deepspeed_refusals, setting_refusals
 from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, resolve_config
@@ -21,13 +22,12 @@ from zero_topo.config.sparse_config import (
     RadiusSync,
     ScapeSync,
     SparseSync,
+    TernarySync,
     TopkASync,
     TopkDsaSync,
 )
-from zero_topo.config.sync_config import AGED_REFUSED, SPARSE_MODES, SYNC_MODES, DenseSync, QuantizedSync
-from zero_topo.config.sync_settings import SyncSettings
+from zero_topo.config.sync_config import DenseSync, QuantizedSync, SyncSettings
 from zero_topo.config.tagc_config import TagcSync
-from zero_topo.config.ternary_config import TernarySync
 
 __all__ = [
     "AGED_REFUSED",

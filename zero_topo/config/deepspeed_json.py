@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.errors import ROOT
+from zero_topo.config.modes import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
-from zero_topo.config.sync_config import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
 
 MOST_BYTES = 1 << 20  # Hjson is read slowly

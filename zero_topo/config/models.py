@@ -10,9 +10,10 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from zero_topo.config.errors import ROOT, describe
+from zero_topo.config.modes import SyncConfig
 from zero_topo.config.parts import DegreeSetting, PublishConfig, QuantizeConfig, SecondarySetting
 from zero_topo.config.stock_keys import translate
-from zero_topo.config.sync_config import DenseSync, Dtype, SyncConfig
+from zero_topo.config.sync_config import DenseSync, Dtype
 from zero_topo.strict import StrictModel, as_json
 
 SchemeSetting = Literal["zero3", "zero++", "mics", "hsdp", "paper", "topo", "topo-zero2", "auto"]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from zero_topo.config.sync_settings import BlockSize, Dtype
+from zero_topo.config.sync_config import BlockSize, Dtype
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel, as_json, did_you_mean
 

@@ -18,7 +18,7 @@ from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resident import Obstacle, resident_obstacle
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
-from zero_topo.config.sync_settings import SyncSettings
+from zero_topo.config.sync_config import SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel

@@ -1,32 +1,168 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The settings of ``sync``, one model for each mode.
+"""The settings of a mode of ``sync``, and what it costs: bytes sent, bytes kept, bytes made on the way.
 
-To add a mode, write its model below and add the class to :data:`SYNC_MODES`. Nothing else in the config needs to know
-it: the ``mode`` key selects the class, and the engine and the cost model dispatch on the class.
+To add a mode, write its model here or in ``sparse_config.py``, with the formulas that are abstract in its base, and add
+the class to ``SYNC_MODES``. Nothing else in config and cost needs to know it: the ``mode`` key selects the class, the
+engine dispatches on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field
 
-from zero_topo.config.sparse_config import (
-    GaussianKSync,
-    GTopkSync,
-    OkTopkSync,
-    RadiusSync,
-    ScapeSync,
-    SparseSync,
-    TopkASync,
-    TopkDsaSync,
-)
-from zero_topo.config.sync_settings import BlockSize, Dtype, SyncSettings
-from zero_topo.config.tagc_config import TagcSync
-from zero_topo.config.ternary_config import TernarySync
+from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.strict import StrictModel
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+BlockSize = Literal[64, 128, 256, 512, 1024, 2048]
+ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
+FP32 = 4
+
+
+class Move(NamedTuple):
+    """What a rank sends in one hop: ``sent`` bytes over the hop ``(lo, hi)``.
+
+    ``gathers`` tells a message for all members from one for each.
+    """
+
+    lo: int
+    hi: int
+    sent: int
+    gathers: bool
+
+
+class Books:
+    """Notes what a rank sends in a phase, hop by hop.
+
+    Attributes:
+        plan: routes and degrees.
+        moves: in the order booked; a mode of sync may add its own.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.moves: list[Move] = []
+
+    def gather(self, hop: tuple[int, int], message: int) -> None:
+        """A message from each member to all others: outermost hop first, then all that came, inside."""
+        for lo, hi in reversed(self.plan.route(*hop)):
+            self.moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
+            message *= hi // lo
+
+    def reduce(self, hop: tuple[int, int], message: int) -> None:
+        """A message from each member to each: by every hop, those for the destinations beyond it."""
+        for lo, hi in self.plan.route(*hop):
+            self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
+
+
+class Kept(NamedTuple):
+    """Bytes that a mode keeps on a rank between steps."""
+
+    residual: int = 0
+    masks: int = 0
+
+
+class Scratch(NamedTuple):
+    """Bytes that a mode makes on a rank beside the shards and what it keeps.
+
+    Attributes:
+        peak: the most at once, of all that follow in ``kept`` too.
+        kept: until the step is decided.
+        always: counted at every moment of a step: the next residual, which lives until the step is decided, and what a
+            reduction of all gradients makes beside it.
+    """
+
+    peak: int = 0
+    kept: int = 0
+    always: int = 0
+
+
+class SyncSettings(StrictModel):
+    """Settings of one mode; each subclass adds the key ``mode``, its own, and its formulas.
+
+    Attributes:
+        MODE: the value of ``mode``, its default.
+        WHOLE: whether one collective carries all parameters, rather than runs of them as they are ready.
+        OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
+
+    Raises:
+        TypeError: where a mode is defined without a formula.
+    """
+
+    MODE: ClassVar[str]
+    WHOLE: ClassVar[bool] = False
+    OPTIMIZER: ClassVar[str | None] = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "mode" in cls.model_fields:
+            cls.MODE = cls.model_fields["mode"].default
+            if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+                raise TypeError(f"the sync mode {cls.MODE} has no formula for {', '.join(missing)}; define it")
+
+    def problem(self, plan: Plan) -> str | None:
+        """Why the mode cannot work with a plan, and the way out.
+
+        Args:
+            plan: the degrees.
+        """
+        return None
+
+    @abstractmethod
+    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
+        """Book what a rank sends in one sync.
+
+        Args:
+            books: of the plan.
+            widths: columns of a world shard that each parameter takes.
+            itemsize: bytes of a gradient that travels densely.
+        """
+
+    @abstractmethod
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+        """Bytes that a rank keeps between steps.
+
+        Args:
+            plan: the degrees.
+            columns: ``C``, elements of the rank's world shards.
+            loss_scaled: whether a loss scaler may skip steps (FP16).
+        """
+
+    @abstractmethod
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+        """Bytes that a rank makes in a sync.
+
+        Args:
+            plan: the degrees.
+            columns: ``C``, elements of the rank's world shards.
+            run: columns of each parameter of the largest run that is synced at a time.
+            itemsize: bytes of a gradient that travels densely.
+        """
+
+
+def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
+    """The hop of a sync inside the node, if gradients are spread over less than one, and that across."""
+    *inner, outer = plan.route(*plan.hop("sync"))
+    return (inner[0] if inner else None), outer
+
+
+def sync_peers(plan: Plan) -> int:
+    """``P``, members of the hop of a sync across nodes."""
+    lo, hi = sync_hops(plan)[1]
+    return hi // lo
+
+
+def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
+    """Bytes of a message of some rows of some parameters; each row of each is filled up to whole blocks."""
+    if spec is None:
+        return rows * sum(widths) * itemsize
+    return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
 class DenseSync(SyncSettings):
@@ -41,6 +177,22 @@ class DenseSync(SyncSettings):
     dtype: Dtype | None = Field(
         None, description="Type of the values on the wire; null takes the type the gradients are accumulated in."
     )
+
+    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
+        """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
+        plan, row = books.plan, sum(widths) * itemsize
+        books.reduce(plan.hop("sync"), row)
+        whole = self.reduce == "all_reduce"
+        books.gather((plan.gradients if whole else plan.optimizer, plan.world_size), row)
+
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+        """Nothing."""
+        return Kept()
+
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+        """Messages to the owners of all rows, and as much from them."""
+        rows = plan.world_size // plan.gradients
+        return Scratch(peak=2 * rows * sum(run) * itemsize if rows > 1 else 0)
 
 
 class QuantizedSync(SyncSettings):
@@ -64,39 +216,30 @@ class QuantizedSync(SyncSettings):
         """The wire format."""
         return BlockSpec(self.bits, self.block_size)
 
+    def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
+        """Inside the node unquantized if that is not behind us, then one quantized row to each owner, then back."""
+        plan = books.plan
+        inner, outer = sync_hops(plan)
+        if inner is not None:
+            books.reduce(inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
+        books.reduce(outer, rows_message(1, widths, self.spec, itemsize))
+        books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
 
-SPARSE_MODES: tuple[type[SparseSync], ...] = (
-    TopkASync,
-    TopkDsaSync,
-    GTopkSync,
-    GaussianKSync,
-    OkTopkSync,
-    RadiusSync,
-    ScapeSync,
-    TagcSync,
-    TernarySync,
-)
-AGED_REFUSED = (
-    'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '
-    "sparse one with error_feedback"
-)
-"""Why AgedAdamW does not work with a mode that keeps no residual, and the way out."""
-SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
+    def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
+        """One row for each other member of the hop across nodes, if the gradient shard cannot hold the residual."""
+        return Kept((sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0)
 
+    def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
+        """The messages sent and those that come; where rows are copied, for sums or for what is sent back, in FP32.
 
-class _OneOfModes:
-    """Validates a ``sync`` block with the model its ``mode`` names; a block without ``mode`` is dense."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.tagged_union_schema(
-            {cls.MODE: handler.generate_schema(cls) for cls in SYNC_MODES}, discriminator=_mode_of
-        )
-
-
-def _mode_of(value: object) -> str | None:
-    if isinstance(value, SyncSettings):
-        return value.MODE
-    return str(value.get("mode", DenseSync.MODE)) if isinstance(value, Mapping) else None
-
-
-SyncConfig = Annotated[SyncSettings, _OneOfModes()]
+        Copies that hold the residual while gradients sent back lie in its place are kept until the step is decided.
+        """
+        inner, peers = sync_hops(plan)[0], sync_peers(plan)
+        if peers == 1:
+            return Scratch()
+        replicated = plan.optimizer < plan.world_size
+        table = FP32 * peers * sum(run) if inner is not None or replicated else 0
+        kept = FP32 * peers * columns if replicated and self.error_feedback else 0
+        summed = 2 * plan.world_size // plan.gradients * sum(run) * itemsize if inner else 0
+        message = rows_message(peers, run, self.spec, itemsize)
+        return Scratch(max(kept, table) + max(summed, 2 * message), kept)

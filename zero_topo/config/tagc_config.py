@@ -1,5 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The settings of the sync mode ``tagc``, and what follows from them: shares, sketch sizes, and when a sketch is safe.
+"""The settings of the sync mode ``tagc``: shares, sketch sizes, when a sketch is safe, and what is sent.
+
+To the owners of the other rows, 1 bit per element and 32 / r bits of sketch: ``(1 + 32 / r) (P - 1) / P`` bits for each
+of the ``n`` elements; the paper's index goes to all ranks, which makes it 2 + 32 / r. Sketches are counted by their
+rows.
 
 Note [Which layers]
     TAGC compresses the linear layers outside the attention core: feed-forward, embedding, head and output projection.
@@ -16,14 +20,15 @@ Note [Safe loads]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_config import PerParameter
-from zero_topo.config.sync_settings import Dtype
+from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, PerParameter, replicated
+from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
+from zero_topo.plan import Plan
 
 RATIOS = (10, 4, 2)
 PAPER_ZEROS = ((2, 0.80), (4, 0.90), (10, 0.9875))
@@ -123,3 +128,40 @@ class TagcSync(PerParameter):
         """Rows (of 1024 lanes) of the sketch of ``width`` elements."""
         blocks = -(-width // BLOCK)
         return max(LEAST_ROWS, -(-blocks // ratio))
+
+    def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
+        """To each owner its row; from each owner its sums, unless these stay."""
+        peers, width = sync_peers(plan), sum(widths)
+        back = self.bytes_from_owner(width, peers) if replicated(plan) else 0
+        return (peers - 1) * (self.bytes_to_owner(width, peers) + back)
+
+    def bytes_to_owner(self, width: int, peers: int) -> int:
+        """Bytes that a rank sends to the owner of a row of ``width`` elements: bits, and a sketch or else values."""
+        ratio = self.safe_ratio(self._union(peers), width)
+        if ratio is None:
+            return -(-width // 8) + round((1 - self.zeros(peers)) * width) * ITEMSIZES[self.value_dtype]
+        return -(-width // 8) + self.sketch_rows(width, ratio) * BLOCK * FP32
+
+    def bytes_from_owner(self, width: int, peers: int) -> int:
+        """Bytes that an owner sends to each peer that needs its row: the bits of the union, and FP32 sums."""
+        return -(-width // 8) + round(self._union(peers) * width) * FP32
+
+    def made_bytes(self, columns: int, plan: Plan) -> float:
+        """Selecting; or masks, then probing and sketches, or values that are added up; or all rows, if all need them."""
+        peers = sync_peers(plan)
+        n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
+        ratio, everywhere = self.safe_ratio(union, columns), 0.0
+        if ratio is None:
+            reducing = n + SORTING_BYTES * picks
+        else:
+            sketches = peers * self.sketch_rows(columns, ratio) * BLOCK * FP32
+            reducing = max(10 * columns, sketches + max(4 * n, sketches))
+        if replicated(plan):
+            everywhere = 4 * columns + 5 * n + 12 * union * n + 4 * union * n / peers
+        masks = n + (n + columns) // 8 + columns
+        selecting = (PART_BYTES - 4) * n if self.per_parameter else 0  # the value is there
+        return max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
+
+    def _union(self, peers: int) -> float:
+        """The share that at least one of so many ranks picks, if they pick independently."""
+        return 1 - self.zeros(peers) ** peers

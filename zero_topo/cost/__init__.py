@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from zero_topo.cost import masked, sparse, tagc  # noqa: F401  (they register their formulas)
 from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
 from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes
 

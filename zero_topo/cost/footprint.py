@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, mask_bytes, memory_bytes, work_bytes
-from zero_topo.cost.messages import publish_bytes, scatter_bytes, sync_bytes
+from zero_topo.config.sync_config import ITEMSIZES, Scratch
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
+from zero_topo.cost.messages import publish_bytes, scatter_bytes, widest_run
 from zero_topo.cost.transformer import Transformer
-from zero_topo.cost.volume import ITEMSIZES, Workload, gather_spec, message_bytes
+from zero_topo.cost.volume import Workload, gather_spec, message_bytes
 
 if TYPE_CHECKING:
     from zero_topo.cost.step import Job
@@ -93,12 +94,17 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     columns = sum(config.plan.shard_numel(m) for m in work.numels)
     held |= {"optimizer": 0} if flight.offload else {}
     most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
-    sparse = {
-        "masks": mask_bytes(config.sync, config.plan, columns),
-        "sync": work_bytes(config.sync, config.plan, columns),
-    }
-    beside = {**sparse, "bucket": flight.bucket * work.itemsize, **most}
+    made, masks = scratch(config, work, flight).always, config.sync.memory(config.plan, columns, False).masks
+    beside = {"masks": masks, "sync": made, "bucket": flight.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
+
+
+def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch:
+    """What sync makes, in runs of a bucket."""
+    columns = sum(config.plan.shard_numel(m) for m in work.numels)
+    run = widest_run(config, replace(work, run_numel=flight.bucket))
+    name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
+    return config.sync.scratch(config.plan, columns, run, ITEMSIZES[name] if name else work.itemsize)
 
 
 def moments(
@@ -118,9 +124,7 @@ def moments(
         that sync keeps, and of publish if that runs beside it. Publish after it.
     """
     plan, work = config.plan, replace(work, run_numel=flight.bucket)
-    accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
-    dense = getattr(config.sync, "dtype", None)
-    sync = sync_bytes(config.sync, config, work, ITEMSIZES[dense] if dense else accumulated)
+    sync = scratch(config, work, flight)
     publish = publish_bytes(config, work)
     rows = plan.world_size // plan.optimizer * sum(plan.shard_numel(m) for m in work.numels)
     copied = work.itemsize < 4 and not flight.offload

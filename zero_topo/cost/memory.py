@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import singledispatch
 
-from zero_topo.config import ROLES, QuantizedSync, ResolvedConfig
+from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost.codes import codes_bytes
-from zero_topo.cost.volume import Columns, Workload, sync_hops
-from zero_topo.plan import Plan
+from zero_topo.cost.volume import Columns, Workload
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
-RESIDUAL_BYTES = 4  # FP32
 VARIANCE_BYTES = 4  # of ADAM_BYTES, per parameter: what AdamS does not keep
 AGE_BYTES = 1  # per parameter, beside ADAM_BYTES: what AgedAdamW keeps
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
@@ -53,51 +50,8 @@ def memory_bytes(
         still = replace(config, plan=replace(plan, optimizer=n))
         copied = _secondary_bytes(still, [plan.shard_numel(m) for m in work.frozen.numels], work.itemsize)
         held["frozen"] = _weights_bytes(still, work.frozen) + copied
-    kept = residual_elements(config.sync, plan, work.loss_scaled) * columns * RESIDUAL_BYTES
-    return {**held, "residual": kept} if kept else held
-
-
-@singledispatch
-def residual_elements(mode: object, plan: Plan, loss_scaled: bool) -> int:
-    """World shards of FP32 residual that a mode of sync keeps on a rank; dispatches on the mode's settings.
-
-    Args:
-        mode: the settings.
-        plan: the degrees.
-        loss_scaled: whether a loss scaler may skip steps (FP16).
-    """
-    return 0
-
-
-@residual_elements.register
-def _(mode: QuantizedSync, plan: Plan, loss_scaled: bool) -> int:
-    """One row for each other member of the hop across nodes, if the gradient shard cannot hold what is owed."""
-    lo, hi = sync_hops(plan)[1]
-    return hi // lo - 1 if mode.error_feedback and loss_scaled else 0
-
-
-@singledispatch
-def mask_bytes(mode: object, plan: Plan, columns: int) -> int:
-    """Bytes that a mode of sync keeps on a rank beside its residual; dispatches on the mode's settings.
-
-    Args:
-        mode: the settings.
-        plan: the degrees.
-        columns: ``C``, elements of the rank's world shards.
-    """
-    return 0
-
-
-@singledispatch
-def work_bytes(mode: object, plan: Plan, columns: int) -> int:
-    """Bytes that a mode of sync makes at the peak of a reduction, beside what it keeps; dispatches on its settings.
-
-    Args:
-        mode: the settings.
-        plan: the degrees.
-        columns: ``C``, elements of the rank's world shards.
-    """
-    return 0
+    residual = config.sync.memory(plan, columns, work.loss_scaled).residual
+    return {**held, "residual": residual} if residual else held
 
 
 def padding_bytes(

@@ -7,27 +7,10 @@ a reduction, and in its last, for a gather.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import singledispatch
-
-from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
 from zero_topo.cost.codes import change_bytes
-from zero_topo.cost.volume import ITEMSIZES, Workload, rows_message, slot_runs, sync_hops
-
-FP32 = 4
-
-
-@dataclass(frozen=True)
-class SyncBytes:
-    """What sync holds beside shards and residuals.
-
-    Attributes:
-        peak: the most at once, of all that follow too.
-        kept: until the step is decided.
-    """
-
-    peak: int = 0
-    kept: int = 0
+from zero_topo.cost.volume import Workload, slot_runs
 
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
@@ -72,43 +55,3 @@ def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None
     slots = [slot for slot, held in enumerate(work.coded(config)) if coded in (None, held)]
     runs = slot_runs(config.plan, work, slots, work.run_numel)
     return max(([config.plan.shard_numel(work.numels[slot]) for slot in run] for run in runs), key=sum, default=[])
-
-
-@singledispatch
-def sync_bytes(mode: object, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
-    """Of a mode of sync; dispatches on its settings.
-
-    Args:
-        mode: the settings.
-        config: the plan.
-        work: the parameters, and how many are synced at a time.
-        itemsize: bytes of a gradient that travels densely.
-    """
-    return SyncBytes()
-
-
-@sync_bytes.register
-def _(mode: DenseSync, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
-    """Messages to the owners of all rows, and as much from them."""
-    plan = config.plan
-    rows = plan.world_size // plan.gradients
-    return SyncBytes() if rows == 1 else SyncBytes(peak=2 * rows * sum(widest_run(config, work)) * itemsize)
-
-
-@sync_bytes.register
-def _(mode: QuantizedSync, config: ResolvedConfig, work: Workload, itemsize: int) -> SyncBytes:
-    """The messages sent and those that come; and where rows are copied, for sums or for what is sent back, in FP32.
-
-    Copies that hold what is owed while gradients sent back lie in its place are kept until the step is decided.
-    """
-    plan, (inner, (lo, hi)) = config.plan, sync_hops(config.plan)
-    peers, widths = hi // lo, widest_run(config, work)
-    if peers == 1:
-        return SyncBytes()
-    replicated = plan.optimizer < plan.world_size
-    table = FP32 * peers * sum(widths) if inner is not None or replicated else 0
-    tables = FP32 * peers * sum(plan.shard_numel(numel) for numel in work.numels)
-    kept = tables if replicated and mode.error_feedback else 0
-    summed = 2 * plan.world_size // plan.gradients * sum(widths) * itemsize if inner else 0
-    message = rows_message(peers, widths, mode.spec, itemsize)
-    return SyncBytes(max(kept, table) + max(summed, 2 * message), kept)

@@ -60,11 +60,10 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
+from zero_topo.config.sync_config import ITEMSIZES, Move
 from zero_topo.cost.transformer import Shape, Transformer
 from zero_topo.cost.volume import (
-    ITEMSIZES,
     Columns,
-    Move,
     Workload,
     count_moves,
     gather_spec,

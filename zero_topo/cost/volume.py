@@ -25,17 +25,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import singledispatch
-from types import MappingProxyType
 from typing import NamedTuple
 
-from zero_topo.config import DenseSync, QuantizedSync, ResolvedConfig
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.sync_config import Books, Move, rows_message
 from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes
 from zero_topo.plan import Plan, coded_slots, packed_runs
 from zero_topo.quant.spec import BlockSpec
 
 Key = tuple[str, str]
-ITEMSIZES: Mapping[str, int] = MappingProxyType({"fp32": 4, "bf16": 2, "fp16": 2})
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,6 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
 
     Returns:
         ``(phase, domain) -> bytes``; entries of zero bytes are left out. See Note [What counts as sent].
-
-    Raises:
-        ValueError: if no formula is registered for the mode of sync.
     """
     plan = config.plan
     coded, slots = work.coded(config), range(len(work.numels))
@@ -190,42 +185,6 @@ class Columns(NamedTuple):
         return self.plain + self.coded
 
 
-class Move(NamedTuple):
-    """What a rank sends in one hop: ``sent`` bytes over the hop ``(lo, hi)``.
-
-    ``gathers`` tells a message for all members from one for each.
-    """
-
-    lo: int
-    hi: int
-    sent: int
-    gathers: bool
-
-
-class Books:
-    """Notes what a rank sends in a phase, hop by hop.
-
-    Attributes:
-        plan: routes and degrees.
-        moves: in the order booked; a mode of sync may add its own.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.moves: list[Move] = []
-
-    def gather(self, hop: tuple[int, int], message: int) -> None:
-        """A message from each member to all others: outermost hop first, then all that came, inside."""
-        for lo, hi in reversed(self.plan.route(*hop)):
-            self.moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
-            message *= hi // lo
-
-    def reduce(self, hop: tuple[int, int], message: int) -> None:
-        """A message from each member to each: by every hop, those for the destinations beyond it."""
-        for lo, hi in self.plan.route(*hop):
-            self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
-
-
 def phase_moves(
     config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, escaped: int | None = None
 ) -> tuple[Sequence[Move], int]:
@@ -244,7 +203,7 @@ def phase_moves(
     hop, books = config.plan.hop(phase), Books(config.plan)
     rows, message, codes = config.plan.world_size // hop[1], 0, config.resident_spec
     if phase == "sync":
-        book_sync(config.sync, books, columns.all, itemsize)
+        config.sync.volume(books, columns.all, itemsize)
     elif phase == "scatter":
         message = rows_message(1, [rows * width for width in columns.all], config.gradients_spec, itemsize)
         books.reduce(hop, message)
@@ -273,49 +232,6 @@ def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
     for (_, domain), nbytes in sent.items():
         totals[domain] += nbytes
     return dict(totals)
-
-
-@singledispatch
-def book_sync(mode: object, books: Books, widths: Sequence[int], itemsize: int) -> None:
-    """Book one sync of parameters of these widths (columns of a world shard); dispatches on the mode's settings.
-
-    Raises:
-        ValueError: for a mode without a formula.
-    """
-    raise ValueError(f"there is no volume formula for the sync mode {type(mode).__name__}; register one in book_sync")
-
-
-@book_sync.register
-def _(mode: DenseSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
-    """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
-    plan, row = books.plan, sum(widths) * itemsize
-    books.reduce(plan.hop("sync"), row)
-    whole = mode.reduce == "all_reduce"
-    books.gather((plan.gradients if whole else plan.optimizer, plan.world_size), row)
-
-
-@book_sync.register
-def _(mode: QuantizedSync, books: Books, widths: Sequence[int], itemsize: int) -> None:
-    """Inside the node unquantized if that is not behind us, then one quantized row to each owner, then back."""
-    plan = books.plan
-    inner, outer = sync_hops(plan)
-    if inner is not None:
-        books.reduce(inner, (plan.world_size // inner[1]) * sum(widths) * itemsize)
-    books.reduce(outer, rows_message(1, widths, mode.spec, itemsize))
-    books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
-
-
-def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
-    """The hop of a quantized sync inside the node, if gradients are spread over less than one, and that across."""
-    *inner, outer = plan.route(*plan.hop("sync"))
-    return (inner[0] if inner else None), outer
-
-
-def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
-    """Bytes of a message of some rows of some parameters; each row of each is filled up to whole blocks."""
-    if spec is None:
-        return rows * sum(widths) * itemsize
-    return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
 
 
 def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:

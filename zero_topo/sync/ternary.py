@@ -10,7 +10,7 @@
    element comes when the sum of all peers is large, and seldom: each peer's picks by themselves would come in many
    steps in small parts, and Adam would take each part for the whole.
 
-A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/ternary_config.py``), and
+A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and
 then the scales. No length depends on the data, so the host asks the device for nothing.
 
 Note [Voids]
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zero_topo.config import TernarySync
-from zero_topo.config.ternary_config import BLOCK
+from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import added_rows
 from zero_topo.sync.sparse import Outcome, Sparse

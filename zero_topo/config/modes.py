@@ -1,0 +1,60 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The modes of ``sync``, of which the key ``mode`` selects one. A new mode is added to :data:`SPARSE_MODES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from zero_topo.config.sparse_config import (
+    GaussianKSync,
+    GTopkSync,
+    OkTopkSync,
+    RadiusSync,
+    ScapeSync,
+    SparseSync,
+    TernarySync,
+    TopkASync,
+    TopkDsaSync,
+)
+from zero_topo.config.sync_config import DenseSync, QuantizedSync, SyncSettings
+from zero_topo.config.tagc_config import TagcSync
+
+SPARSE_MODES: tuple[type[SparseSync], ...] = (
+    TopkASync,
+    TopkDsaSync,
+    GTopkSync,
+    GaussianKSync,
+    OkTopkSync,
+    RadiusSync,
+    ScapeSync,
+    TagcSync,
+    TernarySync,
+)
+AGED_REFUSED = (
+    'it divides what comes by the steps it waited for, and here nothing waits; set it to "AdamW", or sync.mode to a '
+    "sparse one with error_feedback"
+)
+"""Why AgedAdamW does not work with a mode that keeps no residual, and the way out."""
+SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
+
+
+class _OneOfModes:
+    """Validates a ``sync`` block with the model its ``mode`` names; a block without ``mode`` is dense."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.tagged_union_schema(
+            {cls.MODE: handler.generate_schema(cls) for cls in SYNC_MODES}, discriminator=_mode_of
+        )
+
+
+def _mode_of(value: object) -> str | None:
+    if isinstance(value, SyncSettings):
+        return value.MODE
+    return str(value.get("mode", DenseSync.MODE)) if isinstance(value, Mapping) else None
+
+
+SyncConfig = Annotated[SyncSettings, _OneOfModes()]
