@@ -20,7 +20,10 @@ from zero_topo.config import ZeroTopoConfig, deepspeed_problems, resolve_config
 from zero_topo.config.stock_keys import KEYS, ZERO, switched_on, translate
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.cost.candidates import before_a_model
-from zero_topo.cost.stock import Stock
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import Request
+from zero_topo.cost.step import Job
+from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.topology import Topology
 from zero_topo.topology.presets import load_preset
 
@@ -193,11 +196,11 @@ def test_deepspeed_gets_the_config_without_the_keys(
 def test_what_stock_zeropp_holds_and_sends_is_what_the_paper_says() -> None:
     """Of 2 psi bytes: half for INT8 forward over the world, half backward inside the node, a quarter for gradients."""
     numel = 2**25
-    work = Workload.uniform([numel])
-    found = Stock.of(ZEROPP, DGX)
-    held = found.memory(work, 2)
+    request = Request(DGX, Job(load_model("gpt2"), 1, 1, stock=True), (numel,), states_only=True)
+    price = request.price(stock_config(ZEROPP, DGX))
+    held = price.memory
     assert (held["weights"], held["secondary"]) == (numel // 16, numel // 4)
-    sent, scales = found.sent(work), 1 + 4 / 256
+    sent, scales = price.sent, 1 + 4 / 256
     assert sent["gather_forward", "world"] == pytest.approx(numel * 31 / 32 * scales)
     assert sent["gather_backward", "node"] == pytest.approx(numel * 7 / 8 * scales)
     assert sent["scatter", "node"] == pytest.approx(numel / 2 * 7 / 8 * (1 + 8 / 256))
@@ -210,10 +213,9 @@ def test_stock_quantizes_no_gradients_on_one_node_and_loco_keeps_them_in_int8() 
     work = Workload.uniform([numel])
     one = Topology("dgx", nodes=1, gpus_per_node=8, ranks_per_gpu=1)
     plain = step_bytes(resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), one), work)
-    assert Stock.of({"zero_quantized_gradients": True}, one).sent(work) == plain
+    assert step_bytes(stock_config({"zero_quantized_gradients": True}, one), work, stock=True) == plain
     loco = {"zero_quantized_gradients": True, **LOCO}
-    assert Stock.of(loco, DGX).memory(work, 2)["residual"] == numel + numel // 8
-    assert "residual" not in Stock.of(loco, one).memory(work, 2)
+    assert loco_bytes(loco, work, DGX) == numel + numel // 8 and loco_bytes(loco, work, one) == 0
 
 
 def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Path) -> None:

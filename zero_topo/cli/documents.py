@@ -261,6 +261,7 @@ class _Costs(_Document):
     micro_batches: int
     memory: dict[str, Roles]
     sent_by_domain: dict[str, ByDomain]
+    step_s: dict[str, float]
 
 
 class _Migrated(_Document):

@@ -6,19 +6,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from zero_topo.cli.files import Force, check_files
-from zero_topo.cli.options import taking
+from zero_topo.cli.options import Overlap, taking
 from zero_topo.cli.output import print_json
-from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_params
+from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_model, found_params
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import (
-    ResolvedConfig,
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
@@ -38,10 +37,14 @@ from zero_topo.config.stock_keys import (
     switched_on,
     translate,
 )
-from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
-from zero_topo.cost.stock import Stock
+from zero_topo.cost import by_domain
+from zero_topo.cost.explain import setting
+from zero_topo.cost.planner import Price, Request
+from zero_topo.cost.step import Job
+from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
+from zero_topo.units import format_seconds
 
 BEFORE, AFTER, OTHER = "before", "after", "topo"
 USUAL_PARAMS = "1B"
@@ -67,6 +70,7 @@ class MigrateOptions:
             metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
         ),
     ] = None
+    overlap: Overlap = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
@@ -143,34 +147,47 @@ class Costs:
 
     Attributes:
         params: of the model.
-        work: the step.
-        configs: row -> plan.
-        memory: row -> role -> bytes.
-        sent: row -> domain -> bytes per optimizer step.
+        prices: row -> what the plan costs.
+        loco: bytes that LoCo keeps before.
     """
 
     params: int
-    work: Workload
-    configs: Mapping[str, ResolvedConfig]
-    memory: Mapping[str, Mapping[str, int]]
-    sent: Mapping[str, Mapping[str, int]]
+    prices: Mapping[str, Price]
+    loco: int
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Row -> role -> bytes."""
+        held = {row: dict(price.memory) for row, price in self.prices.items()}
+        return held | {BEFORE: held[BEFORE] | ({"residual": self.loco} if self.loco else {})}
+
+    @property
+    def sent(self) -> dict[str, dict[str, int]]:
+        """Row -> domain -> bytes per optimizer step."""
+        return {row: by_domain(price.sent) for row, price in self.prices.items()}
 
     def to_json(self) -> dict[str, Any]:
         """In JSON types."""
         return {
-            "topology": self.configs[AFTER].topology.to_json(),
+            "topology": self.prices[AFTER].config.topology.to_json(),
             "params": self.params,
-            "micro_batches": self.work.micro_batches,
-            "memory": {row: dict(held) for row, held in self.memory.items()},
-            "sent_by_domain": {row: dict(sent) for row, sent in self.sent.items()},
+            "micro_batches": self.prices[AFTER].request.job.micro_batches,
+            "memory": self.memory,
+            "sent_by_domain": self.sent,
+            "step_s": {row: price.step.seconds for row, price in self.prices.items()},
         }
 
     def show(self) -> None:
         """As tables."""
-        found = self.configs[AFTER].topology
-        show(places_table(self.configs, f"{self.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
+        after = self.prices[AFTER]
+        found, job = after.config.topology, after.request.job
+        configs = {row: price.config for row, price in self.prices.items()}
+        show(places_table(configs, f"{self.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
         show(memory_table(self.memory, found.memory_per_rank))
-        show(volume_table(self.sent, self.work.micro_batches))
+        show(volume_table(self.sent, job.micro_batches))
+        steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
+        print(f"- a step takes by prediction: {', '.join(steps)}")
+        print(f"- {setting(job)}")
         print(f"- {OTHER}: what {json.dumps({ROOT: _other(found)})} would do here; see zero-topo plan --recommend\n")
 
 
@@ -188,19 +205,17 @@ def _costs(
         world_size=options.world_size,
     )
     params, found = found_params(asked), found_machine(asked)
-    steps = ds_config.get("gradient_accumulation_steps")
-    work = Workload.uniform([params], ITEMSIZE, steps if isinstance(steps, int) and steps > 0 else 1)
-    stock = Stock.of(active, found)
-    plans = {AFTER: resolve_config(block, found), OTHER: resolve_config(ZeroTopoConfig.parse(_other(found)), found)}
-    memory = {row: memory_bytes(plan, work, ITEMSIZE) for row, plan in plans.items()}
-    sent = {row: step_bytes(plan, work) for row, plan in plans.items()}
-    return Costs(
-        params,
-        work,
-        {BEFORE: stock.config, **plans},
-        {BEFORE: stock.memory(work, ITEMSIZE), **memory},
-        {row: by_domain(of) for row, of in {BEFORE: stock.sent(work), **sent}.items()},
+    micro, steps = (
+        value if isinstance(value := ds_config.get(key), int) and value > 0 else 1
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
+    job = Job(found_model(asked), micro, steps, itemsize=ITEMSIZE, overlap=options.overlap)
+    request = Request(found, job, (params,), states_only=True)
+    stock = replace(request, job=replace(job, stock=MICS_HOPS not in active))
+    plans = {AFTER: resolve_config(block, found), OTHER: resolve_config(ZeroTopoConfig.parse(_other(found)), found)}
+    prices = {BEFORE: stock.price(stock_config(active, found))}
+    prices |= {row: request.price(plan) for row, plan in plans.items()}
+    return Costs(params, prices, loco_bytes(active, request.work, found))
 
 
 def _other(found: Topology) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def schemes(options: PlanOptions) -> None:
     memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}
     sent = {name: step_bytes(config, work) for name, config in configs.items()}
     if options.as_json:
-        counts = {"params": _params(work), "trainable": work.numels[0], "micro_batches": options.micro_batches}
+        counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": options.micro_batches}
         head = {"topology": found.to_json(), **counts}
         rows = [
             {
@@ -95,7 +95,7 @@ def schemes(options: PlanOptions) -> None:
 
 def _title(found: Topology, work: Workload) -> str:
     shape = f"{found.nodes} x {found.gpus_per_node} x {found.ranks_per_gpu} = {found.world_size} ranks"
-    trained = "" if work.frozen is None else f", {work.numels[0]:,} of them trained,"
+    trained = "" if work.frozen is None else f", {sum(work.numels):,} of them trained,"
     return f"{_params(work):,} parameters{trained} on {found.name}: {shape}"
 
 

@@ -163,11 +163,14 @@ def found_params(options: PlanOptions) -> int:
 
 
 def found_work(options: PlanOptions) -> Workload:
-    """The parameters as one matrix, or as two if some are frozen, and the micro-batches.
+    """The parameters and the micro-batches: a model's as they are, a number as one matrix, or two if some are frozen.
 
     Raises:
         ValueError: as :func:`found_params`, or if more are trained than there are.
     """
+    if options.trainable is None and options.params is None:
+        model = found_model(options)
+        return Workload.uniform(model.numels(), ITEMSIZE, options.micro_batches, model.dims())
     params = found_params(options)
     trained = params if options.trainable is None else read_count(options.trainable, "--trainable", LIKE_PARAMS)
     if trained > params:

@@ -147,7 +147,7 @@ class TagcSync(PerParameter):
         return -(-width // 8) + round(self._union(peers) * width) * FP32
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Selecting; or masks, then probing and sketches, or values that are added up; or all rows, if all need them."""
+        """Selecting; or masks, then probing and sketches, or values that are added up; or all rows, if needed."""
         peers = sync_peers(plan)
         n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
         ratio, everywhere = self.safe_ratio(union, columns), 0.0

@@ -79,6 +79,8 @@ class Request:
     def holds(self, config: ResolvedConfig) -> dict[str, int]:
         """Bytes of a rank by role under a plan."""
         work = replace(self.work, loss_scaled=self.flight.loss_scaled)
+        if self.job.stock:  # hpZ's copy has 16 bits
+            config = replace(config, secondary_spec=None)
         if self.states_only:
             return memory_bytes(config, work, work.itemsize)
         return predict_memory(config, work, self.job, self.flight)

@@ -16,6 +16,13 @@ Note [Sizes]
     one message that says for each of these how many blocks escape. Messages go by the
     routes of ``plan.py``, unchanged from hop to hop.
 
+Note [Stock bytes]
+    DeepSpeed's gathers go straight, without the node's help; a quantized reduction goes in two hops but is not
+    quantized on one node. hpZ keeps its secondary copy in 16 bits whatever it is sent in. LoCo keeps what INT4 took
+    away in INT8: of the whole gradient before the hop inside the node, and of the node's share before the hop between
+    nodes. DeepSpeed's scales, one for thousands of elements, are counted as ours, one for 256, which is 1.6% too many
+    for INT8.
+
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
 
@@ -27,11 +34,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from zero_topo.config import ResolvedConfig
+from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
+from zero_topo.config.errors import ROOT
+from zero_topo.config.stock_keys import LOCO, MICS, QUANTIZED_GRADIENTS, ZERO, translate
 from zero_topo.config.sync_config import Books, Move, rows_message
 from zero_topo.cost.codes import COUNT_BYTES, change_bytes, codes_bytes
 from zero_topo.plan import Plan, coded_slots, packed_runs
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.topology.model import Topology
 
 Key = tuple[str, str]
 
@@ -101,6 +111,32 @@ class Workload:
         if spec is None:
             return (False,) * len(self.numels)
         return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
+
+
+# -- DeepSpeed itself --------------------------------------------------------------------------------------------------
+
+
+def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedConfig:
+    """The plan with the degrees and formats of stock keys; see Note [Stock bytes].
+
+    Args:
+        active: the keys that are switched on (:func:`~zero_topo.config.stock_keys.switched_on`).
+        topology: the machine.
+
+    Raises:
+        ValueError: if they do not fit it.
+    """
+    zero = {key: value for key, value in active.items() if key != LOCO}
+    block = {} if MICS in active else {"scheme": "zero3"}
+    translated = translate({ROOT: block, ZERO: zero}).config[ROOT]
+    config = resolve_config(ZeroTopoConfig.parse(translated), topology)
+    return config if topology.nodes > 1 else replace(config, gradients_spec=None)
+
+
+def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology) -> int:
+    """Bytes that LoCo keeps of what INT4 took away; 0 where it is not switched on, or gradients are not quantized."""
+    on = LOCO in active and QUANTIZED_GRADIENTS in active and MICS not in active and topology.nodes > 1
+    return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
 def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
