@@ -15,8 +15,6 @@ BENCH = ("bench", "quantizers", *"--size 100K --repeats 1 --threads 1 --dtypes f
 MINE = '{"$schema": "../docs/config.schema.json", "zero_topo": {"scheme": "my file"}}'
 COMMANDS = {
     "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
-    "trace": ((*SMALL, "--trace"), "x.json", "x.json"),
-    "picture beside the trace": ((*SMALL, "--trace"), "x.json", "x.png"),
     "memory": ((*PLAN, "--plot"), "x.png", "x.png"),
     "record": ((*BENCH, "--plots", "pictures", "--record"), "x.json", "x.json"),
     "pictures": ((*BENCH, "--record", "record.json", "--plots"), "folder", "folder/quantizers.png"),
@@ -46,19 +44,10 @@ def test_only_new_files_and_own_results_are_written_over(
 
 
 def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_path: Path) -> None:
-    """A timeline is no scaling curve; a folder is never a file, forced or not."""
-    assert run(*SMALL, "--trace", str(tmp_path / "x.json"))[0] == 0
+    """A memory table is no scaling curve; a folder is never a file, forced or not."""
+    assert run(*PLAN, "--plot", str(tmp_path / "x.png"))[0] == 0
     assert "no result of this kind" in run(*SMALL, "--plot", str(tmp_path / "x.png"))[2]
-    assert "which is a file; name a folder" in run(*BENCH, "--plots", str(tmp_path / "x.json"))[2]
+    assert "which is a file; name a folder" in run(*BENCH, "--plots", str(tmp_path / "x.png"))[2]
     (tmp_path / "folder.png").mkdir()
     for force in ((), ("--force",)):
         assert run(*SMALL, "--plot", str(tmp_path / "folder.png"), *force)[0] == 2
-
-
-@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "--force"])
-def test_results_do_not_write_over_each_other(force: tuple[str, ...], run: Run, tmp_path: Path) -> None:
-    """The trace's picture lies beside it: neither the trace nor the plot may have its name."""
-    png, json = str(tmp_path / "x.png"), str(tmp_path / "x.json")
-    assert "only JSON is written" in run(*SMALL, "--trace", png, *force)[2]
-    assert "would be written twice" in run(*SMALL, "--plot", png, "--trace", json, *force)[2]
-    assert not any(tmp_path.iterdir())

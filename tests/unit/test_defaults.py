@@ -174,6 +174,21 @@ def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_lin
     assert not lossy.best.candidate.losses and "what holds less loses more" in explain(lossy)[0]
 
 
+@pytest.mark.parametrize(("slower", "wins"), [(0.019, True), (0.021, False)])
+def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, wins: bool) -> None:
+    """And the reasons say what the faster one holds; above two percent the faster one wins."""
+
+    def clock(config: ResolvedConfig, job: Any) -> float:
+        return 1.0 if config.plan.weights == 1 else 1.0 + slower if config.plan.weights == 8 else 2.0
+
+    ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
+    fastest = ranking.fastest
+    assert fastest.seconds == 1.0 and (ranking.best.candidate.config.plan.weights == 8) == wins
+    assert (ranking.best.held < 0.9 * fastest.held) == wins
+    told = f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but holds {fastest.held / GB:.2f} GB"
+    assert (told in explain(ranking)[0]) == wins
+
+
 # -- named plans -------------------------------------------------------------------------------------------------------
 
 

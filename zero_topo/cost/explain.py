@@ -49,8 +49,10 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
     )
     kept = "" if asked.lossy else " and send no fewer bits than asked for"
+    slower = best.seconds / ranking.fastest.seconds - 1
+    place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
-        f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, is the fastest "
+        f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
         f"of the {ranking.fitting} plans that fit{kept}, and needs {held}"
     )
     model = request.job.model
@@ -114,8 +116,17 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
     )
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {ranking.fitting} plans that "
-        f"fit, of {ranking.fitting + len(ranking.refused)}{others}"
+        f"fit, of {ranking.fitting + len(ranking.refused)}{others}{_leaner(ranking)}"
     )
+
+
+def _leaner(ranking: Ranking) -> str:
+    """What the winner holds less than a plan that is faster by more than nothing."""
+    best, fastest = ranking.best, ranking.fastest
+    share = 1 - fastest.seconds / best.seconds
+    if share <= EQUAL or best.held >= fastest.held:
+        return ""
+    return f"; {fastest.candidate.name} would take {share:.1%} less, but holds {format_bytes(fastest.held)}"
 
 
 def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:

@@ -9,7 +9,8 @@
    step wins. How much of its communication a step hides is ``Job.overlap``.
    What loses something, inside a node or between nodes, must be 2 percent faster for each. Times within half a percent
    then count as equal, which is finer than any prediction: what loses less goes first, then what holds less memory
-   (in steps of 5 percent), then a named scheme before a free form, and who sends less before who sends more.
+   (in steps of 5 percent), then a named scheme before a free form, and who sends less before who sends more. In the
+   end a plan within 2 percent of that, which holds a tenth less and loses no more, takes its place.
 
 Everything is a pure function of its arguments, so that all ranks of a run choose alike. Why a plan won is told by
 ``explain.py``.
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 
 from zero_topo.config import AUTO, ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.candidates import Candidate, candidates
@@ -41,6 +43,8 @@ FINALISTS, TOLD = 24, 8
 EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
 """By which share a plan must be faster for what it loses inside a node, and again for what it loses between nodes."""
+LEANER, HOLDS_LESS = 0.02, 0.1
+"""By which share a plan may be slower that holds less by the second."""
 
 MOST_DOUBLINGS = 6  # of the nodes, where the planner looks for how many would do
 ASSUMED_MACHINE = "frontier"
@@ -264,6 +268,12 @@ class Ranking:
         )
 
     @property
+    def fastest(self) -> Priced:
+        """The fastest that sends no fewer bits than the winner, which may hold less."""
+        losses = len(self.best.candidate.losses)
+        return min((plan for plan in self.timed if len(plan.candidate.losses) <= losses), key=lambda plan: plan.seconds)
+
+    @property
     def faster(self) -> Priced | None:
         """The fastest plan that sends fewer bits than was asked for, if it is faster than the winner."""
         fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
@@ -344,7 +354,20 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
         more = plan.held / max(1, leanest[equals(plan)]) - 1
         return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.wire, plan.held
 
-    return tuple(sorted(timed, key=key))
+    return _leaner_first(sorted(timed, key=key))
+
+
+def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
+    """With the leanest plan in front of those that :data:`LEANER` allows in place of the first."""
+
+    def may_win(plan: Priced) -> bool:
+        losses = len(plan.candidate.losses)
+        exacter = [other.weighed for other in timed if len(other.candidate.losses) < losses]
+        alike = losses <= len(timed[0].candidate.losses) and plan.held < timed[0].held * (1 - HOLDS_LESS)
+        return alike and plan.seconds <= timed[0].seconds * (1 + LEANER) and plan.weighed <= min(exacter, default=inf)
+
+    leanest = min(filter(may_win, timed), key=lambda plan: plan.held, default=None)
+    return tuple(timed) if leanest is None else (leanest, *(plan for plan in timed if plan is not leanest))
 
 
 def _way_out(leanest: Priced, request: Request) -> str:
