@@ -19,6 +19,7 @@ from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned
 from zero_topo.hook.automatic import request_of
+from zero_topo.hook.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -53,9 +54,10 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        check_call(call.arguments)
         builds_engine = "optimizer" in signature.parameters
-        call.arguments |= own_config(call.arguments, say=builds_engine)
+        with refusals():
+            check_call(call.arguments)
+            call.arguments |= own_config(call.arguments, say=builds_engine)
         if builds_engine:
             call.arguments |= own_optimizer(call.arguments)
         return function(*call.args, **call.kwargs)
