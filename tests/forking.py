@@ -14,7 +14,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 
@@ -67,7 +66,7 @@ def _run(kind: str, command: list[str]) -> None:
     except SystemExit as ended:
         status = ended.code
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as the interpreter does
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ That every one of them loads and resolves on its own machine is in `tests/unit/t
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
-from tests.launcher.training import EMULATED, Net, batch, close, mean, mse
+from tests.launcher.training import EMULATED, Job, Net, batch, close, mean, mse, start, train
 from tests.launching import ROOT
 from zero_topo.config import ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.topology import resolve_topology
@@ -60,4 +61,15 @@ def test_configs_train(path: Path) -> None:
         assert math.isfinite(mean(loss))
     assert zero_topo.stats(engine).steps == 2
     assert type(engine.optimizer.optimizer).__name__ == config["optimizer"]["type"]
+    close(engine)
+
+
+def test_a_block_of_the_environment_trains_as_that_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, and an engine is ours that a framework configured without a block; with ``zero.Init`` too."""
+    own = {"topology": EMULATED, "scheme": "topo"}
+    written = train(Job(zero_topo=own, steps=2, zero_init=True))
+    monkeypatch.setenv("ZERO_TOPO_BLOCK", json.dumps(own))
+    assert train(Job(steps=2, zero_init=True)) == written
+    engine = start(Job())
+    assert zero_topo.stats(engine).config.scheme == "topo"
     close(engine)

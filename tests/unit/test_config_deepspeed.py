@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_topo.config import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
-from zero_topo.config.deepspeed_json import CHECKS, Refusal
+from zero_topo.config.deepspeed_json import CHECKS, Refusal, with_environment_block
 from zero_topo.config.stock_keys import translate
 
 GOOD: dict[str, Any] = {
@@ -230,3 +230,31 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{\n  # a comment\n  "zero_topo": {"scheme": "topo",},\n}')
     assert load_deepspeed_config(path) == {"zero_topo": {"scheme": "topo"}}
+
+
+# -- the block of the environment ----------------------------------------------------------------------------------
+
+
+def test_the_environments_block_is_that_of_a_stage_3_config() -> None:
+    """For frameworks that build the config in code; other stages, and an empty variable, change nothing."""
+    plain, env = changed(), {"ZERO_TOPO_BLOCK": '{"scheme": "zero3"}'}
+    del plain["zero_topo"]
+    assert with_environment_block(plain, env) == plain | {"zero_topo": {"scheme": "zero3"}}
+    assert with_environment_block(plain, {"ZERO_TOPO_BLOCK": ""}) == plain
+    assert with_environment_block(plain | {"zero_optimization": {"stage": 2}}, env).get("zero_topo") is None
+    assert with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": '{"scheme": "topo"}'}) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"scheme": "zero3"}', r'the config has another "zero_topo" block, .*; remove one of the two'),
+        ("{", "ZERO_TOPO_BLOCK: not valid JSON"),
+        ('["topo"]', "ZERO_TOPO_BLOCK: must be a JSON object"),
+    ],
+)
+def test_an_environments_block_that_cannot_be_is_refused(text: str, message: str) -> None:
+    """In one line; two blocks that differ are a contradiction."""
+    with pytest.raises(ValueError, match=message) as caught:
+        with_environment_block(GOOD, {"ZERO_TOPO_BLOCK": text})
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tests.launching import ROOT
+from zero_topo.hook import log
+from zero_topo.hook.log import OTHERS_WAIT_S
 
 PROGRAM = """
 import logging, sys
@@ -40,3 +42,23 @@ def test_choices_are_seen_once(before: str, rank: int, expected: list[str]) -> N
     lines = done.stderr.splitlines()
     assert len(lines) == len(expected)
     assert all(line.endswith(end) for line, end in zip(lines, expected, strict=True)), lines
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("3", [OTHERS_WAIT_S])])
+def test_a_refusal_that_nobody_catches_is_one_line(
+    rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 says it at once; a rank that still runs later was refused alone. Other errors keep their traceback."""
+    slept: list[float] = []
+    shown: list[BaseException] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(log.time, "sleep", slept.append)
+    hook = log.one_line(lambda kind, error, trace: shown.append(error))
+    with pytest.raises(ValueError, match="a typo") as mistake, log.refusals():
+        raise ValueError("a typo; mend it")
+    hook(mistake.type, mistake.value, mistake.tb)
+    line = f"(test_log.py:{mistake.tb.tb_lineno})"
+    assert capsys.readouterr().err == f"zero_topo, rank {rank}: a typo; mend it {line}\n"
+    assert slept == waits and not shown
+    hook(KeyError, KeyError("ours"), None)
+    assert len(shown) == 1

@@ -31,6 +31,7 @@ from zero_topo.config import (
     load_deepspeed_config,
     resolve_config,
 )
+from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.explain import assumed_lines, price_sentence, setting
@@ -66,7 +67,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
 ) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    loaded = load_deepspeed_config(ds_config)
+    loaded = with_environment_block(load_deepspeed_config(ds_config))
     _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import importlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
 
+BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
+"""The environment's block, for frameworks that build the DeepSpeed config in code."""
 MOST_BYTES = 1 << 20  # Hjson is read slowly
 _ABSENT = object()
 
@@ -48,6 +51,28 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     except (binascii.Error, UnicodeError, ValueError):
         raise ValueError(f"DeepSpeed config {shown}: no such file, and not base64 of a JSON object either") from None
     return _parse_object(text, f"DeepSpeed config {shown}, decoded from base64")
+
+
+def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The config with the block of ``ZERO_TOPO_BLOCK``, if it is one of stage 3.
+
+    Args:
+        ds_config: the DeepSpeed config; it is not changed.
+        env: the launcher's environment.
+
+    Raises:
+        ValueError: if the variable is not a JSON object, or the config has another block.
+    """
+    text = env.get(BLOCK_VARIABLE, "")
+    if not text or _stage(ds_config):
+        return dict(ds_config)
+    block = _parse_object(text, BLOCK_VARIABLE)
+    if ds_config.get(ROOT, block) != block:
+        own = cut(as_json(ds_config[ROOT]))
+        raise ValueError(
+            f'{BLOCK_VARIABLE} = {cut(text)}: the config has another "{ROOT}" block, {own}; remove one of the two'
+        )
+    return {**ds_config, ROOT: block}
 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:

@@ -13,11 +13,13 @@ from functools import wraps
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, with_environment_block
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.fit import planned
 from zero_topo.hook.automatic import request_of
+from zero_topo.hook.log import refusals
 from zero_topo.topology.discover import MEASURED, resolve_topology
 from zero_topo.topology.model import Topology
 
@@ -39,9 +41,10 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(config, str | Mapping):
         return None
     try:
-        return load_deepspeed_config(config)
+        loaded = load_deepspeed_config(config)
     except ValueError:
         return None
+    return with_environment_block(loaded)
 
 
 def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,9 +54,10 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        check_call(call.arguments)
         builds_engine = "optimizer" in signature.parameters
-        call.arguments |= own_config(call.arguments, say=builds_engine)
+        with refusals():
+            check_call(call.arguments)
+            call.arguments |= own_config(call.arguments, say=builds_engine)
         if builds_engine:
             call.arguments |= own_optimizer(call.arguments)
         return function(*call.args, **call.kwargs)
@@ -62,19 +66,26 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
-    """The argument that carries the config to DeepSpeed, without its own keys for what the block says now.
+    """The argument that carries the config to DeepSpeed: with the environment's block, without keys the block replaces.
 
     Args:
         arguments: the call's bound arguments.
         say: whether rank 0 logs a line for each key.
     """
-    found = translate(deepspeed_config_of(arguments) or {}, arguments.get("optimizer") is not None)
-    if not found.lines:
+    config = deepspeed_config_of(arguments)
+    if config is None:
+        return {}
+    found = translate(config, arguments.get("optimizer") is not None)
+    lines = list(found.lines)
+    if BLOCK_VARIABLE in os.environ:
+        used = "has the block of this engine" if ROOT in config else "is not used: this engine is not of ZeRO stage 3"
+        lines.insert(0, f"{BLOCK_VARIABLE} {used}")
+    if not lines:
         return {}
     if say and os.environ.get("RANK", "0") == "0":
         from deepspeed.utils import logger
 
-        for line in found.lines:
+        for line in lines:
             logger.warning(f"zero_topo: {line}")
     name = next((name for name in CONFIG_ARGUMENTS if arguments.get(name) is not None), None)
     if name is not None:

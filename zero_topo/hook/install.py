@@ -8,6 +8,7 @@ Note [The seam]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 from zero_topo.config import deepspeed_hints
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.loading import loading_together
-from zero_topo.hook.log import show_log, tell
+from zero_topo.hook.log import one_line, refusals, show_log, tell
 from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
@@ -52,6 +53,7 @@ def install() -> None:
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
+    sys.excepthook = one_line(sys.excepthook)
     ZERO_SUPPORTED_OPTIMIZERS.extend(OPTIMIZERS.values())
     deepspeed.initialize = checked_first(deepspeed.initialize)
     Init.__init__ = checked_first(Init.__init__)
@@ -61,7 +63,8 @@ def install() -> None:
 def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, optimizer: Any) -> Any:
-        resolved = agreed(engine, optimizer)
+        with refusals():
+            resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)

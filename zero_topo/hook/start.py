@@ -21,6 +21,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block
+from zero_topo.hook.log import refusals
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.topology.seats import Seat
 
@@ -57,10 +58,11 @@ def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
         has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
         divided = engine.mpu is not None and engine.mpu.get_data_parallel_world_size() < world
         store = meeting_place()
-        if not divided and store is not None:
-            check_blocks(store, dist.get_rank(), world, has_block)
-        if has_block:
-            agree(_told(engine, model), Seat(socket.gethostname()), engine.device)
+        with refusals():
+            if not divided and store is not None:
+                check_blocks(store, dist.get_rank(), world, has_block)
+            if has_block:
+                agree(_told(engine, model), Seat(socket.gethostname()), engine.device)
         configure(engine, model)
 
     return wrapper

@@ -29,19 +29,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zero_topo.collectives.meter import Meter
+from zero_topo.hook.log import users_line
 
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
 """How long a run may stand still before its ranks ask each other; 0 turns the watch off."""
-LIBRARIES = ("torch", "deepspeed", "zero_topo", "contextlib", "typing_extensions")
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
 """Of DeepSpeed's engine; what a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
@@ -319,13 +317,8 @@ def main_thread_place(meter: Meter) -> Place:
     while frame is not None:
         if frame.f_code.co_name in METHODS and frame.f_globals.get("__name__") == "deepspeed.runtime.engine":
             method = frame.f_code.co_name
-        line = line or _users_line(frame)
+        line = line or users_line(frame, frame.f_lineno)
         frame = frame.f_back
     phase = meter.phase()
     words = f"in {method or innermost[0]} of step {meter.steps}{phase and f', {phase}'}{line and f', at {line}'}"
     return Place(words, (words, *innermost, sum(list(meter.calls.values()))))
-
-
-def _users_line(frame: FrameType) -> str:
-    name = str(frame.f_globals.get("__name__", ""))
-    return "" if name.split(".")[0] in LIBRARIES else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
