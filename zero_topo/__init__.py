@@ -9,6 +9,7 @@ import is cheap: torch and DeepSpeed are imported when the script imports them, 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from zero_topo import lazy_hook
@@ -36,5 +37,8 @@ def __getattr__(name: str) -> Any:
     module, attribute = _LAZY[name]
     return getattr(importlib.import_module(module), attribute)
 
+
+# In a checkout on PYTHONPATH, as in GPT-NeoX jobs, `op_builder` stands beside this folder; installed, it is inside.
+__path__.extend(str(top) for top in Path(__file__).resolve().parents[1:2] if (top / "op_builder/jit.py").is_file())
 
 lazy_hook.arm()

@@ -73,6 +73,14 @@ def test_enabling_hooks_any_program_and_disabling_leaves_no_trace(environment: E
     assert environment.run("-c", HOOKED).splitlines()[-1] == "stock"
 
 
+def test_a_checkout_on_the_path_has_its_kernels(environment: Environment) -> None:
+    """As in GPT-NeoX jobs: nothing is installed, and the kernels' builder stands beside the package."""
+    said = environment.run(
+        "-c", "from zero_topo.op_builder import jit; from zero_topo.quant import native; print(jit.__file__)"
+    )
+    assert said == str(ROOT / "op_builder/jit.py")
+
+
 def test_what_stays_after_an_uninstall_harms_nothing_and_goes_by_itself(environment: Environment) -> None:
     """The .pth file outlives the package until DeepSpeed is imported next, as if there were none."""
     environment.install(False)
