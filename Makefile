@@ -12,12 +12,12 @@ TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 # DeepSpeed ops that ranks would otherwise compile when they first need them.
 DEEPSPEED_OPS := ShareMemCommBuilder
-# What the GPU's machine must have beside Python and torch; of two of them there is no wheel to download.
+# What the GPU's machine must have beside Python and torch; there is no wheel of DeepSpeed to download.
 GPU_WHEELS := .gpu_wheels
 GPU_PYTHON ?= 3.12
 GPU_NEEDS := 'setuptools>=77' wheel ninja pydantic hjson msgpack einops py-cpuinfo psutil numpy tqdm rich typer \
 	matplotlib 'pytest>=9' hypothesis expecttest
-GPU_BUILT := deepspeed==0.19.8 python-hostlist
+GPU_BUILT := deepspeed==0.19.8
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv

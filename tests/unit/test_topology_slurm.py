@@ -61,8 +61,31 @@ def test_host_lists_are_expanded_in_order(numbers: list[int]) -> None:
     assert slurm.expand_hosts(f"nid[{ranges}],login1", "L") == [*(f"nid{n:05d}" for n in numbers), "login1"]
 
 
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("a,,b", ["a", "b"]),
+        ("[1-3]", ["1", "2", "3"]),
+        ("n[08-10,7]", ["n08", "n09", "n10", "n7"]),
+        ("n[1-2]-ib,login", ["n1-ib", "n2-ib", "login"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("b,a,b", ["b", "a"]),
+    ],
+)
+def test_host_lists_keep_order_zeros_and_each_host_once(text: str, hosts: list[str]) -> None:
+    assert slurm.expand_hosts(text, "L") == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-9999][1-9999]", "n[1-99999999]", ",".join(["n[1-600000]"] * 2)])
+def test_a_list_of_more_hosts_than_there_can_be_is_refused_before_it_is_made(text: str) -> None:
+    with pytest.raises(ValueError, match=r"more than 1,048,576 hosts"):
+        slurm.expand_hosts(text, "L")
+
+
 HOSTS, TASKS, KIND = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_DISTRIBUTION"
-BROKEN_HOSTS, BROKEN_TASKS = ("nid[1-3", "nid[3-1]", "nid[a]", "nid1]"), ("8x2", "(x2)", "8(x)", "8,", "a")
+BROKEN_HOSTS = ("nid[1-3", "nid[3-1]", "nid[a]", "nid1]", "nid[1-]", "nid[[1]]", "nid[1,]")
+BROKEN_TASKS = ("8x2", "(x2)", "8(x)", "8,", "a", "8(x2")
 
 
 @pytest.mark.parametrize(

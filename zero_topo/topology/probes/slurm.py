@@ -7,11 +7,10 @@ batch script describe the whole allocation instead; so the step's own variables 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-
-import hostlist
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_topo.strict import SHOWN_CHARACTERS, cut
 from zero_topo.topology.model import MOST_RANKS
@@ -23,6 +22,9 @@ NTASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 NNODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 _DEVICE = re.compile(r"\d{1,3}")
+_NUMBERS = r"\d{1,18}(?:-\d{1,18})?"
+_PART = re.compile(rf"[^\[\],]+|\[({_NUMBERS}(?:,{_NUMBERS})*)\]", re.ASCII)
+_TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 DISTRIBUTIONS = ("block", "cyclic", "plane", "arbitrary")
 
 
@@ -82,13 +84,53 @@ def expand_hosts(text: str, name: str, duplicates: bool = False) -> list[str]:
         ValueError: if it is no host list.
     """
     try:
-        hosts: list[str] = hostlist.expand_hostlist(text, allow_duplicates=duplicates)
-    except (hostlist.BadHostlist, ValueError) as error:
+        every = (host for part in _split(text) for host in _expanded(part))
+        hosts = list(itertools.islice(every, MOST_RANKS + 1))
+        if len(hosts) > MOST_RANKS:
+            raise ValueError(f"more than {MOST_RANKS:,} hosts")
+    except ValueError as error:
         shown = cut(text, SHOWN_CHARACTERS)
         raise ValueError(
             f"{name} is {shown!r}, which is no Slurm host list ({error}); it should look like 'node[01-04,07]'"
         ) from error
-    return hosts
+    return hosts if duplicates else list(dict.fromkeys(hosts))
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts of a host list: it is cut at commas outside brackets. An empty part names no host."""
+    start = 0
+    for comma in re.finditer(r",(?![^\[]*\])|$", text):
+        if part := text[start : comma.start()]:
+            yield part
+        start = comma.end()
+
+
+def _expanded(part: str) -> Iterator[str]:
+    """The hosts of one part, as ``"rack[1-2]node[01-16]"``: the last bracket counts fastest.
+
+    Raises:
+        ValueError: if the brackets do not hold ranges.
+    """
+    choices: list[Sequence[str]] = []
+    end = 0
+    while found := _PART.match(part, end):
+        choices.append(_numbers(found[1]) if found[1] else [found[0]])
+        end = found.end()
+    if end < len(part):
+        raise ValueError(f"{cut(part[end:], SHOWN_CHARACTERS)!r} is neither a name nor a range in brackets")
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of ``"08-10,12"`` with their leading zeros: 08, 09, 10, 12."""
+    numbers: list[str] = []
+    for written in ranges.split(","):
+        first, _, last = written.partition("-")
+        count = int(last or first) - int(first) + 1
+        if not 0 < count <= MOST_RANKS - len(numbers):
+            raise ValueError(f"{written} counts down" if count < 1 else f"more than {MOST_RANKS:,} hosts")
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(first) + count)]
+    return numbers
 
 
 def expand_tasks_per_node(text: str, name: str) -> list[int]:
@@ -97,16 +139,14 @@ def expand_tasks_per_node(text: str, name: str) -> list[int]:
     Raises:
         ValueError: if it is none.
     """
-    try:
-        counts: list[int] = hostlist.parse_slurm_tasks_per_node(text)
-        if sum(counts) > MOST_RANKS:
-            raise ValueError(f"more than {MOST_RANKS:,} tasks")
-    except (hostlist.BadHostlist, ValueError) as error:
-        shown = cut(text, SHOWN_CHARACTERS)
-        raise ValueError(
-            f"{name} is {shown!r}, which is no list of tasks per node ({error}); it should look like '8(x2),4'"
-        ) from error
-    return counts
+    shown = cut(text, SHOWN_CHARACTERS)
+    parts = [_TASKS.fullmatch(part) for part in text.split(",")]
+    read = [(int(part[1]), int(part[2] or 1)) for part in parts if part]
+    if len(read) < len(parts):
+        raise ValueError(f"{name} is {shown!r}, which is no list of tasks per node; it should look like '8(x2),4'")
+    if sum(count * nodes for count, nodes in read) > MOST_RANKS or sum(nodes for _, nodes in read) > MOST_RANKS:
+        raise ValueError(f"{name} is {shown!r}: more than {MOST_RANKS:,} tasks")
+    return [count for count, nodes in read for _ in range(nodes)]
 
 
 def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
