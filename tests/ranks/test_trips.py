@@ -1,0 +1,103 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""How far a weight or a gradient travels through the code: files and Python calls below the hook, with limits.
+
+Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 dies, the second time that something is done. The limits
+are what it takes today, so a layer more on the path of a step is seen. Lower them when the path gets shorter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import zero_topo
+from tests.harness import run_threads
+from tests.ranks.worlds import BLOCKS, loaded, world
+from zero_topo.engine.stage3 import Stage3
+
+PACKAGE = str(Path(zero_topo.__file__).parent)
+TOPO: dict[str, Any] = {"scheme": "topo"}
+SHARDED = BLOCKS["sharded"]
+NUMELS = (4096, 8192)
+"""A matrix each, so that both have INT8 weights under `topo`."""
+
+
+def trip(work: Callable[[], object]) -> tuple[int, int]:
+    """Files of the package in which this thread's work calls a function, and calls of such functions."""
+    calls: list[str] = []
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_filename)
+
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(set(calls)), len(calls)
+
+
+def gather(engine: Stage3) -> None:
+    """One parameter, as in a forward pass."""
+    engine.weights.gather([1], "gather").wait()
+
+
+def scatter(engine: Stage3) -> None:
+    """One gradient, in a micro-batch that is not the last."""
+    engine.gradients.scatter([1], [torch.ones(NUMELS[1])], last=False)
+    engine._lane.finish()
+
+
+def sync(engine: Stage3) -> None:
+    """Two gradients, in the last micro-batch, and the reduction between nodes."""
+    engine.gradients.scatter([0, 1], [torch.ones(n) for n in NUMELS], last=True)
+    engine.gradients.sync()
+    engine.gradients.end_step(skipped=False)
+
+
+def publish(engine: Stage3) -> None:
+    """Two parameters, from FP32 masters."""
+    columns = sum(engine.layout.widths)
+    masters = torch.zeros(engine.config.plan.world_size // engine.config.plan.optimizer, columns)
+    engine.weights.publish(range(2), masters)
+    engine.weights.begin()
+    engine.weights.finish()
+
+
+@pytest.mark.parametrize(
+    ("work", "block", "most"),
+    [
+        (gather, TOPO, (20, 107)),
+        (gather, BLOCKS["topo"], (20, 135)),
+        (gather, BLOCKS["quantized"], (20, 107)),
+        (scatter, TOPO, (17, 143)),
+        (scatter, BLOCKS["topo"], (17, 130)),
+        (sync, TOPO, (20, 329)),
+        (sync, BLOCKS["q4"], (20, 366)),
+        (sync, SHARDED, (24, 430)),
+        (publish, TOPO, (17, 211)),
+        (publish, BLOCKS["topo"], (19, 243)),
+        (publish, BLOCKS["q4"], (20, 344)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_trip_is_no_longer_than_it_was(
+    work: Callable[[Stage3], None], block: dict[str, Any], most: tuple[int, int]
+) -> None:
+    def ranked(rank: int) -> tuple[int, int]:
+        engine, _ = loaded(world(block, numels=NUMELS), torch.bfloat16)
+        work(engine)
+        if rank == 0:
+            return trip(lambda: work(engine))
+        work(engine)
+        return 0, 0
+
+    files, calls = run_threads(8, ranked)[0]
+    assert files <= most[0] and calls <= most[1], (files, calls)
