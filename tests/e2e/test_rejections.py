@@ -47,7 +47,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "autotp": ({**GOOD, "tensor_parallel": {"autotp_size": 2}}, "AutoTP", "remove tensor_parallel"),
     "autoep": ({**GOOD, "expert_parallel": {"enabled": True}}, "AutoEP", "remove expert_parallel"),
     "deepcompile": ({**GOOD, "compile": {"deepcompile": True}}, "DeepCompile", "set it to false"),
-    "ulysses": ({**GOOD, "sequence_parallel_size": 2}, "sequence_parallel_size = 2", "set it to 1"),
+    "ulysses": (
+        {**GOOD, "sequence_parallel_size": 2, "data_parallel_size": 1},
+        "sequence_parallel_size = 2",
+        "remove data_parallel_size",
+    ),
     "whole_sums": ({**GOOD, "data_types": {"grad_accum_dtype": "int8"}}, 'grad_accum_dtype = "int8"', '"bf16"'),
     "rule_gradients": (topo(weights=2, gradients=1, optimizer=2), "gradients", "weights"),
     "rule_optimizer": (topo(weights=1, gradients=2, optimizer=1), "optimizer", "gradients"),

@@ -65,6 +65,7 @@ class Job:
         optimizer: of these parameters, the caller's own; None takes that of the config.
         scheduler: of the optimizer, the caller's own.
         batch: of (step, micro-batch, dtype): this rank's inputs and targets.
+        mpu: given to DeepSpeed.
         seen: what its functions note down, to be compared as losses are.
     """
 
@@ -82,6 +83,7 @@ class Job:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     batch: Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]] | None = None
+    mpu: Any = None
     seen: list[Any] = field(default_factory=list)
 
     def under(self, zero_topo: dict[str, Any] | None) -> Job:
@@ -125,7 +127,7 @@ def start(job: Job, seed: int = 0) -> Any:
     else:
         model = job.model()
     parameters = job.groups(model) if job.groups else [p for p in model.parameters() if p.requires_grad]
-    own: dict[str, Any] = {"model_parameters": parameters, "lr_scheduler": job.scheduler}
+    own: dict[str, Any] = {"model_parameters": parameters, "lr_scheduler": job.scheduler, "mpu": job.mpu}
     if job.optimizer:
         del config["optimizer"]
         own["optimizer"] = job.optimizer(parameters)

@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(tensor_parallel__autotp_size=2), "tensor_parallel.autotp_size = 2", "remove tensor_parallel"),
     (changed(tensor_parallel__tp__tp_size=2), "tensor_parallel.tp.tp_size = 2", "remove tensor_parallel"),
     (changed(expert_parallel__enabled=True), "expert_parallel.enabled = true", "remove expert_parallel"),
-    (changed(sequence_parallel_size=2), "sequence_parallel_size = 2", "set it to 1"),
+    (changed(sequence_parallel_size=2, data_parallel_size=4), "data_parallel_size = 4", "remove data_parallel_size"),
     (changed(pipeline__stages=4), "pipeline.stages = 4", "remove pipeline"),
     (changed(compile__deepcompile=True), "compile.deepcompile = true", "set it to false"),
     (changed(hybrid_engine__enabled=True), "hybrid_engine.enabled = true", "remove hybrid_engine"),
@@ -120,7 +120,7 @@ def test_a_setting_zero_topo_cannot_work_beside_is_refused_in_one_line(
             tensor_parallel={"autotp_size": "auto"},
             sequence_parallel_size="auto",
         ),
-        changed(tensor_parallel__autotp_size=0, expert_parallel={"enabled": False}, sequence_parallel_size=1),
+        changed(tensor_parallel__autotp_size=0, expert_parallel={"enabled": False}, sequence_parallel_size=2),
         changed(pipeline__stages="auto", torch_autocast={"enabled": False}, optimizer={"type": "AdamW"}),
         {"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 8}},  # without the block none of our business
     ],

@@ -238,6 +238,19 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     return f'{said}; set it to "{wanted}"'
 
 
+def _sequences_in_a_mesh(ds_config: Mapping[str, Any]) -> str | None:
+    sequence, data = (_lookup(ds_config, f"{name}_parallel_size") for name in ("sequence", "data"))
+    if data is _ABSENT or not _above_one(sequence):
+        return None
+    return (
+        f"sequence_parallel_size = {as_json(sequence)} and data_parallel_size = {as_json(data)}: with both, DeepSpeed "
+        f"shards over the data-parallel ranks alone; remove data_parallel_size, and {SEQUENCES}"
+    )
+
+
+SEQUENCES = (
+    "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
+)
 _OWN_GATHER = "it gathers or steps past zero_topo's shards"
 _WORLD = "zero_topo shards over all ranks of the launch, which this would divide"
 
@@ -285,7 +298,7 @@ CHECKS: tuple[Check, ...] = (
     Refusal("tensor_parallel.autotp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
     Refusal("tensor_parallel.tp.tp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
     Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),
-    Refusal("sequence_parallel_size", _above_one, f"Ulysses: {_WORLD}", "set it to 1"),
+    _sequences_in_a_mesh,
     Refusal("pipeline.stages", _above_one, f"pipeline parallelism: {_WORLD}", "remove pipeline"),
     Refusal(
         f"{ZERO}.stage3_allgather_sequential",

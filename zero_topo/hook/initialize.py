@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, check_deepspeed_config, load_deepspeed_config
-from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, with_environment_block
+from zero_topo.config.deepspeed_json import BLOCK_VARIABLE, SEQUENCES, with_environment_block
 from zero_topo.config.errors import ROOT
 from zero_topo.config.stock_keys import translate
 from zero_topo.cost.candidates import before_a_model
@@ -123,11 +123,26 @@ def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ
     """
     config = deepspeed_config_of(arguments)
     if config is not None and check_launch(config, env) is not None:
-        for check in (_model_parallel, _sequence_parallel, _remote_parameters):
+        for check in (_model_parallel, _mesh, _remote_parameters):
             check(arguments)
 
 
+def sharding_ranks(mpu: Any, world: int) -> int:
+    """Ranks over which DeepSpeed shards under an mpu: all ranks of its sequences, else its data-parallel ranks.
+
+    Args:
+        mpu: the one that ``deepspeed.initialize`` got, or None.
+        world: ranks of the launch.
+    """
+    for name in ("get_sequence_data_parallel_world_size", "get_data_parallel_world_size"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return world
+
+
 def _model_parallel(arguments: Mapping[str, Any]) -> None:
+    if hasattr(arguments.get("mpu"), "initialize_sequence_parallel"):
+        return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are names for the sequence-parallel ones
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = _ask(arguments.get("mpu"), name)
         if size > 1:
@@ -145,12 +160,12 @@ def _ask(mpu: Any, name: str) -> int:
         return 1
 
 
-def _sequence_parallel(arguments: Mapping[str, Any]) -> None:
+def _mesh(arguments: Mapping[str, Any]) -> None:
     mesh = arguments.get("mesh_param")
     if mesh and len(mesh) > 1 and mesh[1] > 1:
         raise ValueError(
-            f"mesh_param = {tuple(mesh)}, so {mesh[1]} sequence-parallel ranks: zero_topo shards over all ranks of the "
-            "launch, which this would divide; leave mesh_param out"
+            f"mesh_param = {tuple(mesh)}, so DeepSpeed shards over {mesh[0]} ranks: zero_topo shards over all ranks of "
+            f"the launch; {SEQUENCES}"
         )
 
 
@@ -202,7 +217,7 @@ def resolve_block(
     if data_parallel_size is not None and data_parallel_size != world_size:
         raise ValueError(
             f"zero_topo shards over all {world_size} ranks, but DeepSpeed has {data_parallel_size} data-parallel "
-            "ranks: tensor, pipeline and sequence parallelism do not work with it yet; set their sizes to 1"
+            "ranks: tensor and pipeline parallelism do not work with it yet; set their sizes to 1"
         )
     topology = _machine(block.topology, env, world_size, engine)
     if engine is None:

@@ -82,7 +82,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
 )
 # Attributes of instances relied on: some method of the class must set them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (DeepSpeedEngine, ("_config", "dp_world_size", "checkpoint_engine", "param_names")),
+    (DeepSpeedEngine, ("_config", "seq_dp_world_size", "checkpoint_engine", "param_names")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
     (type(deepspeed.comm.comms_logger), ("enabled", "prof_all", "prof_ops", "verbose", "comms_dict")),
     (Stock, (f"{MANGLED}__param_id_to_grad_partition", "grad_partitions_flat_buffer", "grad_position")),

@@ -20,7 +20,7 @@ import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
 from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
-from zero_topo.hook.initialize import resolve_block
+from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.topology.seats import Seat
@@ -56,7 +56,7 @@ def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(configure)
     def wrapper(engine: Any, model: Any) -> None:
         has_block, world = ROOT in engine._config._param_dict, dist.get_world_size()
-        divided = engine.mpu is not None and engine.mpu.get_data_parallel_world_size() < world
+        divided = sharding_ranks(engine.mpu, world) < world
         store = meeting_place()
         with refusals():
             if not divided and store is not None:
@@ -186,7 +186,7 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     config = engine._config._param_dict
     memory = least_memory(engine.device) if ROOT in config else None
     try:
-        found = resolve_block(config, dist.get_world_size(), engine.dp_world_size, engine=engine, memory=memory)
+        found = resolve_block(config, dist.get_world_size(), engine.seq_dp_world_size, engine=engine, memory=memory)
         if found is not None and optimizer:
             _refuse_types(optimizer, engine.param_names)
     except ValueError as error:
