@@ -61,6 +61,14 @@ def test_accelerate_trains_as_under_stock_zero3(tmp_path: Path) -> None:
     assert found["saved"] == 0
 
 
+@hugging_face
+def test_ranks_that_share_sequences_train_as_under_stock_zero3(tmp_path: Path) -> None:
+    """Ulysses by Accelerate's recipe: two data-parallel pairs of ranks, each with half of a sequence."""
+    plain, topo = (outcome(["hugging_face.py", verb], tmp_path, ranks=4) for verb in ("ulysses-plain", "ulysses"))
+    assert (plain["topo"], topo["topo"]) == (None, 10) and topo["losses"][-1] < topo["losses"][0]
+    assert topo["losses"] == pytest.approx(plain["losses"], rel=0, abs=CLOSE)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch-lightning is not installed")
 def test_lightning_trains_as_under_stock_zero3(tmp_path: Path) -> None:
     """Micro-batches and clipping by Lightning; its DeepSpeed strategy passes the block on."""

@@ -34,7 +34,8 @@ def request_for(
     )
     batch = loaded.get("train_batch_size")
     if steps is None and isinstance(batch, int):
-        steps = batch // ((micro or 1) * found.world_size)
+        sharing = loaded.get("sequence_parallel_size")
+        steps = batch * (sharing if isinstance(sharing, int) else 1) // ((micro or 1) * found.world_size)
     halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
     itemsize = ITEMSIZE if any(half.get("enabled") for half in halves) else 2 * ITEMSIZE
     job = Job(model, micro or 1, steps or 1, itemsize=itemsize, overlap=overlap)

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What each rank of ``test_trainers.py`` runs: a Hugging Face example plain, with zero_topo, and resumed; see there.
 
-Started as ``hugging_face.py trainer|lora|accelerate FOLDER``, which takes the states, the weights and ``<verb>.json``.
+Started as ``hugging_face.py VERB FOLDER``, which takes the states, the weights and ``<verb>.json``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, ParallelismConfig, set_seed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import zero_topo
 from zero_topo.examples.hf_accelerate import Run, start
-from zero_topo.examples.hf_model import deepspeed_config, join
+from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
 from zero_topo.examples.hf_trainer import Settings, losses, train
 from zero_topo.examples.process import leave
 
@@ -47,9 +52,14 @@ def trained(settings: Settings) -> dict[str, Any]:
 
 
 def steps_of(trainer: Trainer) -> int | None:
+    """Steps that zero_topo took of a Trainer's."""
+    return steps_of_engine(trainer.model_wrapped)
+
+
+def steps_of_engine(engine: Any) -> int | None:
     """Steps of zero_topo's engine; None if it is a stock one."""
     try:
-        return zero_topo.stats(trainer.model_wrapped).steps
+        return zero_topo.stats(engine).steps
     except ValueError:
         return None
 
@@ -73,6 +83,49 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     return {"plain": plain, "losses": losses, "topo": steps, "saved": saved, "resumed": resumed}
 
 
+def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
+    """Ten steps of Accelerate's recipe for sequences that two ranks share; its groups are made once in a process."""
+    join()
+    config = deepspeed_config(None, plain=plain)
+    if not plain:
+        config["zero_topo"]["topology"] = {"emulated": {"nodes": 2, "gpus_per_node": 1, "gcds_per_gpu": 2}}
+    shared = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=2,
+        dp_shard_size=dist.get_world_size() // 2,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+    )
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=shared,
+        kwargs_handlers=[InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())],
+    )
+    set_seed(0)
+    model, windows = llama(), Windows(4096)
+    positions = torch.arange(CONTEXT)
+    samples = DataLoader([{**window, "position_ids": positions} for window in windows], batch_size=1)
+    model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), samples)
+    losses = [float(_whole_loss(accelerator, model, batch)) for _, batch in zip(range(SAVED), batches, strict=False)]
+    return {"losses": losses, "topo": steps_of_engine(model)}
+
+
+def _whole_loss(accelerator: Accelerator, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A step on the mean loss of a whole sequence, and that loss, mean over ranks.
+
+    The recipe gathers the parts' losses with their gradient, which adds up the gradients that all ranks of a sequence
+    have of a part; torch cannot do that in groups of gloo, so the factor is here.
+    """
+    group, labels = parallel_state_sp.get_sequence_parallel_group(), batch["shift_labels"]
+    logits = model(**{key: value for key, value in batch.items() if key != "shift_labels"}).logits
+    own = accelerator.unwrap_model(model).loss_function(logits, None, shift_labels=labels, vocab_size=logits.shape[-1])
+    counted = (labels != -100).sum()
+    of_all = counted.clone()
+    dist.all_reduce(of_all, group=group)
+    loss = own * counted / of_all * dist.get_world_size(group)
+    accelerator.backward(loss)
+    return accelerator.gather(loss.detach()).mean()
+
+
 def saved_differs(run: Run, folder: Path) -> float:
     """Largest difference between the engine's weights and those that ``save_model`` writes."""
     run.accelerator.save_model(run.model, str(folder))
@@ -91,6 +144,8 @@ def main(verb: str, folder: Path) -> None:
         "trainer": with_trainer,
         "lora": partial(with_trainer, lora=8),
         "accelerate": with_accelerate,
+        "ulysses": partial(with_ulysses, plain=False),
+        "ulysses-plain": partial(with_ulysses, plain=True),
     }
     found = programs[verb](folder)
     if dist.get_rank() == 0:
