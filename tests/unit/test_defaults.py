@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.commands import Run
 from tests.unit.test_planner import engine, request
@@ -88,12 +89,16 @@ def test_the_engine_plans_for_its_model_and_the_smallest_device() -> None:
     }
     sevenb = engine(*[10**8] * 70)
 
-    def weights(memory: int) -> int:
+    def weights(memory: int | None, device: str = "cuda") -> int:
+        sevenb.device = torch.device(device)
         found = resolve_block(config, 8, 8, {}, sevenb, memory)
-        assert found is not None and found.topology.memory_per_rank == memory and sends_in_full(found)
+        shared = memory // 4 if memory and device == "cpu" else memory
+        assert found is not None and found.topology.memory_per_rank == shared and sends_in_full(found)
         return found.plan.weights
 
     assert weights(80 * GB) == 1 < weights(32 * GB)
+    assert weights(320 * GB, "cpu") == 1 < weights(128 * GB, "cpu")  # the ranks of a host share its memory
+    assert weights(None) >= 4  # what is not known is not taken for endless
     with pytest.raises(ValueError, match=r"none of .* plans fits"):
         weights(8 * GB)
     assert resolve_block(config, 8, 8, {}) is not None  # before there is an engine: any plan stands for all

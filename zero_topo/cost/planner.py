@@ -310,7 +310,7 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
     fitting: list[Priced] = []
     refused: list[Priced] = []
     lossier: list[Priced] = []
-    for candidate in candidates(asked, request.machine, request.sparse):
+    for candidate in _careful(candidates(asked, request.machine, request.sparse), request):
         wire = sum(wire_seconds(candidate.config, whole).values())
         priced = Priced(candidate, request.price(candidate.config), wire)
         fits = priced.price.fits
@@ -325,6 +325,17 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
         )
     timed, told = simulated(fitting, FINALISTS), simulated(lossier, TOLD)
     return Ranking(request, timed, tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting), told)
+
+
+def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
+    """The plans that shard weights over a node at least, if the memory of a rank is not known; else all of them.
+
+    Nothing would be refused, and the fastest plans hold everything on every rank.
+    """
+    if request.limit is not None:
+        return found
+    sharded = [plan for plan in found if plan.config.plan.weights >= request.topology.ranks_per_node]
+    return sharded or found
 
 
 def _finalists(fitting: Sequence[Priced], most: int) -> list[Priced]:

@@ -205,7 +205,7 @@ def resolve_block(
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
         engine: DeepSpeed's, for whose model a plan is chosen or must fit; None before there is one.
-        memory: bytes of the smallest device of the job, if it has any and they were asked.
+        memory: bytes of the smallest device of the job, on CPUs of the smallest host, if they were asked.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
@@ -223,6 +223,7 @@ def resolve_block(
     if engine is None:
         return before_a_model(block, topology)
     if memory is not None and not topology.emulated:
+        memory //= topology.ranks_per_node if engine.device.type == "cpu" else 1
         topology = replace(topology, memory_per_rank=min(memory, topology.memory_per_rank or memory))
     return planned(block, request_of(engine, topology))
 

@@ -200,14 +200,12 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
     return found
 
 
-def least_memory(device: torch.device) -> int | None:
-    """Bytes of the smallest device of the job, so that all ranks plan alike; None on CPUs. Collective.
+def least_memory(device: torch.device) -> int:
+    """Bytes of the smallest device of the job, on CPUs of the smallest host, so that all ranks plan alike. Collective.
 
     Args:
         device: this rank's.
     """
-    if get_accelerator().is_synchronized_device():
-        return None
     least = torch.tensor(get_accelerator().total_memory(), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return int(least)
