@@ -190,11 +190,9 @@ def options(data: st.DataObject) -> None:
 
 
 def model(data: st.DataObject) -> None:
-    """Files that describe a model, broken; the record of a cluster, and a machine of launches."""
+    """Files that describe a model, broken, and a machine of launches."""
     Path("model.yml").write_text(data.draw(mangled(SHAPES)))
     obeys("plan", "--model", "model.yml", "--machine", "frontier", "--nodes", "1")
-    Path("record.json").write_text(data.draw(mangled(RECORDS)))
-    obeys("simulate", "--calibrate", "record.json", "--on", RECORD["results"][0]["scheme"])
     Path("launch.json").write_text(data.draw(mangled(LAUNCHED)))
     obeys("launch", "slurm", "--machine", "./launch.json", "--dry-run", "--", "true")
 
@@ -228,8 +226,6 @@ SHAPES = [
         ([], {"num_layers": 2, "hidden_size": 512, "mlp_type": "llama", "attention_config": [[["flash"], 2]]}),
     )
 ]
-RECORD = json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text())
-RECORDS = [json.dumps({**RECORD, "results": RECORD["results"][:2]})]
 LAUNCHED = [(ROOT / "tests/data/launch/half-frontier.json").read_text()]
 LAUNCHERS = [path.read_text() for path in sorted((ROOT / "tests/data/launchers").iterdir())]
 TARGETS = {target.__name__: target for target in (config, machine, capture, launcher, options, model, stock)}

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Run
-from tests.launching import ROOT
 from zero_topo.cost.step import PHASES
 
-RECORD = str(ROOT / "benchmarks/records/cluster-t8.json")
 SMALL = ("simulate", "--model", "gpt2", "--gcds", "16,64", "--micro-batches", "1,2", "--schemes", "zero3,topo")
 
 
@@ -37,20 +35,6 @@ def test_the_table_fits_80_columns(run: Run) -> None:
     assert status == 0 and "75,264" in out and "paper beats zero++ from" in out
     table = [line.rstrip() for line in out.splitlines() if not line.startswith("- ")]
     assert max(map(len, table)) <= 80 and "…" not in out
-
-
-def test_calibrate_fits_some_schemes_and_predicts_the_others(run: Run) -> None:
-    """Every step of the emulated cluster that was measured is predicted within 20 percent."""
-    words = ("simulate", "--calibrate", RECORD, "--on", "zero3,topo", "--predict", "paper,zero++")
-    status, out, _ = run(*words, "--json")
-    found = json.loads(out)
-    assert status == 0 and found["rates"]["peak_flops"] > 0
-    rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
-    fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
-    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8))
-    assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
-    status, out, _ = run(*words)
-    assert status == 0 and "measured" in out and "predicted" in out
 
 
 def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path: Path) -> None:

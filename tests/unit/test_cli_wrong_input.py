@@ -108,8 +108,6 @@ WRONG = {
     "simulate --schemes tpo": "did you mean 'topo'",
     "simulate --schemes stock-ring": "unknown scheme 'stock-ring'",
     "simulate --schemes topo,topo": "each named once",
-    "simulate --on nope": "--on would not count: give the record with --calibrate FILE",
-    "simulate --predict nope": "--predict would not count",
     f"simulate --calibrate {RECORD} --gcds 8": "--gcds would not count",
     "simulate --overlap ful": "'--overlap': Input should be a valid number",
     "simulate --overlap 1.5": "'--overlap': Input should be less than or equal to 1",
@@ -120,15 +118,12 @@ WRONG = {
     'simulate --rates {"peak":1}': "did you mean 'peak_flops'",
     "simulate --rates {": "not valid JSON",
     "simulate --rates no/such.json": "no/such.json",
-    "simulate --calibrate no/such.json": "no/such.json",
-    "simulate --calibrate FOLDER/broken.json": "not valid JSON",
-    "simulate --calibrate FOLDER/other.json": "not a record of 'python -m benchmarks cluster",
-    f"simulate --calibrate {RECORD} --on zero4": "'zero4' is not in the record; did you mean 'zero3'",
-    f"simulate --calibrate {RECORD} --on ,": "names no scheme",
-    "bench quantizers --size 10": "too small to measure",
-    "bench quantizers --dtypes int3": "dtype int3 cannot be quantized",
-    "bench quantizers --blocks 100": "block_size 100 is not supported",
-    "bench quantizers --device tpu": "device tpu is not here",
+    "simulate --calibrate no/such.out": "no/such.out",
+    f"simulate --calibrate {RECORD}": f"python -m benchmarks fit {RECORD}",
+    "simulate --schemes no/such.json": "no/such.json",
+    "simulate --on zero3": "python -m benchmarks fit",
+    "simulate --predict=paper": "python -m benchmarks fit",
+    "bench quantizers --size 10": "python -m benchmarks quantizers",
     "bench cluster --micro-batches 1 --json": "python -m benchmarks cluster",  # the command of before
     "bench convergence --micro-batches 1 --json": "python -m benchmarks convergence",
     "bench scale --ranks 8": "python -m benchmarks scale",
@@ -136,6 +131,14 @@ WRONG = {
 }
 
 WRONG_BENCHMARKS = {
+    "fit FOLDER/broken.json": "not valid JSON",
+    "fit FOLDER/other.json": "not a record of 'python -m benchmarks cluster",
+    f"fit {RECORD} --on zero4": "'zero4' is not in the record; did you mean 'zero3'",
+    f"fit {RECORD} --on ,": "names no scheme",
+    "quantizers --size 10": "too small to measure",
+    "quantizers --dtypes int3": "dtype int3 cannot be quantized",
+    "quantizers --blocks 100": "block_size 100 is not supported",
+    "quantizers --device tpu": "device tpu is not here",
     "cluster --spec t9": "neither one of t8, t16, t32",
     "cluster --schemes topo,topp": "did you mean 'topo'",
     "cluster --schemes topo,topo": "each named once",
@@ -177,7 +180,11 @@ def test_wrong_input_is_one_line_on_stderr_and_status_2(run: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG_BENCHMARKS.items(), ids=WRONG_BENCHMARKS)
-def test_benchmarks_refuse_wrong_options_alike(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_refuse_wrong_options_alike(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Before anything is built, and whatever user asks."""
-    status = benchmarks(words.split())
+    for name in ("broken.json", "other.json"):
+        (tmp_path / name).write_text(FILES[name])
+    status = benchmarks(words.replace("FOLDER", str(tmp_path)).split())
     assert_refused(status, *capsys.readouterr(), message)

@@ -171,13 +171,6 @@ def test_what_tells_no_ring_is_refused(text: str, complaint: str, run: Run, tmp_
     assert status == 2 and complaint in error and error.count("\n") == 1, error
 
 
-def test_a_record_is_fitted_alone(run: Run, tmp_path: Path) -> None:
-    """Steps of a cluster and collectives tell different rates."""
-    record = str(ROOT / "benchmarks/records/cluster-t8.json")
-    status, _, error = run("simulate", "--calibrate", record, "--calibrate", str(tmp_path / "x.out"))
-    assert status == 2 and "give it alone" in error
-
-
 def test_a_file_of_rows_out_of_place_is_read(tmp_path: Path) -> None:
     """The first time of a row is the one out of place."""
     path = tmp_path / "all_gather.out"

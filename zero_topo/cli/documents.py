@@ -237,13 +237,6 @@ class _Simulated(_Document):
     break_even: list[dict[str, Any]]
 
 
-class _Fitted(_Document):
-    """``simulate --calibrate`` of a record."""
-
-    rates: Rates
-    results: list[dict[str, Any]]
-
-
 class _Rings(_Document):
     rings: dict[str, dict[str, Ring]]
 
@@ -328,28 +321,15 @@ class _Report(_Document):
     versions: NotRequired[dict[str, str | None]]  # older runs have none
 
 
-class _Record(TypedDict):
-    """A benchmark's: the head, and its own keys beside it."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    format: int
-    benchmark: str
-    when: str
-    machine: dict[str, Any]
-    versions: dict[str, Any]
-    settings: dict[str, Any]
-
-
 DOCUMENTS: Mapping[str, Any] = MappingProxyType(
     {
         "topology": Topology,
         "plan": _Schemes | _Recommendation | _MaxParams | _PaperMemory | _PaperVolume,
-        "simulate": _Simulated | _Fitted | _Collectives,
+        "simulate": _Simulated | _Collectives,
         "check": _Checked | _Automatic,
         "migrate": _Migrated,
         "report": _Report,
         "doctor": _Findings,
-        "bench": _Record,
     }
 )
 """Command -> the type of what it prints with ``--json``."""

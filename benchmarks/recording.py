@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zero_topo.bench import records
+from benchmarks import records
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.output import print_json
 from zero_topo.observe.console import bar
