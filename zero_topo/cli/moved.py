@@ -7,15 +7,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 IN_A_CHECKOUT = "benchmarks are not installed with zero_topo; run in a checkout: python -m benchmarks"
+VARIABLES = 'type: eval "$(zero-topo launch env --machine NAME)";'
 MOVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "bench": {
             name: f"{IN_A_CHECKOUT} {name}" for name in ("quantizers", "cluster", "convergence", "scale", "sparse")
         },
+        "launch": {
+            "mpirun": f"{VARIABLES} mpirun -n RANKS --rank-by slot "
+            "python -m zero_topo.launch.worker -- python train.py",
+            "deepspeed": f"{VARIABLES} deepspeed --no_local_rank --num_accelerators RANKS train.py",
+            "torchrun": f"{VARIABLES} torchrun --nnodes NODES --nproc-per-node RANKS --rdzv-backend c10d "
+            "--rdzv-endpoint $MASTER_ADDR:$MASTER_PORT train.py, or torchrun --standalone ... on one node",
+        },
         "simulate": {name: f"{IN_A_CHECKOUT} fit RECORD {name} SCHEMES" for name in ("--on", "--predict")},
     }
 )
-"""Command -> word after it -> what to type instead."""
+"""Command -> subcommand or option -> what to type instead."""
 
 
 def check_moved(words: Sequence[str]) -> None:
@@ -24,7 +32,7 @@ def check_moved(words: Sequence[str]) -> None:
     Raises:
         ValueError: with what to type instead.
     """
-    for word in words[1:]:
-        name = word.partition("=")[0]
+    options = (word.partition("=")[0] for word in words[2:] if word.startswith("-"))
+    for name in (*words[1:2], *options):
         if instead := MOVED.get(words[0], {}).get(name):
             raise ValueError(f"{words[0]} {name}: {instead}")
