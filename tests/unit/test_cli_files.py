@@ -31,7 +31,7 @@ def test_only_new_files_and_own_results_are_written_over(
     status, _, said = run(*words, name)
     assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
     assert mine.read_text() == MINE and [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / mine]
-    assert run(*words, name, "--force")[0] == 0
+    assert run(*words, name, *(("--set", "force=true") if words[0] == "plan" else ("--force",)))[0] == 0
     first = mine.read_bytes()
     assert b"my file" not in first
     assert run(*words, name)[0] == 0

@@ -60,7 +60,7 @@ def test_a_machine_may_be_described_and_latency_set(run: Run, tmp_path: Path) ->
     assert run("simulate", "--machine", unknown, *words)[0] == 2
     rates = ("--rates", json.dumps(usual["rates"]))
     assert json.loads(run("simulate", "--machine", unknown, *rates, *words)[1])["results"] == usual["results"]
-    slow = json.loads(run("simulate", "--gcds", "32", "--latency", "1e-3", *words)[1])["results"][0]["step_s"]
+    slow = json.loads(run("simulate", "--gcds", "32", "--set", "latency=1e-3", *words)[1])["results"][0]["step_s"]
     assert slow > 1.1 * usual["results"][0]["step_s"]
 
 

@@ -143,7 +143,7 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path
     slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--rates", str(own)), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]
     plan = ("plan", "--params", "20B", "--machine", "frontier", "--nodes", "8", "--recommend", "--json")
-    slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--rates", str(own)), ()))
+    slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["recommended"]["seconds"] > usual["recommended"]["seconds"]
 
 

@@ -184,30 +184,6 @@ class _MaxParams(_Document):
     schemes: dict[str, _Largest]
 
 
-class _PaperMemory(_Document):
-    """``plan --table memory``."""
-
-    params: int
-    nodes: int
-    unit: Literal["bytes per rank"]
-    rows: dict[str, dict[str, int | float]]
-
-
-class _Term(_Document):
-    phase: str
-    volume: str
-    degree: int
-    domain: str
-
-
-class _PaperVolume(_Document):
-    """``plan --table volume``."""
-
-    nodes: int
-    unit: Literal["2 psi bytes per micro-batch"]
-    rows: dict[str, list[_Term]]
-
-
 class _Point(_Document):
     scheme: str
     ranks: int
@@ -324,7 +300,7 @@ class _Report(_Document):
 DOCUMENTS: Mapping[str, Any] = MappingProxyType(
     {
         "topology": Topology,
-        "plan": _Schemes | _Recommendation | _MaxParams | _PaperMemory | _PaperVolume,
+        "plan": _Schemes | _Recommendation | _MaxParams,
         "simulate": _Simulated | _Collectives,
         "check": _Checked | _Automatic,
         "migrate": _Migrated,

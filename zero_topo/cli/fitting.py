@@ -39,5 +39,5 @@ def fit(files: Sequence[Path], as_json: bool) -> None:
             cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
             table.add_row(name, domain, *cells)
     show(table)
-    print(f"From {len(timed)} measurements. For 'simulate --rates FILE' and 'plan --rates FILE':")
+    print(f"From {len(timed)} measurements. For 'simulate --rates FILE' and 'plan --set rates=FILE':")
     print(json.dumps(written, indent=2))

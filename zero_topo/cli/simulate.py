@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 from rich.table import Table
 
 from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import Overlap, refuse_others, taking
+from zero_topo.cli.options import Overlap, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
@@ -26,7 +27,7 @@ from zero_topo.cost.step import Job, known_rates, rates_of
 from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
 from zero_topo.observe.marks import SCALING, write_png
-from zero_topo.strict import did_you_mean, to_json
+from zero_topo.strict import Seconds, did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import assumptions
@@ -35,6 +36,7 @@ from zero_topo.units import format_bytes
 
 GCDS = "64,128,256,384"
 STOCK = "stock"
+NotNegative = Annotated[int, Field(ge=0)]
 SHOWN = (("compute", "optimizer"), ("gather_forward", "gather_backward"), ("scatter",), ("sync", "publish"))
 """Phases of each column of the table."""
 NEVER = 10**6
@@ -59,11 +61,8 @@ class Options:
     ] = "zero3,zero++,paper,topo"
     micro_batches: Annotated[str, typer.Option(help="Micro-batches per optimizer step, comma-separated.")] = "1,8"
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1
-    prefetch: Annotated[int, typer.Option(min=0, help="Modules whose weights are gathered ahead.")] = 1
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None
     overlap: Overlap = None
-    latency: Annotated[float | None, typer.Option(min=0, help="Seconds per message, instead of the machine's.")] = None
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
     rates: Annotated[
         str, typer.Option(metavar="FILE|JSON", help="Link rates that replace the preset's, all or some keys.")
     ] = "{}"
@@ -78,6 +77,9 @@ class Options:
             metavar="FILE", help="Fit rates instead: to outputs of rccl-tests or nccl-tests, any number of them."
         ),
     ] = None
+    prefetch: Annotated[NotNegative, Rare("modules whose weights are gathered ahead")] = 1
+    latency: Annotated[Seconds | None, Rare("seconds per message, instead of the machine's")] = None
+    checkpointing: Annotated[bool, Rare("false keeps activations instead of recomputing them")] = True
 
 
 @taking(Options)
