@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.files import Force, check_files
-from zero_topo.cli.options import taking
+from zero_topo.cli.options import Force, taking
 from zero_topo.launch.env import PORT
 from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
+from zero_topo.observe.files import check_files
 from zero_topo.topology.launchers import launcher_view
 
 launch = typer.Typer(

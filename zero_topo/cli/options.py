@@ -19,6 +19,7 @@ Overlap = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 T = TypeVar("T")
 
 

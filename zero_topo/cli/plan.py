@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_topo.cli.files import check_files
 from zero_topo.cli.options import refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import (
@@ -25,7 +24,7 @@ from zero_topo.cli.plan_views import largest_models, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
-from zero_topo.observe.marks import MEMORY, write_png
+from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 

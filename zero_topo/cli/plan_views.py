@@ -17,6 +17,7 @@ from zero_topo.config.errors import ROOT
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
 from zero_topo.cost.volume import by_domain
+from zero_topo.strict import to_json
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count
 
@@ -52,7 +53,7 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
         "overlap": request.job.hidden,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, _machine(options)), "range": ranking.best.price.range.to_json()},
+        "recommended": {**plan_json(ranking.best, _machine(options)), "range": to_json(ranking.best.price.range)},
         "why": reasons,
         "assumed": assumptions(request.topology.name),
         "plans": [plan_json(plan, _machine(options)) for plan in ranking.timed],

@@ -13,10 +13,9 @@ import typer
 from pydantic import Field
 from rich.table import Table
 
-from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import Overlap, Rare, refuse_others, taking
+from zero_topo.cli.options import Force, Overlap, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
@@ -26,7 +25,7 @@ from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Job, known_rates, rates_of
 from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
-from zero_topo.observe.marks import SCALING, write_png
+from zero_topo.observe.files import SCALING, check_files, write_png
 from zero_topo.strict import Seconds, did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
@@ -148,7 +147,7 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "step_s": price.step.seconds,
         "tflops_per_gpu": price.step.tflops_per_gpu,
         "breakdown": dict(price.step.breakdown),
-        "range": price.range.to_json(),
+        "range": to_json(price.range),
         "sent_by_domain": by_domain(price.sent),
         "held": price.held,
         "fits": price.fits,

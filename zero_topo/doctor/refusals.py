@@ -56,34 +56,38 @@ def unasked() -> str | None:
     """Why the installed DeepSpeed cannot be asked, in one line; None if it can."""
     if installed("deepspeed") is None:
         return "DeepSpeed is not installed here, so what it refuses itself is not checked"
-    program = _program()
-    if program.poll() is None:
+    _, reason = _program()
+    if reason is None:
         return None
-    said = program.stderr.read().strip().splitlines() if program.stderr and not program.stderr.closed else []
-    reason = cut(said[-1]) if said else f"status {program.returncode}"
     return f"DeepSpeed does not start, so what it refuses itself is not checked: {reason}; see zero-topo doctor"
 
 
 @cache
-def _program() -> subprocess.Popen[str]:
-    """The process that answers for DeepSpeed until this one ends, once DeepSpeed is imported there or cannot be."""
+def _program() -> tuple[subprocess.Popen[str], str | None]:
+    """The process that answers for DeepSpeed until this one ends, and why DeepSpeed could not be imported there."""
     command = [sys.executable, "-m", "zero_topo.doctor.judge"]
     pipe = subprocess.PIPE
     program = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
     timer = Timer(PATIENCE_S, program.kill)
     timer.start()
-    if program.stdout and not program.stdout.readline():
-        program.wait()
+    assert program.stdout and program.stderr
+    started = program.stdout.readline()
     timer.cancel()
-    return program
+    if started:
+        return program, None
+    *_, last = ["it did not answer", *program.stderr.read().strip().splitlines()]
+    return program, cut(last)
 
 
 @cache
 def _ask(config: str) -> list[str]:
-    program = _program()
+    program, _ = _program()
     assert program.stdin and program.stdout
-    print(config, file=program.stdin, flush=True)
-    answer: list[str] = json.loads(program.stdout.readline() or "[]")
+    try:
+        print(config, file=program.stdin, flush=True)
+        answer: list[str] = json.loads(program.stdout.readline())
+    except (BrokenPipeError, ValueError):
+        raise ValueError("DeepSpeed ended while it read this config; see zero-topo doctor") from None
     return answer
 
 
