@@ -48,7 +48,6 @@ setup(
             "topology/presets/*.json",
             "doctor/*.json",
             "launch/machines/*.json",
-            "bench/*.cpp",
         ],
         "zero_topo.csrc": ["*.h", "*.c", "*.cpp", "*.cu"],
     },

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import (
+    calibrate,
     cluster,
     cluster_report,
     convergence,
@@ -28,11 +29,11 @@ from benchmarks import (
 from benchmarks.choice import load_blocks, load_record, read_rate, read_shape, schemes_named
 from benchmarks.emulated_cluster import network
 from benchmarks.emulated_cluster.spec import load_spec
+from benchmarks.recording import FAILED, Outputs, measure
 from benchmarks.training_setup import TrainingSetup, width_for
 from zero_topo.cli.app import run as run_command
 from zero_topo.cli.inputs import LIKE_PARAMS, read_count, words_of
 from zero_topo.cli.options import taking
-from zero_topo.cli.recording import FAILED, Outputs, measure
 
 app = typer.Typer(
     help="Measure what this repository claims.",
@@ -95,6 +96,48 @@ def cluster_command(options: ClusterOptions) -> None:
     if spoiled:
         typer.echo(f"zero-topo: {spoiled}", err=True)
         raise typer.Exit(FAILED)
+
+
+@app.command("fit")
+def fit_command(
+    record: Annotated[Path, typer.Argument(help="Record of 'benchmarks cluster'.")],
+    on: Annotated[str, typer.Option(help="Schemes to fit, comma-separated.")] = "zero3,topo",
+    predict: Annotated[str, typer.Option(help="Schemes to predict; default: all others.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fit the model of a step to some schemes of a record, and predict the others."""
+    calibrate.show_fit(record, words_of(on), words_of(predict), as_json)
+
+
+@dataclass(frozen=True)
+class QuantizerOptions(Outputs):
+    """Of ``benchmarks quantizers``."""
+
+    size: Annotated[str, typer.Option(help="Bytes of the buffer before quantization.")] = "67108864"
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed calls per kernel, each next to a copy of the same bytes.")
+    ] = 15
+    threads: Annotated[str, typer.Option(help="Thread counts, comma-separated (CPU only).")] = "1,2"
+    dtypes: Annotated[str, typer.Option(help="Value types, comma-separated: fp32, bf16, fp16.")] = "fp32,bf16"
+    blocks: Annotated[str, typer.Option(help="Block sizes, comma-separated.")] = "256,2048"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device: cpu or cuda (AMD GPUs too).")] = "cpu"
+
+
+@app.command("quantizers")
+@taking(QuantizerOptions)
+def quantizers_command(options: QuantizerOptions) -> None:
+    """Time quantization kernels next to a copy of the same bytes. Other libraries' too, if installed."""
+    from benchmarks import quantizers, quantizers_report  # imports torch
+
+    settings = quantizers.Settings(
+        nbytes=read_count(options.size, "--size"),
+        repeats=options.repeats,
+        threads=tuple(read_count(word, "--threads") for word in words_of(options.threads)),
+        dtypes=tuple(words_of(options.dtypes)),
+        block_sizes=tuple(read_count(word, "--blocks") for word in words_of(options.blocks)),
+        device=options.device,
+    )
+    measure(options, quantizers_report, settings.ticks(), partial(quantizers.run, settings))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.bench.schemes import KNOWN, BenchScheme
+from benchmarks.schemes import KNOWN, BenchScheme
 from zero_topo.strict import did_you_mean
 
 

@@ -18,9 +18,9 @@ from benchmarks.emulated_cluster.counters import Snapshot, Traffic, between
 from benchmarks.emulated_cluster.network import FAST, EmulatedNetwork, signal_handled
 from benchmarks.emulated_cluster.spec import LEVELS, Spec
 from benchmarks.ranks import Address, Place, Ranks, place
+from benchmarks.records import GrowingRecord, Spread, Tick, machine, record
+from benchmarks.schemes import BenchScheme
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.records import GrowingRecord, Spread, Tick, machine, record
-from zero_topo.bench.schemes import BenchScheme
 from zero_topo.config import deepspeed_problems
 
 PROGRAM = "benchmarks.training:measure_all"

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.ranks import Ranks, on_loopback
+from benchmarks.records import GrowingRecord, Tick, record
+from benchmarks.schemes import BenchScheme
 from benchmarks.training_setup import TrainingSetup
-from zero_topo.bench.records import GrowingRecord, Tick, record
-from zero_topo.bench.schemes import BenchScheme
 from zero_topo.topology.presets import emulated
 
 PROGRAM = "benchmarks.training:train_all"

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.emulated_cluster.network import EmulatedNetwork, signal_handled
 from benchmarks.emulated_cluster.spec import LinkRates, Spec
 from benchmarks.ranks import Address, environment, place
-from zero_topo.bench.records import GrowingRecord, Tick, record
+from benchmarks.records import GrowingRecord, Tick, record
 
 SPEC = Spec("pairs", 2, 1, 2, LinkRates(800, 800, 400))
 KINDS = ("killed", "stopped", "killed", "cut", "killed", "nan", "killed", "slow")

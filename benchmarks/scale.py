@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.bare import BareStep, fake_world
 from benchmarks.counting import Counts, Launches
 from benchmarks.ranks import Ranks, on_loopback
-from zero_topo.bench.records import GrowingRecord, Spread, Tick, record
-from zero_topo.bench.schemes import KNOWN, BenchScheme
+from benchmarks.records import GrowingRecord, Spread, Tick, record
+from benchmarks.schemes import KNOWN, BenchScheme
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -41,7 +41,7 @@ class ScaleBench:
     """What to measure.
 
     Attributes:
-        schemes: of ``zero_topo/bench/schemes.py`` or a file; not stock, which is measured on real ranks.
+        schemes: of ``benchmarks/schemes.py`` or a file; not stock, which is measured on real ranks.
         ranks: sizes of the pretended world, 8 on each node.
         params: parameters of the model.
         numel: elements of each.

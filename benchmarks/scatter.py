@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from zero_topo.bench.records import GrowingRecord, Tick, record
+from benchmarks.records import GrowingRecord, Tick, record
 from zero_topo.collectives.pack import shard_piece
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import BYTES

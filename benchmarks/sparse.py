@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.ranks import Ranks, on_loopback
+from benchmarks.records import GrowingRecord, Tick, record
 from benchmarks.room import check_room
-from zero_topo.bench.records import GrowingRecord, Tick, record
-from zero_topo.bench.schemes import PLAIN
+from benchmarks.schemes import PLAIN
 from zero_topo.config import SPARSE_MODES, ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 

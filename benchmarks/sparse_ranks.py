@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.bare import bare_setup
 from benchmarks.control import Control
+from benchmarks.records import Spread
 from benchmarks.sparse import ALL_REDUCE
-from zero_topo.bench.records import Spread
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch

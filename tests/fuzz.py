@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from pydantic import TypeAdapter
 from tests.launching import ROOT
 from zero_topo.cli import main
 from zero_topo.config import json_schema
-from zero_topo.config.refusals import BATCHES, BLOCKS
+from zero_topo.doctor.refusals import BATCHES
 from zero_topo.launch.env import rank_environment
 from zero_topo.neox.__main__ import main as neox
 from zero_topo.strict import plain
@@ -182,7 +183,7 @@ def options(data: st.DataObject) -> None:
     odd = st.sampled_from(["0", "-1", "1e9", "1e400", "9" * 400, "é", "", "1e-9", "inf", "2,,8", "1_0"])
     number, other = (data.draw(st.sampled_from(["1", "2", "8", "1B"]) | odd) for _ in range(2))
     obeys("plan", "--params", number, "--machine", "frontier", "--nodes", other)
-    obeys("plan", "--layers", number, "--hidden", other, "--machine", "frontier", "--nodes", "1")
+    obeys("plan", "--set", f"layers={number}", "--set", f"hidden={other}", "--machine", "frontier", "--nodes", "1")
     obeys("plan", "--model", file, "--machine", "frontier", "--world-size", number)
     obeys("simulate", "--gcds", number, "--model", "gpt2", "--micro-batches", other, "--schemes", "topo")
     obeys("check", file)
@@ -190,11 +191,9 @@ def options(data: st.DataObject) -> None:
 
 
 def model(data: st.DataObject) -> None:
-    """Files that describe a model, broken; the record of a cluster, and a machine of launches."""
+    """Files that describe a model, broken, and a machine of launches."""
     Path("model.yml").write_text(data.draw(mangled(SHAPES)))
     obeys("plan", "--model", "model.yml", "--machine", "frontier", "--nodes", "1")
-    Path("record.json").write_text(data.draw(mangled(RECORDS)))
-    obeys("simulate", "--calibrate", "record.json", "--on", RECORD["results"][0]["scheme"])
     Path("launch.json").write_text(data.draw(mangled(LAUNCHED)))
     obeys("launch", "slurm", "--machine", "./launch.json", "--dry-run", "--", "true")
 
@@ -209,10 +208,15 @@ def stock(data: st.DataObject) -> None:
 
 
 NEOX = {"pipe_parallel_size": 0, "gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
+ZERO_KEYS = {
+    **{name: mostly(st.fixed_dictionaries({"device": HOSTILE})) for name in ("offload_param", "offload_optimizer")},
+    **{f"zero_{name}": HOSTILE for name in ("hpz_partition_size", "quantized_weights", "quantized_gradients")},
+}
 CONFIG = st.fixed_dictionaries(
     {"zero_topo": described(json_schema()), "train_micro_batch_size_per_gpu": mostly(st.just(1))},
     optional={
-        **{name: described(model.model_json_schema()) for name, model in BLOCKS.items()},
+        "zero_optimization": mostly(st.fixed_dictionaries({"stage": mostly(st.just(3))}, optional=ZERO_KEYS)),
+        **{key: mostly(st.fixed_dictionaries({"enabled": mostly(st.booleans())})) for key in ("fp16", "bf16")},
         **{key: mostly(st.sampled_from([1, 8, 64])) for key in BATCHES[::2]},
         **{key: HOSTILE for key in ("optimizer", "timers", "precision", "attention_config", "amp")},
     },
@@ -228,8 +232,6 @@ SHAPES = [
         ([], {"num_layers": 2, "hidden_size": 512, "mlp_type": "llama", "attention_config": [[["flash"], 2]]}),
     )
 ]
-RECORD = json.loads((ROOT / "benchmarks/records/cluster-t8.json").read_text())
-RECORDS = [json.dumps({**RECORD, "results": RECORD["results"][:2]})]
 LAUNCHED = [(ROOT / "tests/data/launch/half-frontier.json").read_text()]
 LAUNCHERS = [path.read_text() for path in sorted((ROOT / "tests/data/launchers").iterdir())]
 TARGETS = {target.__name__: target for target in (config, machine, capture, launcher, options, model, stock)}
@@ -260,5 +262,6 @@ def confine(folder: Path) -> None:
 if __name__ == "__main__":
     target, examples = TARGETS[sys.argv[1]], int(sys.argv[2])
     confine(Path.cwd())
+    patch("zero_topo.doctor.refusals.installed", return_value=None).start()  # DeepSpeed answers in another process
     limits = settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     limits(given(st.data())(target))()

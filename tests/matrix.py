@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.launching import ROOT, LaunchSettings
 from tests.suite import CELLS_VARIABLE, SuiteRun, run_suite
-from zero_topo.bench.records import versions
+from zero_topo.versions import used
 
 RECORD = ROOT / "tests/data/features.json"
 RANKS = 4
@@ -43,7 +43,7 @@ def main(part: str = "") -> int:
     known = recorded()["cells"] if part else {}
     for feature, scheme, said in found:
         known.setdefault(feature, {})[scheme] = said
-    head = {"command": "python -m tests.matrix", "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": versions()}
+    head = {"command": "python -m tests.matrix", "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": used()}
     RECORD.write_text(json.dumps({**head, "ranks": RANKS, "cells": known}, indent=1) + "\n")
     return 0
 

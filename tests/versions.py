@@ -33,7 +33,7 @@ BETWEEN = ("0.18.2", "0.18.8", "0.19.0", "0.19.4", *dict.fromkeys(SINCE.values()
 
 SEAM = """
 import zero_topo, deepspeed, torch
-from zero_topo.doctor.torch_names import missing
+from tests.torch_names import missing
 assert not missing(), missing()
 print(torch.__version__, deepspeed.__version__)
 """

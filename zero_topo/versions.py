@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import MappingProxyType
 
 
@@ -35,6 +38,9 @@ SUPPORTED: Mapping[str, Releases] = MappingProxyType(
         "deepspeed": Releases(oldest="0.18.0", newest="0.19.8", pinned="0.19.8"),
     }
 )
+
+RECORDED = ("torch", "deepspeed", "numpy", "triton")
+"""What records and reports name beside Python and zero_topo."""
 
 TORCH_SINCE: Mapping[str, str] = MappingProxyType({"torch.distributed.split_group(backend=)": "2.13"})
 """What of torch is used only where it is there -> the release from which on it is relied on.
@@ -100,3 +106,22 @@ def check_loaded(modules: Mapping[str, object]) -> None:
     problems = [line for package, version in found.items() if version and (line := refusal(package, str(version)))]
     if problems:
         raise ImportError("; ".join(problems))
+
+
+def used() -> dict[str, str | None]:
+    """Versions of Python, zero_topo and the libraries of :data:`RECORDED`, and the checkout's commit.
+
+    The commit ends in ``+`` if files differ from it. None stands for what is not installed, and outside of a checkout.
+    """
+    ours = {"python": platform.python_version(), "zero_topo": installed("zero-topo"), "commit": _commit()}
+    return ours | {name: installed(name) for name in RECORDED}
+
+
+def _commit() -> str | None:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{commit}+" if changed.strip() else commit

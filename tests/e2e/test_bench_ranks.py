@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.ranks import Address, Place, Ranks, place
 from benchmarks.scale import PROGRAM
+from benchmarks.schemes import KNOWN
 from tests.launching import free_port
-from zero_topo.bench.schemes import KNOWN
 
 PROGRAMS = "tests.e2e.programs.bench_ranks"
 

@@ -60,14 +60,12 @@ def losses(folder: Path, run: str) -> list[float]:
 
 
 def launched(words: list[str], log: Path) -> None:
-    """Run `zero-topo launch` with CPU ranks on this host; it and its ranks end with this call and leave nothing."""
+    """Run a launcher with CPU ranks on this host; it and its ranks end with this call and leave nothing."""
     env = {name: value for name, value in rank_environment().items() if not name.startswith("SLURM")}
     port = free_port()
-    command = [sys.executable, "-m", "zero_topo.cli", "launch", *words[:1], "--master-port", str(port)]
+    words = [word.replace("PORT", str(port)) for word in words]
     with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [*command, *words[1:]], env=env, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
-        )
+        process = subprocess.Popen(words, env=env, stdout=output, stderr=output, start_new_session=True, cwd=log.parent)
         try:
             status = process.wait(TIMEOUT_S)
         finally:
@@ -80,7 +78,8 @@ def launched(words: list[str], log: Path) -> None:
 def reference(folder: Path, ranks: int) -> list[float]:
     """Losses under the deepspeed launcher, which the tests here compare with."""
     run = f"deepspeed-{ranks}"
-    words = ["deepspeed", "--ranks", str(ranks), "--", "python", *training(folder, f"pretended-{ranks}", run)]
+    words = ["deepspeed", "--no_local_rank", "--num_accelerators", str(ranks), "--master_port", "PORT"]
+    words += training(folder, f"pretended-{ranks}", run)
     launched(words, folder / f"{run}.log")
     return losses(folder, run)
 
@@ -89,7 +88,9 @@ def reference(folder: Path, ranks: int) -> list[float]:
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpirun_trains_as_deepspeed_does(folder: Path) -> None:
     """The same ranks in the same order: the same bits."""
-    words = ["mpirun", "--ranks", "4", "--oversubscribe", "--", sys.executable, *training(folder, "pretended-4", "mpi")]
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", "--bind-to", "none", "--rank-by", "slot"]
+    words += ["-x", "MASTER_ADDR=127.0.0.1", "-x", "MASTER_PORT=PORT", sys.executable, "-m", "zero_topo.launch.worker"]
+    words += ["--", sys.executable, *training(folder, "pretended-4", "mpi")]
     launched(words, folder / "mpi.log")
     assert losses(folder, "mpi") == reference(folder, 4)
 

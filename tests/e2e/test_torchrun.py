@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch torchrun`` starts ranks that meet by each kind of rendezvous, and know their nodes."""
+"""Ranks that torchrun started by each kind of rendezvous know their nodes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def test_ranks_meet_and_know_their_nodes(kind: str, nodes: int, tmp_path: Path) 
         port = free.getsockname()[1]
     env = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHER_PREFIXES, "MASTER_"))}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    common = ["--nodes", str(nodes), "--ranks-per-node", str(2 // nodes), "--rendezvous", kind]
-    common += [] if nodes == 1 else ["--host", "127.0.0.1", "--master-port", str(port)]
+    meeting = {
+        "standalone": ["--standalone"],
+        "static": ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)],
+        "c10d": ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"],
+    }
     agents = []
     for node in range(nodes):
-        words = [*common, *(["--node-rank", str(node)] if kind == "static" else [])]
-        words += ["--", "python", str(tmp_path / "rank.py"), str(tmp_path / "places")]
-        agents.append(subprocess.Popen([sys.executable, "-m", "zero_topo.cli", "launch", "torchrun", *words], env=env))
+        words = [*meeting[kind], *(["--node-rank", str(node)] if kind == "static" else [])]
+        words += ["--nproc-per-node", str(2 // nodes), str(tmp_path / "rank.py"), str(tmp_path / "places")]
+        agents.append(subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=env))
     try:
         assert [agent.wait(120) for agent in agents] == [0] * nodes
     finally:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from tests.launching import ROOT
-from zero_topo.bench import records
 
 RECORDS = ROOT / "benchmarks" / "records"
 LIMIT_S = 570.0
@@ -73,7 +73,7 @@ def _speed(gpu: bool, folder: Path) -> list[Command]:
     record = str(folder / "quantizers-gpu.json")
     size = ("--device", "cuda", "--size", "2147483648") if gpu else ("--size", "65536", "--repeats", "1")
     fewer = () if gpu else ("--threads", "1", "--dtypes", "bf16", "--blocks", "256")
-    bench = (sys.executable, "-m", "zero_topo.cli", "bench", "quantizers", *size, *fewer, "--record", record)
+    bench = (sys.executable, "-m", "benchmarks", "quantizers", *size, *fewer, "--record", record)
     return [
         Command((*bench, "--plots", str(ROOT / "runs" / "gpu-check"))),
         Command((sys.executable, "-m", "tests.gpu.goals", record)),

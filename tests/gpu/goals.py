@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.goals RECORD`: whether a record of `zero-topo bench quantizers` on a GPU meets the goals.
+"""`python -m tests.gpu.goals RECORD`: whether a record of `python -m benchmarks quantizers` on a GPU meets the goals.
 
 0.8 of a copy of as many bytes, and ahead of every other quantizer in the record, for each of our best backend's
 kernels. The stand-in's record is read and shown, but held to nothing.

@@ -19,10 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zero_topo
+from benchmarks import records
 from tests.device import DEVICE, ON_GPU
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running
 from tests.launching import free_port
-from zero_topo.bench import records
 
 STEPS = 6
 WIDTH = 1024 if ON_GPU else 37

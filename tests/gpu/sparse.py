@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from tests.device import DEVICE, ON_GPU
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, World, world
-from zero_topo.bench import records
 from zero_topo.config import SPARSE_MODES
 from zero_topo.topology.presets import emulated
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.training import build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
 from tests.device import DEVICE, ON_GPU
 from tests.gpu.one_rank import ONE, join
-from zero_topo.bench import records
 
 SETUP = TrainingSetup(24, 2048, 1024, 4, bucket_numel=500_000_000) if ON_GPU else TrainingSetup(1, 64, 16, 2)
 TURNS, MICRO_BATCHES = (12, 2) if ON_GPU else (3, 2)

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import LAUNCHER_PREFIXES, Run
 from zero_topo.cli import main
 
-TOOLS = ("amd-smi", "rocm-smi", "nvidia-smi", "lstopo")
+TOOLS = ("amd-smi", "rocm-smi", "nvidia-smi")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import ranks, scale_report, sparse, sparse_report
+from benchmarks import quantizers, ranks, records, scale_report, sparse, sparse_report
 from benchmarks.__main__ import main as benchmarks
+from benchmarks.recording import save
 from benchmarks.room import check_room
 from benchmarks.sparse import MODES, WHOLE, SparseBench
 from benchmarks.sparse_ranks import model_for
-from tests.commands import Run
-from zero_topo.bench import quantizers, records
-from zero_topo.cli.recording import save
+from zero_topo import versions
 from zero_topo.config import SPARSE_MODES
 
 KEYS = {"backend", "op", "dtype", "bits", "block_size", "threads", "gb_per_s", "memcpy_gb_per_s", "memcpy_ratio"}
@@ -49,12 +48,14 @@ def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
     assert traffic == pytest.approx((1 << 16) + (1 << 14) + 256)  # FP32 in, INT8 and 64 scales out
 
 
-def test_the_command_writes_record_and_picture_and_prints_json(run: Run, tmp_path: Path) -> None:
+def test_the_command_writes_record_and_picture_and_prints_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """`--json` prints the record itself; the picture lies beside it."""
     file = tmp_path / "record.json"
-    words = "bench quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
-    status, out, _ = run(*words.split(), str(file))
-    assert status == 0 and json.loads(out) == json.loads(file.read_text())
+    words = "quantizers --size 65536 --repeats 1 --threads 1 --dtypes bf16 --blocks 64 --json --record"
+    status = benchmarks([*words.split(), str(file)])
+    assert status == 0 and json.loads(capsys.readouterr().out) == json.loads(file.read_text())
     assert (tmp_path / "quantizers.png").stat().st_size > 1000
 
 
@@ -104,9 +105,9 @@ def test_a_record_says_where_and_with_what_it_was_measured(tmp_path: Path) -> No
 
 def test_what_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record made without a library, without git or outside of a checkout says so rather than failing."""
-    monkeypatch.setattr(records, "LIBRARIES", ("torch", "no-such-library"))
+    monkeypatch.setattr(versions, "RECORDED", ("torch", "no-such-library"))
     monkeypatch.setenv("PATH", "")
-    found = records.versions()
+    found = versions.used()
     assert found["torch"] and found["no-such-library"] is None and found["commit"] is None
 
 

@@ -24,11 +24,11 @@ from benchmarks.emulated_cluster import commands, network
 from benchmarks.emulated_cluster.counters import Traffic, between, take
 from benchmarks.emulated_cluster.spec import LEVELS, SPECS, LinkRates, Spec, load_spec
 from benchmarks.floors import Load, floors, loads, phases, stock_loads, uplink_bytes
+from benchmarks.recording import save
+from benchmarks.schemes import KNOWN, BenchScheme
 from benchmarks.training_setup import TrainingSetup, width_for
 from tests.launching import ROOT
 from tests.plans import resolve
-from zero_topo.bench.schemes import KNOWN, BenchScheme
-from zero_topo.cli.recording import save
 from zero_topo.cost import Workload
 
 DATA = ROOT / "tests" / "data" / "emulated_cluster"
@@ -325,3 +325,16 @@ def test_what_was_measured_before_a_failure_is_kept(
     said = capsys.readouterr().err
     assert str(path) in said and "Traceback" not in said
     assert (status, "no" in said) == ((1, True) if isinstance(error, RuntimeError) else (130, False))
+
+
+def test_fit_takes_some_schemes_and_predicts_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step of the emulated cluster that was measured is predicted within 20 percent."""
+    words = ["fit", str(ROOT / "benchmarks/records/cluster-t8.json"), "--predict", "paper,zero++"]
+    status, found = main([*words, "--json"]), json.loads(capsys.readouterr().out)
+    assert status == 0 and found["rates"]["peak_flops"] > 0
+    rows = [(row["scheme"], row["micro_batches"], row["fitted"]) for row in found["results"]]
+    fitted = {"zero3": True, "topo": True, "paper": False, "zero++": False}
+    assert sorted(rows) == sorted((scheme, count, fitted[scheme]) for scheme in fitted for count in (1, 8))
+    assert all(0.8 < row["ratio"] < 1.2 for row in found["results"])
+    status, out = main(words), capsys.readouterr().out
+    assert status == 0 and "measured" in out and "predicted" in out

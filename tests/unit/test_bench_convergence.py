@@ -15,10 +15,10 @@ import torch
 from benchmarks import convergence_report
 from benchmarks.choice import schemes_named
 from benchmarks.convergence import CHANGE, Convergence, compare, joined
+from benchmarks.recording import save
 from benchmarks.training import build_model, change
 from benchmarks.training_setup import TrainingSetup
 from tests.launching import ROOT
-from zero_topo.cli.recording import save
 from zero_topo.examples.train_gpt import warm_up_and_cosine
 
 SETUP = TrainingSetup(layers=1, width=64, context=8, batch=1)

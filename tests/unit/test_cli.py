@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands import Run
+from zero_topo.cli.app import build
 from zero_topo.cli.inputs import read_count
 from zero_topo.config import SCHEMES, json_schema
 from zero_topo.topology import Topology
@@ -73,7 +75,7 @@ def test_plan_shows_all_schemes_with_the_papers_numbers_in_80_columns(run: Run) 
 
 
 def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run) -> None:
-    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--scheme", "paper", "--json"]
+    words = ["plan", "--params", "8192", "--topology", json.dumps(EMULATED), "--set", "scheme=paper", "--json"]
     report = json.loads(run(*words, "--micro-batches", "3")[1])
     (paper,) = report["schemes"]
     assert (report["params"], report["micro_batches"], paper["scheme"]) == (8192, 3, "paper")
@@ -84,7 +86,7 @@ def test_plan_json_counts_bytes_of_the_chosen_scheme_and_micro_batches(run: Run)
 
 
 def test_plan_of_one_scheme_tells_its_choices(run: Run) -> None:
-    out = run("plan", "--params", "1B", "--topology", "dgx-a100", "--scheme", "topo")[1]
+    out = run("plan", "--params", "1B", "--topology", "dgx-a100", "--set", "scheme=topo")[1]
     assert 'set "weights": "node" to shard them' in out
 
 
@@ -154,6 +156,16 @@ def test_what_is_not_a_count_is_refused(text: str) -> None:
 
 
 def test_a_wrong_count_is_answered_with_numbers_that_the_option_takes(run: Run) -> None:
-    """Nobody starts 20e9 threads."""
-    status, _, err = run("bench", "quantizers", "--threads", "0")
-    assert status == 2 and "--threads '0' is not a positive whole number, such as 8 or 4K" in err
+    """Nobody has 20e9 ranks."""
+    status, _, err = run("simulate", "--gcds", "0")
+    assert status == 2 and "--gcds '0' is not a positive whole number, such as 8 or 4K" in err
+
+
+def test_no_command_has_more_options_than_a_user_reads() -> None:
+    """Fifteen at most; what is rarely needed is given by --set, and named in its help."""
+    commands = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
+    commands |= {f"launch {name}": command for name, command in commands.pop("launch").commands.items()}
+    many = {
+        name: len([p for p in command.params if p.param_type_name == "option"]) for name, command in commands.items()
+    }
+    assert max(many.values()) <= 15, many

@@ -11,14 +11,10 @@ from tests.commands import Run
 
 SMALL = ("simulate", "--gcds", "16", "--schemes", "topo", "--micro-batches", "1", "--model", "gpt2")
 PLAN = ("plan", "--params", "1B", "--machine", "frontier", "--world-size", "16")
-BENCH = ("bench", "quantizers", *"--size 100K --repeats 1 --threads 1 --dtypes fp32 --blocks 64".split())  # noqa: SIM905
 MINE = '{"$schema": "../docs/config.schema.json", "zero_topo": {"scheme": "my file"}}'
 COMMANDS = {
     "plot": ((*SMALL, "--plot"), "x.png", "x.png"),
     "memory": ((*PLAN, "--plot"), "x.png", "x.png"),
-    "record": ((*BENCH, "--plots", "pictures", "--record"), "x.json", "x.json"),
-    "pictures": ((*BENCH, "--record", "record.json", "--plots"), "folder", "folder/quantizers.png"),
-    "pictures beside the record": ((*BENCH, "--record"), "folder/x.json", "folder/quantizers.png"),
     "schema": (("schema", "--output"), "x.json", "x.json"),
 }
 
@@ -35,7 +31,7 @@ def test_only_new_files_and_own_results_are_written_over(
     status, _, said = run(*words, name)
     assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
     assert mine.read_text() == MINE and [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / mine]
-    assert run(*words, name, "--force")[0] == 0
+    assert run(*words, name, *(("--set", "force=true") if words[0] == "plan" else ("--force",)))[0] == 0
     first = mine.read_bytes()
     assert b"my file" not in first
     assert run(*words, name)[0] == 0
@@ -47,7 +43,7 @@ def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_
     """A memory table is no scaling curve; a folder is never a file, forced or not."""
     assert run(*PLAN, "--plot", str(tmp_path / "x.png"))[0] == 0
     assert "no result of this kind" in run(*SMALL, "--plot", str(tmp_path / "x.png"))[2]
-    assert "which is a file; name a folder" in run(*BENCH, "--plots", str(tmp_path / "x.png"))[2]
+    assert "which is a file; name a folder" in run("schema", "-o", str(tmp_path / "x.png" / "y"))[2]
     (tmp_path / "folder.png").mkdir()
     for force in ((), ("--force",)):
         assert run(*SMALL, "--plot", str(tmp_path / "folder.png"), *force)[0] == 2

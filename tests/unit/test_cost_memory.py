@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.paper import paper_memory_table
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
 from zero_topo.cost.footprint import InFlight
-from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
+from zero_topo.cost.memory import memory_bytes, padding_bytes
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Request
 from zero_topo.cost.step import Job

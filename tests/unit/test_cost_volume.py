@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.paper import paper_volume_table
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, DenseSync, QuantizedSync, ResolvedConfig, SparseSync, SyncSettings
 from zero_topo.cost.codes import CHANGED, ESCAPED, LR_OVER_SIGMA, change_bytes, escaped_share
-from zero_topo.cost.volume import Workload, by_domain, gather_spec, paper_volume_table, step_bytes
+from zero_topo.cost.volume import Workload, by_domain, gather_spec, step_bytes
 from zero_topo.plan import divisors
 from zero_topo.quant.spec import BlockSpec, padded
 from zero_topo.topology.model import Topology

@@ -41,7 +41,7 @@ other's privates; a room is a module or a package below `zero_topo`, the longest
 DEEPSPEED = ("hook", "doctor", "neox", "examples")
 """The rooms that may import DeepSpeed."""
 
-TOP = ("", "lazy_hook", "run", "neox", "cli", "doctor", "launch", "bench", "examples")
+TOP = ("", "lazy_hook", "run", "neox", "cli", "doctor", "launch", "examples")
 """The public face and the programs. Nothing below imports them."""
 
 TORCH_FREE = _PLANNING

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts
 from zero_topo.launch.machines import LaunchMachine, load_launch_machine, machine_names
 from zero_topo.launch.slurm import SlurmJob, script
 from zero_topo.topology.presets import load_machine, preset_names
@@ -168,9 +166,10 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "frontier", "--time", "1\n#SBATCH -A x", "--", "true"], "--time"),
         (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
         (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
-        (["mpirun", "--ranks", "2"], "no command to start"),
-        (["mpirun", "--hostfile", "none", "--", "true"], "--hostfile none: cannot be read"),
-        (["deepspeed", "--", "python", "-c", "1"], "deepspeed starts a script or module"),
+        (["env", "--machine", "fronteir"], "did you mean 'frontier'"),
+        (["mpirun", "--ranks", "2", "--", "python", "t.py"], 'eval "$(zero-topo launch env --machine NAME)"; mpirun'),
+        (["deepspeed", "--ranks", "2", "--", "t.py"], "deepspeed --no_local_rank --num_accelerators RANKS"),
+        (["torchrun", "--nodes", "2", "--host", "a", "--", "t.py"], "--rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None:
@@ -204,47 +203,6 @@ def test_a_broken_machine_is_refused(tmp_path: Path, changes: dict[str, Any], sa
         load_launch_machine(str(tmp_path / "m.json"))
 
 
-def test_mpirun_on_this_host_and_on_others(tmp_path: Path) -> None:
-    generic, a100 = load_launch_machine("generic"), load_launch_machine("dgx-a100")
-    here = mpirun(LocalJob(("python", "t.py"), generic, 8, port=5))
-    assert [word for word in here if word != "--allow-run-as-root"] == shlex.split(
-        "mpirun -n 8 --map-by slot --bind-to none --rank-by slot -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=5 "
-        "-x OMP_NUM_THREADS=1 python -m zero_topo.launch.worker -- python t.py"
-    )
-    file = tmp_path / "hosts"
-    file.write_text("# two\nn0 slots=8\nn1 slots=8\n")
-    env = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HOME": "/root", "OMP_NUM_THREADS": "3"}
-    job = LocalJob(("python", "t.py"), a100, 16, read_hosts(file), file, env=env)
-    words = " ".join(mpirun(job))
-    assert "--map-by ppr:8:node:PE=8 --bind-to core --rank-by slot" in words
-    assert "-x NCCL_DEBUG -x PATH -x MASTER_ADDR=n0 -x MASTER_PORT=3442 python" in words
-    assert "HOME" not in words
-    with pytest.raises(ValueError, match="names 2 hosts, which cannot get equally many"):
-        LocalJob(("true",), a100, 3, read_hosts(file), file)
-
-
-def test_deepspeed_starts_scripts_and_modules(tmp_path: Path) -> None:
-    generic = load_launch_machine("generic")
-    start = "deepspeed --no_local_rank --num_accelerators 8 --master_port 3442"
-    for command, expected in {
-        ("python", "t.py", "--x"): f"{start} t.py --x",
-        ("t.py",): f"{start} t.py",
-        ("python3", "-m", "pkg.train", "-v"): f"{start} --module pkg.train -v",
-    }.items():
-        assert " ".join(deepspeed(LocalJob(command, generic, 8))) == expected
-    file = tmp_path / "hosts"
-    file.write_text("n0 slots=4\nn1 slots=4\n")
-    words = " ".join(deepspeed(LocalJob(("t.py",), generic, 8, read_hosts(file), file)))
-    assert f"--num_accelerators 4 --master_port 3442 --hostfile {file} --num_nodes 2 --master_addr n0 t.py" in words
-
-
-def test_a_dry_run_prints_what_the_shell_takes(run: Run) -> None:
-    status, out, _ = run("launch", "mpirun", "--ranks", "2", "--dry-run", "--", "python", "t.py", "a b")
-    assert status == 0 and shlex.split(out)[-3:] == ["python", "t.py", "a b"]
-    status, out, _ = run("launch", "deepspeed", "--ranks", "2", "--dry-run", "--", "t.py")
-    assert status == 0 and "--no_local_rank --num_accelerators 2" in out
-
-
 STEP = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "2",
@@ -255,63 +213,23 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_JOB_ID": "7",
 }
-EIGHT = "--nproc-per-node 8 t.py"
 
 
-@pytest.mark.parametrize(
-    ("env", "words", "expected"),
-    [
-        ({}, "", f"--standalone {EIGHT}"),
-        (
-            {},
-            "--nodes 2 --host a",
-            f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:3442 --rdzv-id zero-topo {EIGHT}",
-        ),
-        (STEP, "", f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint n01:3442 --rdzv-id 7 {EIGHT}"),
-        (STEP, "--rendezvous static", f"--nnodes 2 --node-rank 1 --master-addr n01 --master-port 3442 {EIGHT}"),
-        (
-            {},
-            "--nodes 2 --host a --node-rank 0 --rendezvous static --master-port 5",
-            f"--nnodes 2 --node-rank 0 --master-addr a --master-port 5 {EIGHT}",
-        ),
-    ],
-)
-def test_torchrun_meets_as_asked_and_takes_the_nodes_of_a_slurm_step(
-    env: dict[str, str], words: str, expected: str, run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "step"), [("frontier", {}), ("frontier", STEP), ("generic", {})])
+def test_a_shell_takes_a_machines_variables(
+    name: str, step: dict[str, str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the machine's variables before it."""
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    line = ["launch", "torchrun", "--machine", "frontier", *words.split(), "--dry-run", "--", "python", "t.py"]
-    status, out, err = run(*line)
+    """Those that the user has set stay; where a Slurm job's nodes are known, so is where its ranks meet."""
+    machine = load_launch_machine(name)
+    wanted = {setting.name for setting in (*machine.variables, *machine.doctors)}
+    for variable, value in {**dict.fromkeys(wanted, ""), **step}.items():
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+    if wanted:
+        monkeypatch.setenv(min(wanted), "mine")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    status, out, err = run("launch", "env", "--machine", name)
     assert (status, err) == (0, "")
-    assert out.rstrip().endswith(f" torchrun {expected}") and "NCCL_SOCKET_IFNAME=" in out
-
-
-@pytest.mark.parametrize(
-    ("env", "words", "said"),
-    [
-        ({}, "--nodes 2", "c10d: where? give --host"),
-        ({}, "--nodes 2 --rendezvous standalone", "that is one node, not 2"),
-        ({}, "--nodes 2 --rendezvous static --host a", "give --node-rank, a number of 0 to 1"),
-        ({}, "--rendezvous etcd", "choose one of standalone, static, c10d"),
-        (
-            STEP
-            | {
-                "SLURM_STEP_NUM_TASKS": "16",
-                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
-                "SLURM_NODEID": "0",
-                "SLURM_LOCALID": "1",
-            },
-            "",
-            "use srun --ntasks-per-node=1",
-        ),
-    ],
-)
-def test_a_rendezvous_that_nobody_would_come_to_is_refused(
-    env: dict[str, str], words: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    status, out, err = run("launch", "torchrun", "--machine", "frontier", *words.split(), "--dry-run", "--", "t.py")
-    assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1
+    done = subprocess.run(["bash", "-c", 'eval "$1"; env', "bash", out], capture_output=True, text=True, check=True)
+    seen = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert wanted <= set(seen) and (not wanted or seen[min(wanted)] == "mine")
+    assert (seen.get("MASTER_ADDR"), seen.get("MASTER_PORT")) == (("n01", "3442") if step else (None, None))

@@ -57,7 +57,7 @@ def test_commands_agree(
     cost = printed(run, "check", named, *of, "--world-size", ranks)["cost"]
     (point,) = printed(run, "simulate", *of, "--gcds", ranks, *batches, "--schemes", "zero3")["results"]
     assert cost == {key: point[key] for key in cost}
-    (plain,) = printed(run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--scheme", "zero3")["schemes"]
+    (plain,) = printed(run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--set", "scheme=zero3")["schemes"]
     assert plain["sent_by_domain"] == cost["sent_by_domain"]
     plans = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")["plans"]
     found = [plan for plan in plans if plan["name"] == "zero3"]

@@ -127,7 +127,7 @@ def test_a_plan_fits_and_loses_nothing_for_less_than_two_percent(case: str, run:
 
 def test_the_papers_largest_models_are_those_of_states_alone(run: Run) -> None:
     """16 dies of 64 GiB: 68.7 billion for ZeRO-3 and 55.0 for ZeRO++, as the paper says."""
-    words = ("plan", "--max-params", "--states-only", "--machine", "frontier", "--nodes", "2", "--json")
+    words = ("plan", "--max-params", "--set", "states-only=true", "--machine", "frontier", "--nodes", "2", "--json")
     found = json.loads(run(*words)[1])["schemes"]
     assert found["zero3"]["max_params"] == pytest.approx(68.7e9, rel=1e-3)
     assert found["zero++"]["max_params"] == pytest.approx(55.0e9, rel=1e-3)
@@ -139,12 +139,12 @@ def test_attention_and_sequence_decide_what_activations_take(run: Run, tmp_path:
     words = ("plan", "--model", str(tmp_path), "--machine", "frontier", "--nodes", "64", "--recommend")
     held = [
         json.loads(run(*words, *more, "--json")[1])["recommended"]["memory"]["activations"]
-        for more in ((), ("--seq", "8192"), ("--attention", "eager"), ("--no-checkpointing",))
+        for more in ((), ("--seq", "8192"), ("--set", "attention=eager"), ("--set", "checkpointing=false"))
     ]
     assert held[1] == pytest.approx(2 * held[0], rel=0.01) and held[2] - held[0] == pytest.approx(
         5 * 32 * 4096**2, rel=0.01
     )
     assert held[3] > 8 * held[0]
-    status, _, error = run(*words, "--seq", "32768", "--attention", "eager", "--no-checkpointing")
+    status, _, error = run(*words, "--seq", "32768", "--set", "attention=eager", "--set", "checkpointing=false")
     assert status == 2 and "recompute activations" in error and "use flash attention" in error
-    assert run(*words, "--attention", "flesh")[2].count("did you mean 'flash'") == 1
+    assert run(*words, "--set", "attention=flesh")[2].count("did you mean 'flash'") == 1

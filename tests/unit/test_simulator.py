@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import calibrate
 from tests.launching import ROOT
 from tests.plans import resolve
 from zero_topo.config import SCHEMES, ResolvedConfig
-from zero_topo.cost import calibrate
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.step import PHASES, Job, Network, predict_step
 from zero_topo.cost.transformer import Transformer

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What device tools print becomes packages, links, NUMA nodes and adapters.
+"""What device tools print becomes packages, links and NUMA nodes.
 
 The samples in tests/data/devices: Frontier's matrix is the one of ROCm's release notes, of which the other Frontier
 files are the same node in each tool's format; tables of nvidia-smi follow captures in NVIDIA/nccl issues 78 and 1505
@@ -28,7 +28,7 @@ from zero_topo.topology import load_preset
 from zero_topo.topology.captures import read_captures, recognise
 from zero_topo.topology.devices import DeviceLink, DeviceTree, merge, normal_bus_id
 from zero_topo.topology.ring import ring_bandwidth
-from zero_topo.topology.tools import hwloc, nvml, xgmi
+from zero_topo.topology.tools import nvml, sysfs, xgmi
 from zero_topo.units import GB
 
 SAMPLES = Path(__file__).parents[1] / "data" / "devices"
@@ -114,24 +114,6 @@ def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
     assert sample("mi300x_amd_smi.json").sources["packages"].endswith("as no two share 4 XGMI links")
 
 
-def test_graphics_of_a_management_controller_are_no_rank() -> None:
-    """ATI's ES1000 and ASPEED's beside GPUs, and beside nothing else; a lone card with a screen is one."""
-    frontier = text("frontier_hwloc.xml")
-    at = frontier.index('<object type="PCIDev"')
-    vga = '<object type="PCIDev" pci_busid="0000:02:00.0" pci_type="0300 [%s] [1002:515e] 02"/>'
-    for model in ("1002:515e", "1a03:2000", "1002:73bf"):
-        added = frontier[:at] + vga % model + frontier[at:]
-        assert read_captures([("added", added)]).bus_ids == sample("frontier_hwloc.xml").bus_ids
-    head = frontier[: frontier.index("<object")]
-    for model, count in (("1002:73bf", 1), ("10de:2684", 1), ("1002:515e", 0), ("1a03:2000", 0)):
-        alone = f"{head}<object type='Machine'>{vga % model}</object></topology>"
-        if count:
-            assert read_captures([("alone", alone)]).count == 1
-        else:
-            with pytest.raises(ValueError, match="no GPU among its PCI devices"):
-                read_captures([("alone", alone)])
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "complaint"),
     [
@@ -141,19 +123,16 @@ def test_graphics_of_a_management_controller_are_no_rank() -> None:
             "GPU3   ",
             "row GPU3 of 'its matrix' has 7 cells for 8 devices",
         ),
-        ("malformed_nvidia_smi.txt", "", "", "row GPU1 has 6 cells for 5 columns"),
-        (BOX, "NODE\t0-15\t0", "PIXNODE\t0-15\t0,1", "row GPU0 has 6 cells for 5 columns"),
-        (BOX, "GPU2\tGPU3", "", "its header names GPU0, GPU1 but there is a row GPU2"),
+        ("malformed_nvidia_smi.txt", "", "", "row GPU1, column GPU2 is 'PIXNODE'"),
+        (BOX, "GPU2\tGPU3", "", "row GPU0 has 5 cells for the 3 columns"),
         (BOX, "GPU1\tPIX", "GPU1\tPHB", "row GPU1, column GPU0 is 'PHB' but row GPU0, column GPU1 is 'PIX'"),
         (BOX, "GPU3\tSYS\tSYS\tPHB", "GPU3\tSYS\tSYS\tNV0", "row GPU3, column GPU2 is 'NV0'"),
-        (BOX, "\nGPU2\t", "\nGPU9\t", "but there is a row GPU9"),
+        (BOX, "\nGPU2\t", "\nGPU9\t", "row GPU2 has 0 cells"),
         ("old_nvidia_smi.txt", "NV2", "NV", "row GPU0, column GPU2 is 'NV'; it must be NV followed by a number"),
         ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for the 8 columns"),
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
         ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
         ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: not valid JSON"),
-        ("frontier_hwloc.xml", "</topology>", "", "hwloc: broken XML"),
-        ("frontier_hwloc.xml", "1002", "1003", "hwloc: no GPU"),
     ],
 )
 def test_broken_captures_are_one_clear_line(name: str, old: str, new: str, complaint: str) -> None:
@@ -169,7 +148,6 @@ def test_no_text_makes_a_parser_fail_otherwise_than_by_value_error(noise: str) -
         '{"(Topology)": ',
         '[{"gpu": 0, "links": ',
         "\tGPU0\tGPU1\tCPU Affinity\n",
-        "<?xml <topology ",
         "GPU0 GPU1\n",
     ):
         with suppress(ValueError):
@@ -185,37 +163,29 @@ def test_each_sample_is_recognised_by_its_content() -> None:
     assert recognise("hello") is None
 
 
-def test_hwloc_completes_numa_nodes_and_adapters() -> None:
-    alone, both = sample("frontier_hwloc.xml"), sample("frontier_hwloc.xml", "frontier_amd_smi.json")
-    assert alone.packages is None and alone.numa == (3, 3, 1, 1, 0, 0, 2, 2)
-    near = {"hsn0": (1,), "hsn1": (3,), "hsn2": (5,), "hsn3": (7,)}
-    assert both.tool == "amd-smi" and {nic.name: nic.closest for nic in both.nics or ()} == near
-    assert both.sources["numa"] == "hwloc" and both.sources["links"] == "amd-smi"
-
-
 def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
-    """The kernel lists PCI devices as links into its tree of bridges."""
+    """GPUs with their NUMA nodes; beside processors without a screen, a management controller's graphics is no rank."""
 
-    def add(way: str, kind: str, vendor: str, numa: int, net: str = "") -> None:
-        place = tmp_path / "devices" / way
+    def add(bus_id: str, kind: str, model: str, numa: int) -> None:
+        place = tmp_path / "bus/pci/devices" / bus_id
         place.mkdir(parents=True)
-        for name, value in (("class", kind), ("vendor", vendor), ("numa_node", str(numa))):
+        vendor, device = model.split(":")
+        for name, value in (("class", kind), ("vendor", vendor), ("device", device), ("numa_node", str(numa))):
             (place / name).write_text(f"{value}\n")
-        if net:
-            (place / "net" / net).mkdir(parents=True)
-        listed = tmp_path / "bus" / "pci" / "devices"
-        listed.mkdir(parents=True, exist_ok=True)
-        (listed / place.name).symlink_to(place)
 
-    add("pci0000:00/0000:00:01.0/0000:01:00.0", "0x030200", "0x10de", 0)
-    add("pci0000:00/0000:00:01.0/0000:02:00.0", "0x020700", "0x15b3", 0, net="ib0")
-    add("pci0000:80/0000:80:01.0/0000:81:00.0", "0x030200", "0x10de", -1)
-    add("pci0000:80/0000:80:02.0/0000:82:00.0", "0x030000", "0x1a03", 1)
-    tree = hwloc.read_sys(tmp_path)
-    assert tree is not None
+    assert sysfs.read_sys(tmp_path) is None
+    add("0000:02:00.0", "0x030000", "0x1002:0x515e", 0)
+    add("0000:03:00.0", "0x030000", "0x1a03:0x2000", 0)
+    add("0000:04:00.0", "0x020700", "0x15b3:0x1017", 0)
+    assert sysfs.read_sys(tmp_path) is None
+    add("0000:05:00.0", "0x030000", "0x10de:0x2684", 0)
+    lone = sysfs.read_sys(tmp_path)
+    assert lone is not None and lone.bus_ids == ("0000:05:00.0",)
+    add("0000:01:00.0", "0x030200", "0x10de:0x2330", 0)
+    add("0000:81:00.0", "0x030200", "0x10de:0x2330", -1)
+    tree = sysfs.read_sys(tmp_path)
+    assert tree is not None and tree.packages is None
     assert tree.bus_ids == ("0000:01:00.0", "0000:81:00.0") and tree.numa == (0, None)
-    assert [(nic.name, nic.closest) for nic in tree.nics or ()] == [("ib0", (0,))]
-    assert hwloc.read_sys(tmp_path / "nothing") is None
 
 
 def fake_nvml(version: int = 4) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_topo.doctor.torch_names import missing
+from tests.torch_names import missing
 
 SOURCE = """
 import torch

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.moved import check_moved
 from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
@@ -39,7 +40,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "disable": "enable",
         "build": "build",
         "launch": "launch",
-        "bench": "bench",
     }
 )
 """Command -> the module of this package that has a function, or a group of commands, of that name."""
@@ -98,7 +98,10 @@ def run(
 
         completion_init()
     try:
-        with only_json() if JSON in takewhile(NOT_OURS.__ne__, words) else nullcontext():
+        ours = list(takewhile(NOT_OURS.__ne__, words))
+        if make is build:
+            check_moved(ours)
+        with only_json() if JSON in ours else nullcontext():
             application = make(words[0] if words else "")
             status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)
     except _CommandLineError as error:

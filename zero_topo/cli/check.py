@@ -26,7 +26,6 @@ from zero_topo.config import (
     AUTO,
     ZeroTopoConfig,
     deepspeed_problems,
-    deepspeed_refusals,
     is_automatic,
     load_deepspeed_config,
     resolve_config,
@@ -37,6 +36,7 @@ from zero_topo.cost.candidates import before_a_model
 from zero_topo.cost.explain import assumed_lines, price_sentence, setting
 from zero_topo.cost.fit import planned
 from zero_topo.cost.volume import by_domain
+from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
@@ -143,7 +143,7 @@ def _forecast(
 
 
 def _say(notes: tuple[str, ...]) -> None:
-    for note in notes:
+    for note in filter(None, (*notes, unasked())):
         print(f"- {note}")
     print("ok")
 

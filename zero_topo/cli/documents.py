@@ -12,9 +12,11 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict
 
-from zero_topo.config import PublishConfig, QuantizeConfig
+from zero_topo.config import PublishConfig, ZeroTopoConfig
 from zero_topo.config.modes import SyncConfig
+from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
+from zero_topo.doctor.finding import Finding
 from zero_topo.strict import Seconds
 from zero_topo.topology import Topology
 from zero_topo.topology.rates import Rates, Ring
@@ -67,20 +69,6 @@ class _Checked(_Resolved):
     translated: list[str]
 
 
-class _Block(_Document):
-    """The keys of a ``zero_topo`` block that make a plan."""
-
-    topology: NotRequired[str | dict[str, Any]]
-    scheme: NotRequired[str]
-    weights: NotRequired[str | int]
-    secondary: NotRequired[str | int]
-    gradients: NotRequired[str | int]
-    optimizer: NotRequired[str | int]
-    quantize: NotRequired[QuantizeConfig]
-    sync: NotRequired[SyncConfig]
-    publish: NotRequired[PublishConfig]
-
-
 class _Ranked(_Document):
     name: str
     degrees: _Degrees
@@ -90,7 +78,7 @@ class _Ranked(_Document):
     wire_seconds: float
     sent_by_domain: ByDomain
     memory: Roles
-    block: _Block
+    block: ZeroTopoConfig
 
 
 class _Forecast(_Document):
@@ -131,14 +119,8 @@ class _Schemes(_Document):
     schemes: list[_Costed]
 
 
-class _Range(_Document):
-    low_s: float
-    high_s: float
-    depends_on: dict[str, float]
-
-
 class _Recommended(_Ranked):
-    range: _Range
+    range: Range
 
 
 class _Refused(_Document):
@@ -184,30 +166,6 @@ class _MaxParams(_Document):
     schemes: dict[str, _Largest]
 
 
-class _PaperMemory(_Document):
-    """``plan --table memory``."""
-
-    params: int
-    nodes: int
-    unit: Literal["bytes per rank"]
-    rows: dict[str, dict[str, int | float]]
-
-
-class _Term(_Document):
-    phase: str
-    volume: str
-    degree: int
-    domain: str
-
-
-class _PaperVolume(_Document):
-    """``plan --table volume``."""
-
-    nodes: int
-    unit: Literal["2 psi bytes per micro-batch"]
-    rows: dict[str, list[_Term]]
-
-
 class _Point(_Document):
     scheme: str
     ranks: int
@@ -215,7 +173,7 @@ class _Point(_Document):
     step_s: float
     tflops_per_gpu: float
     breakdown: dict[str, float]
-    range: _Range
+    range: Range
     sent_by_domain: ByDomain
     held: int
     fits: bool
@@ -235,13 +193,6 @@ class _Simulated(_Document):
     results: list[_Point]
     scaling_efficiency: list[dict[str, Any]]
     break_even: list[dict[str, Any]]
-
-
-class _Fitted(_Document):
-    """``simulate --calibrate`` of a record."""
-
-    rates: Rates
-    results: list[dict[str, Any]]
 
 
 class _Rings(_Document):
@@ -271,16 +222,9 @@ class _Migrated(_Document):
     costs: _Costs | None
 
 
-class _Finding(_Document):
-    state: Literal["ok", "warn", "fail"]
-    subject: str
-    text: str
-    fix: str | None
-
-
 class _Findings(_Document):
     machine: str | None
-    findings: list[_Finding]
+    findings: list[Finding]
     failed: int
 
 
@@ -328,28 +272,15 @@ class _Report(_Document):
     versions: NotRequired[dict[str, str | None]]  # older runs have none
 
 
-class _Record(TypedDict):
-    """A benchmark's: the head, and its own keys beside it."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-    format: int
-    benchmark: str
-    when: str
-    machine: dict[str, Any]
-    versions: dict[str, Any]
-    settings: dict[str, Any]
-
-
 DOCUMENTS: Mapping[str, Any] = MappingProxyType(
     {
         "topology": Topology,
-        "plan": _Schemes | _Recommendation | _MaxParams | _PaperMemory | _PaperVolume,
-        "simulate": _Simulated | _Fitted | _Collectives,
+        "plan": _Schemes | _Recommendation | _MaxParams,
+        "simulate": _Simulated | _Collectives,
         "check": _Checked | _Automatic,
         "migrate": _Migrated,
         "report": _Report,
         "doctor": _Findings,
-        "bench": _Record,
     }
 )
 """Command -> the type of what it prints with ``--json``."""

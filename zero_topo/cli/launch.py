@@ -1,31 +1,25 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo launch``: write or submit a Slurm job, or run ``mpirun``, ``torchrun`` or ``deepspeed``, for a machine.
-
-To add a launcher, write the function that makes its text or words in ``zero_topo/launch`` and its command here.
-"""
+"""``zero-topo launch``: write or submit a Slurm job for a machine, or print the machine's variables for a shell."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zero_topo.cli.files import Force, check_files
-from zero_topo.cli.options import taking
-from zero_topo.launch.commands import LocalJob, deepspeed, mpirun, read_hosts, variables
+from zero_topo.cli.options import Force, taking
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, load_launch_machine
+from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
-from zero_topo.launch.torchrun import C10D, KINDS, STANDALONE, of_step, rendezvous, torchrun
+from zero_topo.observe.files import check_files
+from zero_topo.topology.launchers import launcher_view
 
 launch = typer.Typer(
-    help="Start a job: Slurm, mpirun, torchrun or deepspeed.",
+    help="Start a job: a Slurm script, or a machine's variables for any other launcher.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -40,7 +34,6 @@ MachineName = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the result and stop.")]
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class SlurmOptions:
     ] = None
     force: Force = False
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")] = False
-    dry_run: DryRun = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False
 
 
 @launch.command()
@@ -101,108 +94,27 @@ def slurm(options: SlurmOptions) -> None:
         print(f"{path}: {told}; submit it with: sbatch {shlex.quote(str(path))}")
 
 
-@dataclass(frozen=True)
-class LocalOptions:
-    """Of ``launch mpirun`` and ``launch deepspeed``."""
+@launch.command()
+def env(machine: MachineName = "generic", master_port: Port = PORT) -> None:
+    """Print a machine's variables for a shell: eval "$(zero-topo launch env --machine NAME)".
 
-    command: Command = ()  # type: ignore[assignment]
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1
-    machine: MachineName = "generic"
-    hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with one host per line; default: this host.")
-    ] = None
-    master_port: Port = PORT
-    dry_run: DryRun = False
-
-
-@dataclass(frozen=True)
-class MpiOptions(LocalOptions):
-    """Of ``launch mpirun``."""
-
-    oversubscribe: Annotated[bool, typer.Option("--oversubscribe", help="Allow more ranks than cores.")] = False
+    Variables that are set already are left out. Inside of a Slurm job MASTER_ADDR and MASTER_PORT come with them, for
+    torchrun.
+    """
+    known = load_launch_machine(machine)
+    for setting in (*known.variables, *known.doctors):
+        if setting.name not in os.environ:
+            print(f"# {setting.comment}\nexport {bash_value(setting)}")
+    view = launcher_view(os.environ)
+    if view is not None and view.hosts and "MASTER_ADDR" not in os.environ:
+        print("# The ranks meet on the first node of the job.")
+        print(f"export MASTER_ADDR={view.hosts[0]} MASTER_PORT={master_port}")
 
 
-@launch.command(name="mpirun")
-@taking(MpiOptions)
-def mpirun_command(options: MpiOptions) -> None:
-    """Run the ranks with OpenMPI's mpirun."""
-    job = _job(options, oversubscribe=options.oversubscribe)
-    _execute(mpirun(job), {}, options.dry_run)
-
-
-@launch.command(name="deepspeed")
-@taking(LocalOptions)
-def deepspeed_command(options: LocalOptions) -> None:
-    """Run the ranks with the deepspeed launcher."""
-    job = _job(options)
-    _execute(deepspeed(job), variables(job.machine, job.env), options.dry_run)
-
-
-@dataclass(frozen=True)
-class TorchrunOptions:
-    """Of ``launch torchrun``."""
-
-    command: Command = ()  # type: ignore[assignment]
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; default: the Slurm step's, or 1.")] = None
-    machine: MachineName = "generic"
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node; default: the machine's.")] = None
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(metavar="|".join(KINDS), help="How nodes meet; default: standalone on one node, else c10d."),
-    ] = None
-    host: Annotated[str | None, typer.Option(help="Host of the first node; default: the Slurm step's.")] = None
-    master_port: Port = PORT
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Number of this node, for static; default: Slurm's.")] = (
-        None
-    )
-    dry_run: DryRun = False
-
-
-@launch.command(name="torchrun")
-@taking(TorchrunOptions)
-def torchrun_command(options: TorchrunOptions) -> None:
-    """Run this node's ranks with torchrun. Call it on each node, or once with srun --ntasks-per-node=1."""
-    (machine, ranks), env = _machine(options), dict(os.environ)
-    asked = {"nodes": options.nodes, "host": options.host, "node": options.node_rank}
-    told = {"nodes": 1, **of_step(env), **{name: value for name, value in asked.items() if value is not None}}
-    kind = options.rendezvous or (STANDALONE if told["nodes"] == 1 else C10D)
-    meeting = rendezvous(**told, kind=kind, port=options.master_port)
-    _execute(torchrun(tuple(options.command), ranks, meeting), variables(machine, env), options.dry_run)
-
-
-def _machine(options: SlurmOptions | TorchrunOptions) -> tuple[LaunchMachine, int]:
+def _machine(options: SlurmOptions) -> tuple[LaunchMachine, int]:
     """The machine, and ranks of a node."""
     machine = load_launch_machine(options.machine)
     ranks = options.ranks_per_node or machine.ranks_per_node
     if ranks is None:
         raise ValueError(f"--machine {options.machine} does not say how many ranks a node has; give --ranks-per-node")
     return machine, ranks
-
-
-def _job(options: LocalOptions, oversubscribe: bool = False) -> LocalJob:
-    return LocalJob(
-        command=tuple(options.command),
-        machine=load_launch_machine(options.machine),
-        ranks=options.ranks,
-        hosts=() if options.hostfile is None else read_hosts(options.hostfile),
-        hostfile=options.hostfile,
-        port=options.master_port,
-        oversubscribe=oversubscribe,
-        env=dict(os.environ),
-    )
-
-
-def _execute(words: list[str], added: Mapping[str, str], dry_run: bool) -> None:
-    """Print the command, or become it.
-
-    Raises:
-        ValueError: if the launcher is not installed.
-    """
-    if dry_run:
-        print(shlex.join([*(f"{name}={value}" for name, value in added.items()), *words]))
-        return
-    sys.stdout.flush()
-    try:
-        os.execvpe(words[0], words, {**os.environ, **added})
-    except FileNotFoundError:
-        raise ValueError(f"{words[0]} is not installed, or not on PATH; --dry-run prints the command") from None

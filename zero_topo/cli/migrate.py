@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.files import Force, check_files
-from zero_topo.cli.options import Overlap, taking
+from zero_topo.cli.options import Force, Overlap, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_model, found_params
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
@@ -42,6 +41,8 @@ from zero_topo.cost.explain import setting
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Job
 from zero_topo.cost.volume import loco_bytes, stock_config
+from zero_topo.doctor.refusals import setting_refusals
+from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
@@ -84,7 +85,7 @@ def migrate(options: MigrateOptions) -> None:
     check_files([(options.output, "", None)], options.force)
     loaded = load_deepspeed_config(options.ds_config)
     active, found = switched_on(loaded), migrated(loaded)
-    if problems := [*found.problems, *deepspeed_problems(found.config)]:
+    if problems := [*found.problems, *deepspeed_problems(found.config), *setting_refusals(found.config)]:
         raise ValueError("\n".join(dict.fromkeys(problems)))
     block = ZeroTopoConfig.parse(found.config[ROOT])
     costs = _costs(options, active, block, loaded)

@@ -1,20 +1,33 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Commands with many options: the options are the fields of a frozen dataclass."""
+"""Commands with many options: the options are the fields of a frozen dataclass, the rarely needed ones in ``--set``."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+
+from zero_topo.strict import cut, did_you_mean
+
+SET = "settings"
 
 Overlap = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rare:
+    """Marks a field that is given as ``--set KEY=VALUE``; ``help`` says what it is in a few words."""
+
+    help: str
 
 
 def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
@@ -30,29 +43,68 @@ def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
     """
     for field in fields(options):
         if not used(field.name) and getattr(options, field.name) != field.default:
-            raise ValueError(f"--{field.name.replace('_', '-')} would not count: {why}")
+            name = field.name.replace("_", "-")
+            raise ValueError(
+                f"--{f'set {name}' if field.name in _rare(type(options)) else name} would not count: {why}"
+            )
 
 
 def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a command of a function whose one argument is a dataclass: each field is an option, as typer sees it.
 
+    Fields marked as :class:`Rare` share one option, ``--set KEY=VALUE``.
+
     Args:
         options: a dataclass whose fields all have defaults and are annotated as typer wants parameters to be.
     """
-    hints = get_type_hints(options, include_extras=True)
+    hints, rare = get_type_hints(options, include_extras=True), _rare(options)
     own = inspect.get_annotations(options)  # those of a base class come after them
     names = sorted((field.name for field in fields(options)), key=lambda name: name not in own)  # type: ignore[arg-type]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(options, name), annotation=hints[name])
         for name in names
+        if name not in rare
     ]
+    if rare:
+        keys = "; ".join(f"{name.replace('_', '-')}: {of.help}" for name, (_, of) in rare.items())
+        option = typer.Option("--set", metavar="KEY=VALUE", help=f"A rarely needed setting; repeatable. {keys}.")
+        kind: Any = Annotated[list[str] | None, option]
+        parameters.append(inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
-            function(options(**given))
+            settings = [_setting(text, rare) for text in given.pop(SET, None) or ()]
+            function(options(**given, **dict(settings)))
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def _rare(options: type[Any]) -> dict[str, tuple[Any, Rare]]:
+    """Fields given by ``--set`` -> their types and help."""
+    hints = get_type_hints(options, include_extras=True).items()
+    marked = [(name, get_args(hint)) for name, hint in hints if get_origin(hint) is Annotated]
+    return {name: (kind, mark) for name, (kind, *_, mark) in marked if isinstance(mark, Rare)}
+
+
+def _setting(text: str, rare: Mapping[str, tuple[Any, Rare]]) -> tuple[str, Any]:
+    """A field and its value from ``KEY=VALUE``; of a list, the values have commas between them.
+
+    Raises:
+        ValueError: for an unknown key or a value that is not of its type.
+    """
+    key, _, value = text.partition("=")
+    name = key.strip().replace("-", "_")
+    if name not in rare or "=" not in text:
+        raise ValueError(f"--set {cut(text)}: write KEY=VALUE{did_you_mean(key, rare)} (keys: {', '.join(rare)})")
+    kind = rare[name][0]
+    if kind == tuple[str, ...]:
+        return name, tuple(word.strip() for word in value.split(",") if word.strip())
+    try:
+        return name, TypeAdapter(kind).validate_strings(value.strip())
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].replace("Input should be", "it must be")
+        raise ValueError(f"--set {name}={cut(value)}: {reason}") from None

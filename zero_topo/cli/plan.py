@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_topo.cli.files import check_files
 from zero_topo.cli.options import refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import (
@@ -21,25 +20,24 @@ from zero_topo.cli.plan_options import (
     found_schemes,
     found_work,
 )
-from zero_topo.cli.plan_views import largest_models, paper_table, recommendation
+from zero_topo.cli.plan_views import largest_models, recommendation
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
 from zero_topo.cost.footprint import predict_memory
-from zero_topo.observe.marks import MEMORY, write_png
+from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
 
 VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
     ("recommend", recommendation),
     ("max_params", largest_models),
-    ("table", paper_table),
 )
 
 OF_A_JOB = (
     *("micro_batch", "checkpointing", "overlap", "attention", "states_only"),
     *("reserve", "lossy", "sparse", "rates", "deepspeed_config"),
 )
-"""Options that the plain view and the paper's tables, which are formulas of the parameters, do not ask."""
+"""Options that the plain view, which is formulas of the parameters, does not ask."""
 
 
 @taking(PlanOptions)
@@ -53,7 +51,7 @@ def plan(options: PlanOptions) -> None:
         names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
         raise ValueError(f"{names} are different views; ask for one at a time")
     if asked or options.plot is not None:
-        refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --table, --plot")
+        refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --plot")
     if options.plot is not None:
         _draw(options, options.plot)
     elif not (options.recommend or options.max_params):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
-from zero_topo.cli.files import Force
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, machine, read_count, read_rates
-from zero_topo.cli.options import Overlap
+from zero_topo.cli.options import Overlap, Rare
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -32,6 +32,8 @@ from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.presets import load_machine
 
 ITEMSIZE = 2  # 16-bit training
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=0.9)]
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,10 @@ class PlanOptions:
     """Of ``plan``."""
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
-    trainable: Annotated[
-        str | None, typer.Option(help="Trained parameters; the others are frozen. Default: all are trained.")
-    ] = None
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."),
     ] = None
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None
-    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
         int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch.")
@@ -55,14 +52,7 @@ class PlanOptions:
     micro_batches: Annotated[
         int, typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Micro-batches per optimizer step.")
     ] = 1
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
     overlap: Overlap = None
-    attention: Annotated[str, typer.Option(metavar="flash|eager", help="Eager attention stores the score matrix.")] = (
-        "flash"
-    )
-    states_only: Annotated[
-        bool, typer.Option("--states-only", help="Count only weights, gradients and optimizer states, as papers do.")
-    ] = False
     topology: Annotated[
         str,
         typer.Option(
@@ -76,38 +66,27 @@ class PlanOptions:
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
         None
     )
-    scheme: Annotated[list[str] | None, typer.Option(help="Scheme to show; repeatable; default: all.")] = None
     recommend: Annotated[
         bool, typer.Option("--recommend", help="List the fastest plans that fit, and explain the first.")
     ] = False
     max_params: Annotated[
         bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
     ] = False
-    table: Annotated[
-        str | None, typer.Option(metavar="memory|volume", help="Print a table of the ZeRO-topo paper.")
-    ] = None
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
-    reserve: Annotated[
-        float | None,
-        typer.Option(min=0, max=0.9, help=f"Share of the memory to leave free; default: {RESERVE}, of states 0."),
-    ] = None
-    sparse: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODE", help="Sparse sync mode to try as well; repeatable; implies --lossy."),
-    ] = None
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|JSON", help="Link rates to use instead of the machine's, as simulate --calibrate prints them."
-        ),
-    ] = None
-    deepspeed_config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="DeepSpeed JSON whose bucket sizes and offload settings to use."),
-    ] = None
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
-    force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
+    trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
+    layers: Annotated[Count | None, Rare("number of layers")] = None
+    hidden: Annotated[Count | None, Rare("hidden size")] = None
+    checkpointing: Annotated[bool, Rare("false keeps activations instead of recomputing them")] = True
+    attention: Annotated[str, Rare("flash, or eager, which stores the score matrix")] = "flash"
+    states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
+    scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all")] = ()
+    reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
+    sparse: Annotated[tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy")] = ()
+    rates: Annotated[str | None, Rare("link rates, a file or JSON as simulate --calibrate prints them")] = None
+    deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose bucket sizes and offload count")] = None
+    force: Annotated[bool, Rare("write over any file")] = False
 
 
 def found_machine(options: PlanOptions) -> Topology:
@@ -172,9 +151,9 @@ def found_work(options: PlanOptions) -> Workload:
         model = found_model(options)
         return Workload.uniform(model.numels(), ITEMSIZE, options.micro_batches, model.dims())
     params = found_params(options)
-    trained = params if options.trainable is None else read_count(options.trainable, "--trainable", LIKE_PARAMS)
+    trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
     if trained > params:
-        raise ValueError(f"--trainable {trained:,} is more than the {params:,} parameters of the model")
+        raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
     of = partial(Workload.uniform, itemsize=ITEMSIZE, micro_batches=options.micro_batches)
     return replace(of([trained]), frozen=of([params - trained]) if trained < params else None)
 
@@ -187,15 +166,13 @@ def found_model(options: PlanOptions) -> Transformer:
     """
     if options.model is not None:
         if options.params or options.layers or options.hidden:
-            raise ValueError(
-                f"--model {options.model} has a shape of its own; leave --params, --layers and --hidden out"
-            )
+            raise ValueError(f"--model {options.model} has a shape of its own; leave --params, layers and hidden out")
         return load_model(options.model, options.seq)
     sequence = options.seq or SEQUENCE
     if options.params is not None:
         return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.layers, options.hidden, sequence)
     if options.layers is None or options.hidden is None:
-        raise ValueError("which model? give --params, such as 20B, or --model, or --layers and --hidden")
+        raise ValueError("which model? give --params, such as 20B, or --model, or --set layers=44 --set hidden=6144")
     return with_shape(options.layers, options.hidden, sequence)
 
 
@@ -206,16 +183,16 @@ def found_request(options: PlanOptions) -> Request:
         ValueError: as the functions above, for an unknown mode of sync, or a config that cannot be read.
     """
     known = [mode.MODE for mode in SPARSE_MODES]
-    for mode in options.sparse or ():
+    for mode in options.sparse:
         if mode not in known:
-            raise ValueError(f"--sparse {mode}: no sparse mode of sync; choose among {', '.join(known)}")
+            raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(known)}")
     if options.attention not in ATTENTIONS:
         near = did_you_mean(options.attention, ATTENTIONS)
-        raise ValueError(f"--attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
+        raise ValueError(f"attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
     job = Job(found_model(options), options.micro_batch, options.micro_batches, options.checkpointing, ITEMSIZE)
     job = replace(job, attention=options.attention, overlap=options.overlap)
     flight = InFlight.read(load_deepspeed_config(options.deepspeed_config or {}))
-    sparse = tuple(options.sparse or ())
+    sparse = options.sparse
     usual = 0.0 if options.states_only else RESERVE
     topology = found_machine(options)
     own = None if options.rates is None else read_rates(options.rates, Request(topology, job).rates)

@@ -1,24 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The other views of ``zero-topo plan``: the best plan, the largest models, and the ZeRO-topo paper's tables."""
+"""The other views of ``zero-topo plan``: the best plan and the largest models."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
 from zero_topo.cli.output import print_json
-from zero_topo.cli.plan_options import PlanOptions, found_machine, found_params, found_request, found_schemes
-from zero_topo.cli.tables import DEGREES, largest_table, paper_memory, paper_volume, ranking_table, show
+from zero_topo.cli.plan_options import PlanOptions, found_request, found_schemes
+from zero_topo.cli.tables import DEGREES, largest_table, ranking_table, show
 from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.errors import ROOT
-from zero_topo.cost import paper_memory_table, paper_volume_table
 from zero_topo.cost.explain import explain, setting
 from zero_topo.cost.planner import Priced, Ranking, max_params, rank_plans
 from zero_topo.cost.volume import by_domain
+from zero_topo.strict import to_json
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count
 
@@ -54,7 +53,7 @@ def _ranking_json(ranking: Ranking, reasons: list[str], options: PlanOptions) ->
         "overlap": request.job.hidden,
         "memory_limit": request.limit,
         "reserve": request.reserve,
-        "recommended": {**plan_json(ranking.best, _machine(options)), "range": ranking.best.price.range.to_json()},
+        "recommended": {**plan_json(ranking.best, _machine(options)), "range": to_json(ranking.best.price.range)},
         "why": reasons,
         "assumed": assumptions(request.topology.name),
         "plans": [plan_json(plan, _machine(options)) for plan in ranking.timed],
@@ -117,48 +116,3 @@ def largest_models(options: PlanOptions) -> None:
         f"{job.micro_batch} x {job.model.sequence} tokens a micro-batch, activations "
         f"{'recomputed' if job.checkpointing else 'kept'}, {beside}"
     )
-
-
-# -- the paper's tables ------------------------------------------------------------------------------------------------
-
-
-def paper_table(options: PlanOptions) -> None:
-    """A table of the ZeRO-topo paper for a machine and a model."""
-    view = TABLES.get(str(options.table))
-    if view is None:
-        raise ValueError(f"--table {options.table}: there is no such table; choose one of {', '.join(TABLES)}")
-    view(options)
-
-
-def _memory(options: PlanOptions) -> None:
-    params, found = found_params(options), found_machine(options)
-    rows = paper_memory_table(params, found.nodes, found.ranks_per_node, found.ranks_per_gpu)
-    if options.as_json:
-        held = {name: {role: _number(n) for role, n in row.items()} for name, row in rows.items()}
-        print_json({"params": params, "nodes": found.nodes, "unit": "bytes per rank", "rows": held})
-        return
-    show(paper_memory(rows, f"Bytes per rank: {params:,} parameters, {found.world_size} ranks of {found.name}"))
-
-
-def _volume(options: PlanOptions) -> None:
-    found = found_machine(options)
-    rows = paper_volume_table(found.nodes, found.ranks_per_node, found.ranks_per_gpu)
-    if options.as_json:
-        sent = {
-            name: [{"phase": t.phase, "volume": str(t.volume), "degree": t.degree, "domain": t.domain} for t in row]
-            for name, row in rows.items()
-        }
-        print_json({"nodes": found.nodes, "unit": "2 psi bytes per micro-batch", "rows": sent})
-        return
-    show(
-        paper_volume(
-            rows, f"Sent per micro-batch, in messages of 2 psi bytes: {found.world_size} ranks of {found.name}"
-        )
-    )
-
-
-def _number(value: Fraction) -> int | float:
-    return value.numerator if value.denominator == 1 else float(value)
-
-
-TABLES: Mapping[str, Callable[[PlanOptions], None]] = MappingProxyType({"memory": _memory, "volume": _volume})

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.files import Force, check_files
+from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
+from zero_topo.observe.files import check_files
 
 
 def report(
@@ -23,7 +24,7 @@ def report(
 ) -> None:
     """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as well."""
     from zero_topo.cli.documents import DOCUMENTS
-    from zero_topo.observe.marks import PAGE
+    from zero_topo.observe.files import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.files import Force, check_files
+from zero_topo.cli.options import Force
 from zero_topo.config import json_schema
+from zero_topo.observe.files import check_files
 
 
 def schema(

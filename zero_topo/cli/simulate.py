@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 from rich.table import Table
 
-from zero_topo.bench.schemes import KNOWN
-from zero_topo.cli.files import Force, check_files
 from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import Overlap, refuse_others, taking
+from zero_topo.cli.options import Force, Overlap, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
-from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.explain import range_sentence, setting
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Job, known_rates, rates_of
 from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
-from zero_topo.observe.marks import SCALING, write_png
-from zero_topo.strict import did_you_mean, to_json
+from zero_topo.observe.files import SCALING, check_files, write_png
+from zero_topo.strict import Seconds, did_you_mean, to_json
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.presets import assumptions
@@ -36,6 +35,7 @@ from zero_topo.units import format_bytes
 
 GCDS = "64,128,256,384"
 STOCK = "stock"
+NotNegative = Annotated[int, Field(ge=0)]
 SHOWN = (("compute", "optimizer"), ("gather_forward", "gather_backward"), ("scatter",), ("sync", "publish"))
 """Phases of each column of the table."""
 NEVER = 10**6
@@ -55,15 +55,13 @@ class Options:
     ] = "gpt-neox-20b"
     gcds: Annotated[str | None, typer.Option(help="Rank counts, comma-separated.", show_default=GCDS)] = None
     schemes: Annotated[
-        str, typer.Option(help="Comma-separated; stock-NAME is the traffic of unmodified DeepSpeed.")
+        str,
+        typer.Option(help="Names or block files (.json), comma-separated; stock-NAME is stock DeepSpeed's traffic."),
     ] = "zero3,zero++,paper,topo"
     micro_batches: Annotated[str, typer.Option(help="Micro-batches per optimizer step, comma-separated.")] = "1,8"
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1
-    prefetch: Annotated[int, typer.Option(min=0, help="Modules whose weights are gathered ahead.")] = 1
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None
     overlap: Overlap = None
-    latency: Annotated[float | None, typer.Option(min=0, help="Seconds per message, instead of the machine's.")] = None
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = True
     rates: Annotated[
         str, typer.Option(metavar="FILE|JSON", help="Link rates that replace the preset's, all or some keys.")
     ] = "{}"
@@ -75,24 +73,22 @@ class Options:
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE",
-            help="Fit rates instead: to a record of 'benchmarks cluster', or to outputs of rccl-tests or nccl-tests, "
-            "any number of them.",
+            metavar="FILE", help="Fit rates instead: to outputs of rccl-tests or nccl-tests, any number of them."
         ),
     ] = None
-    on: Annotated[str, typer.Option(help="With --calibrate: schemes to fit.")] = "zero3,topo"
-    predict: Annotated[str, typer.Option(help="With --calibrate: schemes to predict; default: all others.")] = ""
+    prefetch: Annotated[NotNegative, Rare("modules whose weights are gathered ahead")] = 1
+    latency: Annotated[Seconds | None, Rare("seconds per message, instead of the machine's")] = None
+    checkpointing: Annotated[bool, Rare("false keeps activations instead of recomputing them")] = True
 
 
 @taking(Options)
 def simulate(options: Options) -> None:
     """Predict seconds and TFLOP/s of a step, per scheme and rank count. Shows what each step waits for."""
-    fitted = ("calibrate", "on", "predict", "as_json")
     if options.calibrate:
+        fitted = ("calibrate", "as_json")
         refuse_others(options, lambda name: name in fitted, "--calibrate fits rates and simulates nothing else")
-        fit(options.calibrate, options.on, options.predict, options.as_json)
+        fit(options.calibrate, options.as_json)
         return
-    refuse_others(options, lambda name: name not in ("on", "predict"), "give the record with --calibrate FILE")
     check_files([(options.plot, ".png", SCALING)], options.force)
     machines, rates = _machines(options)
     job = Job(
@@ -151,7 +147,7 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "step_s": price.step.seconds,
         "tflops_per_gpu": price.step.tflops_per_gpu,
         "breakdown": dict(price.step.breakdown),
-        "range": price.range.to_json(),
+        "range": to_json(price.range),
         "sent_by_domain": by_domain(price.sent),
         "held": price.held,
         "fits": price.fits,
@@ -210,15 +206,18 @@ def _schemes(names: Sequence[str]) -> dict[str, tuple[ZeroTopoConfig, bool]]:
 
 
 def _entry(name: str) -> tuple[ZeroTopoConfig, bool]:
-    """A scheme by name, and whether DeepSpeed's own engine sends it: as what follows ``stock-``, by itself ZeRO-3."""
-    known = {known: scheme.block for known, scheme in KNOWN.items() if scheme.block is not None}
+    """A scheme, or the block of a file, and whether DeepSpeed's own engine sends it: ``stock-NAME``, or ZeRO-3."""
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
-    if plain not in known:
-        near = did_you_mean(name, [*known, *(f"{STOCK}-{other}" for other in known)])
+    if plain.endswith(".json"):
+        content = load_deepspeed_config(plain)
+        return ZeroTopoConfig.parse(content.get("zero_topo", content)), plain != name
+    if plain not in SCHEMES:
+        near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
         raise ValueError(
-            f"unknown scheme {name!r}{near} (known: {', '.join(known)}, each also with 'stock-' before it)"
+            f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, and a .json file with a zero_topo block, "
+            f"each also with '{STOCK}-' before it)"
         )
-    return ZeroTopoConfig.parse(known[plain]), plain != name
+    return ZeroTopoConfig.parse({"scheme": plain}), plain != name
 
 
 def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:

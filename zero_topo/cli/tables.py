@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
-from zero_topo.cost import Term
 from zero_topo.cost.planner import Priced
 from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
 from zero_topo.topology.model import LINKED_DOMAINS
@@ -100,22 +98,4 @@ def largest_table(rows: Mapping[str, int | None], title: str) -> Table:
     table = figures_table(["", "parameters"], title)
     for name, params in rows.items():
         table.add_row(name, f"{params:,}" if params else "-")
-    return table
-
-
-def paper_memory(rows: Mapping[str, Mapping[str, Fraction]], title: str) -> Table:
-    """The paper's rows by role, with their sums."""
-    table = figures_table(["", *ROLES, "total"], title)
-    for name, held in rows.items():
-        cells = [format_bytes(float(held[role])) if held[role] else "-" for role in ROLES]
-        table.add_row(name, *cells, format_bytes(float(sum(held.values()))))
-    return table
-
-
-def paper_volume(rows: Mapping[str, Sequence[Term]], title: str) -> Table:
-    """The paper's rows by phase: volume, and the ranks and the domain it spans."""
-    phases = [term.phase for term in next(iter(rows.values()))]
-    table = figures_table(["", *phases], title)
-    for name, terms in rows.items():
-        table.add_row(name, *(f"{float(t.volume):.4f} {t.domain} {t.degree}" for t in terms))
     return table

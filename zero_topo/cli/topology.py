@@ -14,7 +14,7 @@ from zero_topo.topology.render_devices import render_devices
 
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
-    "--shownodesbw, nvidia-smi topo -m or lstopo --of xml; may be repeated, the most trusted counts."
+    "--shownodesbw, or nvidia-smi topo -m; may be repeated, the most trusted counts."
 )
 
 

@@ -12,7 +12,6 @@ from zero_topo.config.deepspeed_json import (
 from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
 from zero_topo.config.modes import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
-from zero_topo.config.refusals import deepspeed_refusals, setting_refusals
 from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, resolve_config
 from zero_topo.config.schemes import SCHEMES, Scheme
 from zero_topo.config.sparse_config import (
@@ -57,10 +56,8 @@ __all__ = [
     "check_deepspeed_config",
     "deepspeed_hints",
     "deepspeed_problems",
-    "deepspeed_refusals",
     "is_automatic",
     "json_schema",
     "load_deepspeed_config",
     "resolve_config",
-    "setting_refusals",
 ]

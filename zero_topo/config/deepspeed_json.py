@@ -104,7 +104,7 @@ def _is_file(path: Path) -> bool:
 
 def _parse_object(text: str, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, object_pairs_hook=_without_repeats)
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         value = _parse_hjson(text, name, error)
     except RecursionError:
@@ -126,6 +126,10 @@ def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
     if not isinstance(value, dict) or not value:  # Hjson reads an empty text as {}
         raise ValueError(f"{name}: not valid JSON: {json_error}") from None
     return value
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON; write a finite one")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ into ``zero_topo.<path>: <what>; did you mean '<nearest>'? (<allowed>)`` with va
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,18 +18,26 @@ from zero_topo.strict import as_json, did_you_mean
 ROOT = "zero_topo"
 
 
-def describe(error: ValidationError, root: str = ROOT) -> str:
-    """A validation error as one line; several mistakes are joined by ``"; also "``."""
-    return "; also ".join(_describe_one(detail, root) for detail in error.errors(include_url=False))
+def describe(error: ValidationError, root: str = ROOT, near: Callable[[str], str] = str) -> str:
+    """A validation error as one line; several mistakes are joined by ``"; also "``.
+
+    Args:
+        error: of pydantic.
+        root: the key whose block was wrong.
+        near: what to do about an unknown key of a model that is not ours.
+    """
+    return "; also ".join(_describe_one(detail, root, near) for detail in error.errors(include_url=False))
 
 
-def _describe_one(detail: ErrorDetails, root: str) -> str:
+def _describe_one(detail: ErrorDetails, root: str, near: Callable[[str], str]) -> str:
     # The tag that follows ``sync`` in a location is no JSON key.
     keys = [str(key) for i, key in enumerate(detail["loc"]) if i == 0 or detail["loc"][i - 1] != "sync"]
     path, context, shown = ".".join([root, *keys]), detail.get("ctx", {}), as_json(detail["input"])
     match detail["type"]:
         case "unknown_key":
             return f"{path}.{context['key']}: {context['hint']}"
+        case "extra_forbidden":
+            return f"{path}: unknown key; {near(keys[-1])}"
         case "bad_setting":
             return f"{path}: {detail['msg']}"
         case "value_error":

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from zero_topo.cost.memory import memory_bytes, padding_bytes, paper_memory_table
-from zero_topo.cost.volume import Term, Workload, by_domain, paper_volume_table, step_bytes
+from zero_topo.cost.memory import memory_bytes, padding_bytes
+from zero_topo.cost.volume import Workload, by_domain, step_bytes
 
 __all__ = [
-    "Term",
     "Workload",
     "by_domain",
     "memory_bytes",
     "padding_bytes",
-    "paper_memory_table",
-    "paper_volume_table",
     "step_bytes",
 ]

@@ -3,9 +3,10 @@
 
 Note [Rings of a machine]
     ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each step of the ring,
-    ``B`` bytes/s. ``B`` is fitted by itself inside a node and across nodes; ``a`` is one number, and another one for
+    ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes; ``a`` is one number, and another one for
     small messages, which RCCL and NCCL send by a protocol of their own (LL) up to a size that is fitted too. The sum of
-    squared logarithms of model over measured is made least, so that a short message counts as much as a long one.
+    squared logarithms of model over measured is minimized, so that a short message counts as much as a long one. The
+    model is linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round before.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from pathlib import Path
 
-from zero_topo.cost.calibrate import least
 from zero_topo.strict import read_text
 from zero_topo.topology.rates import Collective, Ring
 
@@ -24,9 +25,9 @@ COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter
 SMALL_CLASSES = (0, 2**14, 2**15, 2**16)
 """Bytes of a rank's message up to which the faster protocol may reach."""
 
-START = (math.log(20e-6), math.log(80e9), math.log(80e9), math.log(10e-6))
 ENOUGH_POINTS = 4
-RESTARTS = 4
+ROUNDS = 20
+TINY = 1e-15  # of seconds for a step or a byte: below what any machine does
 
 _NAME = re.compile(r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf")
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s", re.MULTILINE)
@@ -93,24 +94,43 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
 
 
 def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring]]:
-    """The least error, and the rings, if messages up to ``small`` bytes have a step of their own."""
-    least_message = min(row.nbytes / row.ranks for row in rows)
-    count = 4 if least_message <= small else 3
+    """The error, and the rings, if messages up to ``small`` bytes have a step of their own."""
+    domains = list(dict.fromkeys(_domain(row) for row in rows))
+    large = {(_domain(row), row.nbytes) for row in rows if row.nbytes / row.ranks > small}
+    if any(sum(name == domain for name, _ in large) < 2 for domain in domains):
+        small = 0  # too few long messages to tell a bandwidth
+    steps = [False, True] if any(row.nbytes / row.ranks <= small for row in rows) else [False]
+    # Columns: seconds of a step, of a small message's step, then of a byte in each domain.
+    matrix = [
+        [row.ranks - 1.0 if (row.nbytes / row.ranks <= small) == few else 0.0 for few in steps]
+        + [(row.ranks - 1) * row.nbytes / row.ranks if _domain(row) == domain else 0.0 for domain in domains]
+        for row in rows
+    ]
+    model, found = [row.seconds for row in rows], [0.0]
+    for _ in range(ROUNDS):
+        weighted = [[cell / seconds for cell in cells] for cells, seconds in zip(matrix, model, strict=True)]
+        wanted = [1 - math.log(seconds / row.seconds) for row, seconds in zip(rows, model, strict=True)]
+        found = [max(value, TINY) for value in _least_squares(weighted, wanted)]
+        model = [sum(map(mul, cells, found)) for cells in matrix]
+    step, *few = found[: len(steps)]
+    below = {"small": small, "small_step": min(step, few[0])} if few else {}
+    bandwidths = dict(zip(domains, found[len(steps) :], strict=True))
+    rings = {name: Ring(1 / of_byte, step, **below) for name, of_byte in bandwidths.items()}  # type: ignore[arg-type]
+    return sum(math.log(_seconds(rings[_domain(row)], row) / row.seconds) ** 2 for row in rows), rings
 
-    def error(point: tuple[float, ...]) -> float:
-        rings = _rings(point, small)
-        return sum(math.log(_seconds(rings[_domain(row)], row) / row.seconds) ** 2 for row in rows)
 
-    point = START[:count]
-    for _ in range(RESTARTS):
-        point = least(error, point)
-    return error(point), _rings(point, small)
-
-
-def _rings(point: tuple[float, ...], small: int) -> dict[str, Ring]:
-    step, node, world, *of_small = map(math.exp, point)
-    below = {"small": small, "small_step": min(step, of_small[0])} if of_small else {}
-    return {"node": Ring(node, step, **below), "world": Ring(world, step, **below)}  # type: ignore[arg-type]
+def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """The ``x`` with the least squares of ``rows x - wanted``, by elimination in the normal equations."""
+    width = range(len(rows[0]))
+    table = [
+        [*(sum(row[i] * row[j] for row in rows) for j in width), sum(map(mul, (row[i] for row in rows), wanted))]
+        for i in width
+    ]
+    for i in width:
+        for j in (j for j in width if j != i):
+            share = table[j][i] / table[i][i]
+            table[j] = [a - share * b for a, b in zip(table[j], table[i], strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(table)]
 
 
 def _domain(row: Timed) -> str:

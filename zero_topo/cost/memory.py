@@ -95,35 +95,3 @@ def _secondary_bytes(config: ResolvedConfig, shards: list[int], itemsize: int) -
         return sum(spec.nbytes(rows * n) for n in shards)
     is_view = plan.secondary % plan.weights == 0
     return 0 if is_view else rows * sum(shards) * itemsize
-
-
-def paper_memory_table(
-    parameters: int, nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2
-) -> dict[str, dict[str, Fraction]]:
-    """The paper's memory table: bytes per device in 16-bit training with Adam (``K = 12``).
-
-    Args:
-        parameters: ``psi``.
-        nodes: the paper's ``N``.
-        ranks_per_node: its ``P``.
-        ranks_per_gpu: dies of a GPU; 2 on an MI250X.
-
-    Returns:
-        Row name -> role -> bytes.
-    """
-    psi, world = Fraction(parameters), nodes * ranks_per_node
-
-    def row(weights: int, secondary: Fraction, gradients: int) -> dict[str, Fraction]:
-        return {
-            "weights": 2 * psi / weights,
-            "secondary": secondary,
-            "gradients": 2 * psi / gradients,
-            "optimizer": ADAM_BYTES * psi / world,
-        }
-
-    return {
-        "ZeRO-3": row(world, Fraction(0), world),
-        "ZeRO++": row(world, 2 * psi / ranks_per_node, world),
-        "ZeRO-topo sec 8": row(ranks_per_gpu, psi / ranks_per_node, ranks_per_node),
-        "ZeRO-topo sec 2": row(ranks_per_gpu, psi / ranks_per_gpu, ranks_per_node),
-    }

@@ -94,7 +94,7 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
         raise ValueError(
             f"{what}: {f'models of type {kind!r} are not known' if kind else 'has neither model_type nor num_layers'}; "
             f"give a Hugging Face config.json of type {', '.join(list(READERS)[:-1])} or a GPT-NeoX YAML that has the "
-            "model's shape, or use --params, --layers and --hidden"
+            "model's shape, or use --params"
         )
     keys.refuse_experts()
     found = READERS[kind](path.parent.name if path.name == "config.json" else path.stem, keys)
@@ -152,7 +152,7 @@ class _Keys:
         if name is not None:
             raise ValueError(
                 f"{self.what}: {name} is {self.values[name]!r}: a mixture of experts is not counted; plan for its "
-                "parameters with --params, --layers and --hidden, which takes all of them for active"
+                "parameters with --params, which takes all of them for active"
             )
 
     def flag(self, name: str, default: bool) -> bool:

@@ -57,7 +57,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
@@ -478,10 +478,6 @@ class Range:
     low_s: float
     high_s: float
     depends_on: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """In JSON types."""
-        return {"low_s": self.low_s, "high_s": self.high_s, "depends_on": dict(self.depends_on)}
 
     def sentence(self) -> str:
         """On what it depends, most first; what changes it by less than a percent is left out."""

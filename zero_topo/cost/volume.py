@@ -29,9 +29,8 @@ Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import NamedTuple
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
@@ -280,54 +279,3 @@ def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
 
 def message_bytes(numel: int, spec: BlockSpec | None, itemsize: int) -> int:
     return numel * itemsize if spec is None else spec.nbytes(numel)
-
-
-# -- the paper's units -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Term:
-    """One collective of a phase, ideal: no padding, no scales.
-
-    Attributes:
-        phase: as the meter's.
-        volume: what a rank sends, in units of the 16-bit message ``M = 2 psi`` bytes.
-        degree: the paper's ``d``: ranks over which the phase's shards are spread.
-        domain: the widest domain whose links the collective uses.
-    """
-
-    phase: str
-    volume: Fraction
-    degree: int
-    domain: str
-
-
-def paper_volume_table(nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int = 2) -> dict[str, tuple[Term, ...]]:
-    """Table VII as printed: volume per device of forward gather, backward gather and gradient reduce-scatter.
-
-    Its row for ZeRO++ counts an INT8 backward gather, where stock hpZ moves 16 bits (``"secondary": null``).
-
-    Args:
-        nodes: the paper's ``N``.
-        ranks_per_node: its ``P``.
-        ranks_per_gpu: dies of a GPU; 2 on an MI250X.
-
-    Returns:
-        Row name -> terms, in units of ``M``.
-    """
-    world = nodes * ranks_per_node
-    domain_of: Callable[[int], str] = {ranks_per_gpu: "gpu", ranks_per_node: "node", world: "world"}.__getitem__
-    rows = {
-        "ZeRO-3": ((1, world), (1, world), (1, world)),
-        "ZeRO++": ((2, world), (2, ranks_per_node), (4, world)),
-        "ZeRO-topo sec 8": ((2, ranks_per_gpu), (2, ranks_per_node), (4, ranks_per_node)),
-        "ZeRO-topo sec 2": ((2, ranks_per_gpu), (2, ranks_per_gpu), (4, ranks_per_node)),
-    }
-    phases = ("gather_forward", "gather_backward", "scatter")
-    return {
-        name: tuple(
-            Term(phase, Fraction(d - 1, d) / parts, d, domain_of(d))
-            for phase, (parts, d) in zip(phases, row, strict=True)
-        )
-        for name, row in rows.items()
-    }

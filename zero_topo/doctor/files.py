@@ -12,11 +12,11 @@ from zero_topo.config import (
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
-    deepspeed_refusals,
     load_deepspeed_config,
 )
 from zero_topo.cost.candidates import before_a_model
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
+from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.doctor.surroundings import Surroundings
 from zero_topo.topology import resolve_topology
 from zero_topo.topology.launchers import launcher_view
@@ -101,7 +101,8 @@ def config(seen: Surroundings) -> Iterator[Finding]:
     if not problems and block is None:
         yield Finding(WARN, subject, 'has no "zero_topo" block', 'add one, such as "zero_topo": {"scheme": "topo"}')
     elif not problems:
-        yield Finding(OK, subject, "would start")
+        why = unasked()
+        yield Finding(OK, subject, "would start") if why is None else Finding(WARN, subject, why, "mend that first")
         for hint in deepspeed_hints(loaded):
             what, fix = hint.rsplit("; ", 1)
             yield Finding(WARN, subject, what, fix)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-OK, WARN, FAIL = "ok", "warn", "fail"
-STATES = (OK, WARN, FAIL)
+OK: Literal["ok"] = "ok"
+WARN: Literal["warn"] = "warn"
+FAIL: Literal["fail"] = "fail"
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,13 @@ class Finding:
         fix: what to do about it; empty if all is well.
     """
 
-    state: str
+    state: Literal["ok", "warn", "fail"]
     subject: str
     text: str
     fix: str = ""
 
     def __post_init__(self) -> None:
-        assert self.state in STATES and (self.fix or self.state == OK), f"{self.subject}: a problem needs a fix"
+        assert self.fix or self.state == OK, f"{self.subject}: a problem needs a fix"
 
     def line(self) -> str:
         """In one line, without the state."""

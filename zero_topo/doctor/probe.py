@@ -9,9 +9,6 @@ import json
 import logging
 from typing import Any
 
-from zero_topo.doctor.torch_names import missing
-from zero_topo.versions import SUPPORTED
-
 
 def main() -> None:
     """Print the object; compiles nothing."""
@@ -26,7 +23,6 @@ def _torch() -> dict[str, Any]:
     available = dist.is_available()
     return {
         "torch": torch.__version__,
-        "missing": [] if torch.__version__.startswith(f"{SUPPORTED['torch'].pinned}.") else missing(),
         "platform": "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu",
         "devices": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
         "gloo": available and dist.is_gloo_available(),

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import zero_topo
-from zero_topo.bench.records import versions
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
@@ -31,6 +30,7 @@ from zero_topo.examples.process import behave, leave
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.report import RankBytes, Result, build_report, render
 from zero_topo.observe.runlog import RunLog, new_run_folder
+from zero_topo.versions import used
 
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
@@ -162,7 +162,7 @@ def report(run: Run, folder: Path, stats: Any, eval_loss: float, seconds: float)
     if run.rank == 0:
         numel = sum(parameter.ds_numel for parameter in run.engine.module.parameters())
         title = f"Byte-level GPT, {numel:,} parameters, {len(run.corpus.train):,} bytes of text"
-        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config, versions())
+        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config, used())
         build_report(folder, result, stats, [rank for rank in ranks if rank is not None])
         render(folder)
 

@@ -38,7 +38,7 @@ def rank_environment(env: Mapping[str, str]) -> dict[str, str]:
     if view is None or view.rank is None:
         raise ValueError(
             "nothing says which rank this process is: neither SLURM_PROCID nor OMPI_COMM_WORLD_RANK, PMI_RANK or RANK "
-            "is set; start it with srun or mpirun (`zero-topo launch` writes the command)"
+            "is set; start it with srun or mpirun (`zero-topo launch slurm` writes a script)"
         )
     if view.source == "slurm" and not slurm.in_step(env):
         raise ValueError(

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config, setting_refusals
+from zero_topo.config import ZeroTopoConfig, deepspeed_problems, is_automatic, resolve_config
 from zero_topo.config.errors import ROOT
 from zero_topo.cost.candidates import before_a_model
+from zero_topo.doctor.refusals import setting_refusals
 from zero_topo.neox.config import EXTRA, Options, deepspeed_config, known_keys, load_configs
 from zero_topo.strict import as_json, nearest
 
@@ -79,7 +80,8 @@ def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, pla
     lines = [line for find in CHECKS if not (plain and find is _block) for line in find(merged)]
     lines += _unknown(merged, known)
     config = deepspeed_config(merged)
-    return lines + deepspeed_problems(config) + setting_refusals(config)
+    lines += deepspeed_problems(config)
+    return lines or setting_refusals(config)  # DeepSpeed is asked last: it would report some of these again
 
 
 def _part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:

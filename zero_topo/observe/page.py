@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_topo.observe import plots
-from zero_topo.observe.marks import PAGE
+from zero_topo.observe.files import PAGE
 from zero_topo.observe.memory_figure import memory_bars
 from zero_topo.observe.tables import STOCK, last_step_lines, memory_table, run_lines, sent_table
 from zero_topo.observe.tree import Tree, tree_svg

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
-from zero_topo.observe.marks import RUN, write_png
+from zero_topo.observe.files import RUN, write_png
 from zero_topo.observe.page import HTML, write_page
 from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
 from zero_topo.observe.tables import render

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zero_topo.topology.devices import DeviceTree, merge
-from zero_topo.topology.tools import Runner, Tool, amd_smi, hwloc, nvidia_smi, nvml, rocm_smi, run_tool
+from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
 
 TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
 """Asked in this order, until one knows the packages."""
 
-COMPLETING: tuple[Tool, ...] = (hwloc.SYSFS,)
+COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
 """Asked for what is still unknown; they know no packages, so never without a tool."""
 
-FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL, hwloc.TOOL)
+FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL)
 """Whose output can be captured, the most trusted first."""
 
-CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m, lstopo --of xml"
+CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m"
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing:
 
 def recognise(text: str) -> Tool | None:
     """The tool whose output a captured text is, or None."""
+    text = clean(text)
     return next((tool for tool in FORMATS if tool.matches and tool.matches(text)), None)
 
 
@@ -75,7 +76,7 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
         if tool is None or tool.parse is None:
             raise ValueError(f"{name} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
         try:
-            found.append((FORMATS.index(tool), tool.parse(text)))
+            found.append((FORMATS.index(tool), tool.parse(clean(text))))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return merge([tree for _, tree in sorted(found, key=lambda item: item[0])])

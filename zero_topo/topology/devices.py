@@ -27,7 +27,7 @@ KINDS = ("NVLINK", "XGMI", *PCI_KINDS, "PCIE", "NONE")
 ASSUMED_LATENCY = 3.4e-6
 """Seconds; NCCL's tuning table for rings of the Simple protocol in a node, as in the presets. No tool reports it."""
 
-FIELDS = ("packages", "links", "numa", "bus_ids", "nics")
+FIELDS = ("packages", "links", "numa", "bus_ids")
 """The fields of a :class:`DeviceTree` that a tool may leave unknown and another one complete."""
 
 
@@ -51,18 +51,6 @@ class DeviceLink:
 
 
 @dataclass(frozen=True)
-class Nic:
-    """A network adapter and the devices it is closest to (none if it is equally far from all)."""
-
-    name: str
-    closest: tuple[int, ...] = ()
-
-    def renumbered(self, new: Mapping[int, int]) -> Nic:
-        """The adapter with new device numbers, and without the devices that have none."""
-        return Nic(self.name, tuple(sorted(new[device] for device in self.closest if device in new)))
-
-
-@dataclass(frozen=True)
 class DeviceTree:
     """The devices of one node, numbered from 0 as the tool does.
 
@@ -73,7 +61,6 @@ class DeviceTree:
         links: ``(i, j)`` with ``i < j`` -> link; absent pairs are unknown.
         numa: NUMA node of each device, None where unknown.
         bus_ids: PCI address of each device as :func:`normal_bus_id` writes it, or None.
-        nics: network adapters, or None if the tool does not list them.
         sources: field -> where it came from.
 
     Raises:
@@ -86,7 +73,6 @@ class DeviceTree:
     links: Mapping[tuple[int, int], DeviceLink] = field(default_factory=dict, hash=False)
     numa: tuple[int | None, ...] | None = None
     bus_ids: tuple[str, ...] | None = None
-    nics: tuple[Nic, ...] | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -170,7 +156,6 @@ class DeviceTree:
             links={(min(pair), max(pair)): link for pair, link in pairs.items()},
             numa=self.numa and tuple(self.numa[device] for device in devices),
             bus_ids=self.bus_ids and tuple(self.bus_ids[device] for device in devices),
-            nics=self.nics and tuple(nic.renumbered(new) for nic in self.nics),
         )
 
     def topology(self, nodes: int = 1) -> Topology:

@@ -17,7 +17,10 @@ TIMEOUT = 10.0
 Runner = Callable[[tuple[str, ...]], str | None]
 """Runs a command: its output; None if it is not installed. Raises ValueError if it fails or does not answer."""
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{0,2}(?:;\d{1,2})*m")
+"""Colours and underlines of a terminal, also without the escape character, which some forms drop."""
+_PREFIX = re.compile(r"(?:#|[\w.-]+:)(?= |$)", re.MULTILINE)
+_JSON = re.compile(r"^[\[{]\s*(?:$|[\[{\"].*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,21 @@ def asking(command: tuple[str, ...], parse: Callable[[str], DeviceTree]) -> Call
 
     def ask(run: Runner) -> DeviceTree | None:
         text = run(command)
-        return parse(text) if text and text.strip() else None
+        return parse(clean(text)) if text and text.strip() else None
 
     return ask
 
 
-def plain(text: str) -> str:
-    """The text without the escapes that colour or underline it."""
-    return _ANSI.sub("", text)
+def clean(text: str) -> str:
+    """What a tool printed, without what a terminal, a shell or a collecting program added.
+
+    Escapes, carriage returns, a prefix that every line has (``host: `` of pdsh, ``# `` of a comment), and around JSON
+    the lines of prompts and warnings.
+    """
+    text = _ESCAPE.sub("", text).replace("\r", "")
+    lines = [line for line in text.splitlines() if line.strip()]
+    if lines and (prefix := _PREFIX.match(lines[0])) and all(line.startswith(prefix[0]) for line in lines):
+        text = "\n".join(line.removeprefix(prefix[0]).removeprefix(" ") for line in text.splitlines())
+    if start := _JSON.search(text):
+        text = text[start.start() : max(text.rfind("}"), text.rfind("]")) + 1]
+    return text

@@ -13,7 +13,7 @@ from typing import Any
 
 from zero_topo.strict import parse_json
 from zero_topo.topology.devices import DeviceTree, normal_bus_id
-from zero_topo.topology.tools import Tool, asking, plain
+from zero_topo.topology.tools import Tool, asking
 from zero_topo.topology.tools.xgmi import Pair, read_fabric
 
 NAME = "rocm-smi"
@@ -42,7 +42,7 @@ def parse(text: str) -> DeviceTree:
     Raises:
         ValueError: if it is broken or names no device.
     """
-    return _parse_json(text) if text.lstrip().startswith("{") else _parse_text(plain(text))
+    return _parse_json(text) if text.lstrip().startswith("{") else _parse_text(text)
 
 
 TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)

@@ -1,30 +1,37 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Fits a machine's rates to measured steps, and predicts those of other schemes.
+"""``python -m benchmarks fit``: fits a machine's rates to measured steps, and predicts those of other schemes.
 
 A record of ``python -m benchmarks cluster --json`` holds what is needed: the cluster's links, the model, each scheme's
 block, and the median step at each number of micro-batches.
 
 Note [Fit]
-    FLOP/s follow from the record's time of a micro-batch without communication. Sought are two factors of the machine:
-    what share of the links' rates is reached, and bytes/s of packing and quantization. The sum of squared logarithms
-    of predicted over measured is made least, by a simplex search on a logarithmic scale.
+    FLOP/s follow from the record's time of a micro-batch without communication. Two factors of the machine are fitted:
+    the share of the links' rates that is reached, and bytes/s of packing and quantization. The sum of squared
+    logarithms of predicted over measured is minimized by a pattern search on a logarithmic scale: of a point and its
+    eight neighbours the best one is taken, and the distance is halved wherever that is the point itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from zero_topo.cli.inputs import read_json
+from zero_topo.cli.output import print_json
+from zero_topo.cli.tables import show
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
 from zero_topo.cost.step import Job, predict_step
 from zero_topo.cost.transformer import Transformer
-from zero_topo.strict import Count, Positive, did_you_mean, read
+from zero_topo.observe.console import figures_table
+from zero_topo.strict import Count, Positive, did_you_mean, read, read_text, to_json
 from zero_topo.topology.model import LINKED_DOMAINS, Link, Topology
 from zero_topo.topology.rates import Rates
 from zero_topo.units import GB, MB
@@ -34,10 +41,8 @@ HEAD_WIDTH = 64
 MBIT = MB / 8
 LATENCY_S = 1e-3  # of a message between two processes on one host that share its cores
 FACTORS = ("links", "memory")
-STRIDE = 1.0  # of the search's first moves, in powers of e
-MOVES = 200
 FARTHEST = 50.0  # that a factor gets from 1, in powers of e
-ENOUGH = 1e-7  # difference of squared logarithms at which the search ends
+STRIDE, LEAST = 1.0, 1e-4  # distances of the search's neighbours, first and last, in powers of e
 Point = tuple[float, ...]
 
 
@@ -216,7 +221,12 @@ def fit(measured: Sequence[Measured], start: Rates) -> Rates:
         rates = _scaled(start, dict(zip(FACTORS, logarithms, strict=True)))
         return sum(math.log(row.ratio) ** 2 for row in predict(measured, rates))
 
-    return _scaled(start, dict(zip(FACTORS, least(error, (0.0,) * len(FACTORS)), strict=True)))
+    point, stride = (0.0, 0.0), STRIDE
+    while stride > LEAST:
+        neighbours = [(point[0] + a * stride, point[1] + b * stride) for a, b in product((0, -1, 1), repeat=2)]
+        best = min(neighbours, key=error)
+        point, stride = best, stride / 2 if best == point else stride
+    return _scaled(start, dict(zip(FACTORS, point, strict=True)))
 
 
 def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
@@ -226,42 +236,6 @@ def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
         link_efficiency={domain: start.link_efficiency.get(domain, 1.0) * links for domain in LINKED_DOMAINS},
         memory_bandwidth=start.memory_bandwidth * memory,
     )
-
-
-def least(function: Callable[[Point], float], start: Point) -> Point:
-    """Where a function is least near a point: the simplex search of Nelder and Mead (1965)."""
-    corners = [start, *(_moved(start, index, STRIDE) for index in range(len(start)))]
-    values = {corner: function(corner) for corner in corners}
-    for _ in range(MOVES):
-        corners.sort(key=values.__getitem__)
-        if values[corners[-1]] - values[corners[0]] < ENOUGH:
-            break
-        middle = _mean(corners[:-1])
-        tried = [_between(middle, corners[-1], -1.0)]
-        values[tried[0]] = function(tried[0])
-        if not values[corners[0]] <= values[tried[0]] < values[corners[-2]]:
-            far = values[tried[0]] < values[corners[0]]
-            tried.append(_between(middle, corners[-1], -2.0 if far else 0.5))
-            values[tried[1]] = function(tried[1])
-        better = min(tried, key=values.__getitem__)
-        if values[better] < values[corners[-1]]:
-            corners[-1] = better
-            continue
-        corners = [corners[0], *(_between(corners[0], corner, 0.5) for corner in corners[1:])]
-        values |= {corner: function(corner) for corner in corners[1:]}
-    return min(corners, key=values.__getitem__)
-
-
-def _moved(point: Point, index: int, by: float) -> Point:
-    return tuple(value + by * (at == index) for at, value in enumerate(point))
-
-
-def _mean(points: Sequence[Point]) -> Point:
-    return tuple(sum(values) / len(points) for values in zip(*points, strict=True))
-
-
-def _between(origin: Point, point: Point, share: float) -> Point:
-    return tuple(a + share * (b - a) for a, b in zip(origin, point, strict=True))
 
 
 def predict(measured: Iterable[Measured], rates: Rates) -> list[Prediction]:
@@ -283,3 +257,37 @@ def measured_schemes(measured: Sequence[Measured], schemes: Sequence[str]) -> li
         if name not in known:
             raise ValueError(f"scheme {name!r} is not in the record{did_you_mean(name, known)} ({known})")
     return [row for row in measured if row.scheme in schemes]
+
+
+def show_fit(path: Path, on: Sequence[str], wanted: Sequence[str], as_json: bool) -> None:
+    """Fit a record's rates and print them, with the predictions beside what was measured.
+
+    Args:
+        path: of the record.
+        on: schemes to fit to.
+        wanted: schemes to predict; all others if empty.
+        as_json: print JSON.
+
+    Raises:
+        ValueError: if the file is no record, or lacks a scheme.
+    """
+    record = read_json(read_text(path, f"record {path}"), f"record {path}")
+    measured = read_record(record)
+    wanted = wanted or list(dict.fromkeys(row.scheme for row in measured if row.scheme not in on))
+    fitting, others = measured_schemes(measured, on), measured_schemes(measured, wanted)
+    if not fitting:
+        raise ValueError(f"--on {','.join(on)!r} names no scheme; give one or more of the record's")
+    rates = fit(fitting, host_rates(record))
+    fitted, predicted = predict(fitting, rates), predict(others, rates)
+    if as_json:
+        rows = [{**asdict(row), "ratio": row.ratio, "fitted": row in fitted} for row in (*fitted, *predicted)]
+        print_json({"rates": to_json(rates), "results": rows})
+        return
+    table = figures_table(["", "K", "measured", "model", "ratio", ""], f"{path.name}: seconds of a step")
+    for rows_of, what in ((fitted, "fitted"), (predicted, "predicted")):
+        for row in rows_of:
+            cells = (f"{row.measured_s:.2f}", f"{row.predicted_s:.2f}", f"{row.ratio:.2f}", what)
+            table.add_row(row.scheme, str(row.micro_batches), *cells)
+    show(table)
+    links = ", ".join(f"{domain} {share:.2f}" for domain, share in rates.link_efficiency.items())
+    print(f"Rates: {rates.flops:.3g} FLOP/s, packing {rates.memory:.3g} bytes/s, share of links' rates: {links}")

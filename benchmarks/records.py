@@ -11,18 +11,15 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_topo import __version__
-from zero_topo.versions import installed
+from zero_topo.versions import used
 
 FORMAT = 2  # 1 is of before the scheme topo held its weights as codes
-LIBRARIES = ("torch", "deepspeed", "numpy", "triton")
 Tick = Callable[[str, int], None]
 """Called with a few words on what is under way, and the units of work done since the last call."""
 GrowingRecord = Generator[dict[str, Any], None, None]
@@ -57,7 +54,7 @@ def record(benchmark: str, settings: Mapping[str, Any], results: Mapping[str, An
         results: its own keys.
     """
     head = {"format": FORMAT, "benchmark": benchmark, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return {**head, "machine": machine(), "versions": versions(), "settings": dict(settings), **results}
+    return {**head, "machine": machine(), "versions": used(), "settings": dict(settings), **results}
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -76,23 +73,6 @@ def machine() -> dict[str, Any]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "tcp_congestion_control": _content(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Of Python, the libraries that are installed, and this package, with its commit in a checkout."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "zero_topo": __version__, "commit": _commit()}
-    return found | {name: installed(name) for name in LIBRARIES}
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with a ``+`` if files differ from it; None outside of a checkout."""
-    here = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{commit}+" if changed.strip() else commit
 
 
 def _line(path: Path, key: str) -> str | None:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Which names of torch zero_topo uses that the installed torch does not have: read off zero_topo's own sources.
+"""Which names of torch zero_topo uses that the installed torch does not have, by zero_topo's own sources.
 
 The pinned release of torch is tested wholly; the other supported ones are held to this list.
 """
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import zero_topo
 from zero_topo.versions import TORCH_SINCE, torch_has
 
 
-def missing(sources: Path = Path(__file__).parent.parent) -> list[str]:
+def missing(sources: Path = Path(zero_topo.__file__).parent) -> list[str]:
     """Names of torch that are not there, and keywords that its functions do not take.
 
     Args:

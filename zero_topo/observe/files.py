@@ -1,17 +1,25 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Files that the user names for results: nothing is written over but an older result of the same kind."""
+"""Files of results: each kind has a mark near its beginning, and only an older result of its kind is written over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HEAD = 4096  # bytes, among which a file's mark is
+MEMORY, SCALING = (f"zero_topo {kind}" for kind in ("memory", "scaling"))
+BENCH, RUN, PAGE = (f"zero_topo {kind}" for kind in ("bench", "run", "report"))
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
+
+def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:
+    """Write a picture with its mark, which PNG puts before the pixels."""
+    # figures without a layout of their own have things beside their axes
+    tight = "tight" if figure.get_layout_engine() is None else None
+    figure.savefig(path, dpi=dpi, bbox_inches=tight, metadata={"Creator": mark})
 
 
 def check_files(files: Iterable[tuple[Path | None, str, str | None]], force: bool) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.bench.peers import ROW, SOURCES, Op, keep_freed_memory, peers
-from zero_topo.bench.records import GrowingRecord, Spread, Tick, record
+from benchmarks.peers import ROW, SOURCES, Op, keep_freed_memory, peers
+from benchmarks.records import GrowingRecord, Spread, Tick, record
 from zero_topo.collectives.wire import DTYPES
 from zero_topo.quant.code_ops import Codes, Masters, Part
 from zero_topo.quant.ops import BackendUnavailable, Quantizer

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zero_topo.bench import records
-from zero_topo.cli.files import Force, check_files
+from benchmarks import records
+from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
 from zero_topo.observe.console import bar
-from zero_topo.observe.marks import BENCH, write_png
+from zero_topo.observe.files import BENCH, check_files, write_png
 from zero_topo.observe.runlog import new_run_folder
 
 if TYPE_CHECKING:

@@ -1,0 +1,120 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed itself refuses in a config, reported before a job waits for it.
+
+The installed DeepSpeed is asked, in a process of its own: commands that plan import neither it nor torch. ``"auto"``
+counts as absent: Hugging Face puts a value in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from threading import Timer
+from typing import Any
+
+from zero_topo.config.errors import ROOT
+from zero_topo.config.stock_keys import translate
+from zero_topo.strict import as_json, cut
+from zero_topo.versions import installed
+
+PATIENCE_S = 180.0
+"""Seconds that importing DeepSpeed may take; a lock that a crashed job left makes it wait for ever."""
+
+BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def deepspeed_refusals(ds_config: Mapping[str, Any], ranks: int | None) -> list[str]:
+    """One line for each setting with which DeepSpeed would not start.
+
+    Args:
+        ds_config: the whole config.
+        ranks: of the job, or None if they are not known.
+    """
+    return [*setting_refusals(ds_config), *_batches(ds_config, ranks)]
+
+
+def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each key or value, batch sizes aside, that DeepSpeed does not take and the block does not take over.
+
+    Empty where DeepSpeed cannot be asked, see :func:`unasked`.
+    """
+    if unasked() is not None:
+        return []
+    config = _without_auto(translate(ds_config).config)
+    config = {key: value for key, value in config.items() if key not in BATCHES}
+    return _ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True))
+
+
+def unasked() -> str | None:
+    """Why the installed DeepSpeed cannot be asked, in one line; None if it can."""
+    if installed("deepspeed") is None:
+        return "DeepSpeed is not installed here, so what it refuses itself is not checked"
+    _, reason = _program()
+    if reason is None:
+        return None
+    return f"DeepSpeed does not start, so what it refuses itself is not checked: {reason}; see zero-topo doctor"
+
+
+@cache
+def _program() -> tuple[subprocess.Popen[str], str | None]:
+    """The process that answers for DeepSpeed until this one ends, and why DeepSpeed could not be imported there."""
+    command = [sys.executable, "-m", "zero_topo.doctor.judge"]
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
+    timer = Timer(PATIENCE_S, program.kill)
+    timer.start()
+    assert program.stdout and program.stderr
+    started = program.stdout.readline()
+    timer.cancel()
+    if started:
+        return program, None
+    *_, last = ["it did not answer", *program.stderr.read().strip().splitlines()]
+    return program, cut(last)
+
+
+@cache
+def _ask(config: str) -> list[str]:
+    program, _ = _program()
+    assert program.stdin and program.stdout
+    try:
+        print(config, file=program.stdin, flush=True)
+        answer: list[str] = json.loads(program.stdout.readline())
+    except (BrokenPipeError, ValueError):
+        raise ValueError("DeepSpeed ended while it read this config; see zero-topo doctor") from None
+    return answer
+
+
+def _without_auto(block: Any) -> Any:
+    if not isinstance(block, Mapping):
+        return block
+    return {key: _without_auto(value) for key, value in block.items() if value != "auto" and key != ROOT}
+
+
+def _batches(ds_config: Mapping[str, Any], ranks: int | None) -> Iterator[str]:
+    stated = {key: ds_config[key] for key in BATCHES if ds_config.get(key) is not None}
+    wrong = [key for key, value in stated.items() if value != "auto" and not _is_count(value)]
+    for key in wrong:
+        yield f"{key} = {as_json(stated[key])}: it counts sequences or passes; give a whole number of at least 1"
+    if wrong or "auto" in stated.values():
+        return
+    if BATCH not in stated:
+        if MICRO_BATCH not in stated:
+            yield f"{MICRO_BATCH} is missing, and {BATCH} too: DeepSpeed needs one; give the former"
+        return
+    per_step = int(stated.get(MICRO_BATCH, 1) * stated.get(ACCUMULATION, 1)) * (ranks or 1)
+    whole = stated[BATCH] == per_step if len(stated) == len(BATCHES) and ranks else stated[BATCH] % per_step == 0
+    if not whole:
+        factors = [f"{key} {stated[key]}" for key in (MICRO_BATCH, ACCUMULATION) if key in stated]
+        product = " x ".join([*factors, *([f"{ranks} ranks"] if ranks else [])])
+        yield f"{BATCH} = {stated[BATCH]} is no multiple of {per_step:,}, which is {product}; leave {BATCH} out"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and value % 1 == 0
