@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.shards import Setup
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.plan import packed_runs
 from zero_topo.sync import Moment
 
@@ -51,6 +52,7 @@ def bare_setup(
     bucket_numel: int = 1 << 40,
     loss_scale: Callable[[], float] = lambda: 1.0,
     moments: Callable[[], Sequence[Moment]] = tuple,
+    frozen: Sequence[int] = (),
 ) -> Setup:
     """What DeepSpeed would say of a model of matrices, and vectors of one element, on the CPU.
 
@@ -60,12 +62,14 @@ def bare_setup(
         bucket_numel: elements that sync and publish carry in one collective.
         loss_scale: the present one.
         moments: what the optimizer remembers.
+        frozen: elements of each parameter that is not trained.
     """
+    everything = (*numels, *frozen)
     return Setup(
-        numels=tuple(numels),
+        numels=everything,
         names=tuple(f"p{index}" for index in range(len(numels))),
-        dims=tuple(1 if n == 1 else 2 for n in numels),
-        persistent=(False,) * len(numels),
+        dims=tuple(1 if n == 1 else 2 for n in everything),
+        persistent=(False,) * len(everything),
         like=torch.empty(0, dtype=dtype),
         scatter_dtype=dtype,
         accumulation_dtype=dtype,

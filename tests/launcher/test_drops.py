@@ -95,7 +95,7 @@ def test_a_stale_secondary_changes_the_loss() -> None:
 
     def drop(topo: Stage3) -> None:
         whole_weights(topo).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
-        whole_weights(topo).secondary.is_fresh = lambda index: True  # type: ignore[method-assign]
+        whole_weights(topo).secondary.is_fresh = lambda slot: True  # type: ignore[method-assign]
 
     assert largest_difference(train(run), list(stock())) <= 5e-3
     assert largest_difference(losses_without(run, drop), list(stock())) > 1e-2

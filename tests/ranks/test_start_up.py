@@ -15,7 +15,8 @@ from tests.harness import bound_world
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost.transformer import scaled
 from zero_topo.engine.agreement import check_agreement
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.shards import Setup
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import MB

@@ -12,7 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +22,45 @@ from torch import Tensor
 
 from zero_topo.collectives.pack import rows_of
 from zero_topo.plan import Plan
+from zero_topo.sync import Moment
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the engine takes from DeepSpeed.
+
+    Attributes:
+        numels: elements of each parameter: the trained ones in DeepSpeed's flat order, then those that no optimizer
+            updates.
+        names: of those that are trained.
+        dims: dimensions of the shapes of all.
+        persistent: which DeepSpeed keeps whole.
+        like: a tensor of the model's dtype on the accelerator.
+        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
+        accumulation_dtype: DeepSpeed's own choice, used if the block names none.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
+        loss_scale: the present loss scale.
+        moments: what the optimizer remembers now; empty before its first step.
+        order: of each trained parameter, its place in the order in which the model needs them; empty is theirs.
+    """
+
+    numels: tuple[int, ...]
+    names: tuple[str, ...]
+    dims: tuple[int, ...]
+    persistent: tuple[bool, ...]
+    like: Tensor
+    scatter_dtype: torch.dtype
+    accumulation_dtype: torch.dtype
+    bucket_numel: int
+    loss_scale: Callable[[], float]
+    moments: Callable[[], Sequence[Moment]]
+    order: tuple[int, ...] = ()
+
+    @property
+    def urgency(self) -> tuple[tuple[bool, int], ...]:
+        """What parameters are sorted by for publish: those that are whole when the step ends come first."""
+        places = [*(self.order or range(len(self.names))), *range(len(self.names), len(self.numels))]
+        return tuple((not kept, place) for kept, place in zip(self.persistent, places, strict=True))
 
 
 @dataclass(frozen=True)
@@ -32,19 +71,11 @@ class Layout:
         plan: the degrees.
         rank: this rank.
         numels: elements of each slot, in DeepSpeed's flat order.
-        order: of each slot, whether publish may go on after the step, and its place among those the model needs; empty
-            is their own order.
     """
 
     plan: Plan
     rank: int
     numels: tuple[int, ...]
-    order: tuple[tuple[bool, int], ...] = ()
-
-    @property
-    def urgency(self) -> tuple[tuple[bool, int], ...]:
-        """:attr:`order`, or the slots' own: what publish sorts them by."""
-        return self.order or tuple((True, slot) for slot in range(len(self.numels)))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -52,14 +83,18 @@ class Layout:
         return tuple(self.plan.shard_numel(n) for n in self.numels)
 
     @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """First column of each slot."""
-        return tuple(accumulate(self.widths, initial=0))[:-1]
+    def _edges(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.widths, initial=0))
 
     @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """First column of each slot."""
+        return self._edges[:-1]
+
+    @property
     def columns(self) -> int:
         """``F``: columns of all slots."""
-        return sum(self.widths)
+        return self._edges[-1]
 
     @cached_property
     def padded_numels(self) -> tuple[int, ...]:
@@ -69,6 +104,10 @@ class Layout:
     def spans(self, slots: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """The ranges of columns of some slots."""
         return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in slots)
+
+    def columns_of(self, slots: Sequence[int]) -> slice:
+        """The columns of consecutive slots."""
+        return slice(self._edges[slots[0]], self._edges[slots[-1] + 1]) if slots else slice(0, 0)
 
     def row(self, degree: int) -> int:
         """Index of the rank's own world shard in its shard of ``degree``."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.shards import Setup
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.process import leave
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
