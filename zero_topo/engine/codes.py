@@ -94,17 +94,19 @@ class CodeCodec:
         planned: cuts updates into runs.
 
     Attributes:
+        sizes: of the parameters that have codes.
         most: of each run's last publish, by its first parameter: blocks that escaped on the rank with most.
     """
 
     def __init__(self, store: CodeStore, route: Route, counted: Counted, planned: Planner) -> None:
         self._store, self._route, self._counted, self._planned = store, route, counted, planned
+        self.sizes = store.sizes
         self.most: dict[int, int] = {}
 
     def runs(self, updates: Sequence[Update]) -> Iterator[Run]:
         """The collectives that publish some updates; masters are FP32 and on the device of the codes."""
         store, size, assessed = self._store, self._route.size, []
-        runs = self._planned(updates, store.sizes)
+        runs = self._planned(updates, self.sizes)
         for slots, masters, first in runs:
             assert masters is not None
             own, part = Masters(masters, first, self._route.index), store.part(slots, size)

@@ -26,21 +26,18 @@ class Copy(NamedTuple):
     """This rank's part of one copy of a parameter.
 
     Attributes:
-        route: the ranks that store the whole copy between them, ``size`` of them.
-        data: rows ``[rows, width]`` of the parameter, or the packed buffer of such rows, uint8.
+        route: the ranks that store the whole copy between them.
+        data: rows ``[rows, width]`` of the parameter; or the packed buffer of such rows, which is sent as it is.
         wire: the format in which it is sent.
+        packed: whether the data are a packed buffer, uint8.
         block: each row within a packed buffer is padded to a multiple of so many elements.
     """
 
     route: Route
     data: Tensor
     wire: Wire
+    packed: bool = False
     block: int = 1
-
-    @property
-    def packed(self) -> bool:
-        """Whether the data are a packed buffer, which is sent as it is."""
-        return self.data.dtype == torch.uint8
 
     def store(self, rows: Tensor) -> None:
         """Replace the values by those of ``rows [rows, width]``."""
@@ -57,16 +54,17 @@ class Copy(NamedTuple):
 def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
     """This rank's packed buffer of several copies, and where each begins in it (plus the end).
 
-    Rows are encoded straight into the buffer; if some copies are packed already, one ``cat`` joins all of them.
+    Rows are encoded by one launch each. Several parts are joined by one ``cat``, or none: rows alone are encoded
+    straight into the buffer.
     """
-    sizes = (c.data.numel() if c.packed else c.wire.nbytes(c.data.numel()) for c in copies)
+    sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
     ends = list(accumulate(sizes, initial=0))
-    if any(copy.packed for copy in copies):
+    if any([copy.packed for copy in copies]):
         parts = [c.data if c.packed else c.wire.encoded(span_pieces(c.data, [(0, c.data.shape[1])])) for c in copies]
         return parts[0] if len(parts) == 1 else torch.cat(parts), ends
     buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
-    for (_, rows, wire, _), (begin, end) in zip(copies, pairwise(ends), strict=True):
-        wire.encode(span_pieces(rows, [(0, rows.shape[1])]), buffer[begin:end])
+    for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
+        copy.wire.encode(span_pieces(copy.data, [(0, copy.data.shape[1])]), buffer[begin:end])
     return buffer, ends
 
 
@@ -167,7 +165,7 @@ class Secondary:
             height, _ = layout.shape(degree)
             ends = list(accumulate((spec.nbytes(height * width) for width in layout.widths), initial=0))
             stored = torch.zeros(ends[-1], dtype=torch.uint8, device=primary.device)
-            self.copies = [Copy(route, stored[begin:end], wire) for begin, end in pairwise(ends)]
+            self.copies = [Copy(route, stored[begin:end], wire, packed=True) for begin, end in pairwise(ends)]
             self._cut = rows
         if captured or spec is not None:
             self.tensors = (stored,)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -87,11 +88,13 @@ class Publisher:
     def begin(self) -> bool:
         """Begin to publish all that was updated; collective. Whether there was anything."""
         updates, self._updates = self._updates, []
-        if updates:
-            with self._meter.timing("publish"):
-                for run in chain.from_iterable(runs(updates) for runs in self._codecs):
+        if not updates:
+            return False
+        with self._meter.timing("publish"):
+            for runs in self._codecs:
+                for run in runs(updates):
                     self._pending.append((run.slots, self._lane.run(run.start, run.reads)))
-        return bool(updates)
+        return True
 
     def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
         """Take note of consecutive parameters whose optimizer rows were updated, for :meth:`begin`.
@@ -102,8 +105,8 @@ class Publisher:
                 weights already.
             first: the column that the first of the masters is.
         """
-        assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
         for slot in slots:
+            assert self._held[slot] == self._wanted[slot], "finish the last publish first"
             self._wanted[slot] += 1
         self._updates.append((slots, masters, first))
 
@@ -117,8 +120,10 @@ class Publisher:
             RuntimeError: if a parameter still is not of the present version.
         """
         wanted = set(range(len(self._wanted)) if slots is None else slots)
-        if not all(wanted.isdisjoint(updated) for updated, *_ in self._updates):
-            self.begin()
+        for updated, *_ in self._updates:
+            if not wanted.isdisjoint(updated):
+                self.begin()
+                break
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -207,10 +212,12 @@ def runs_of(
         updates: of some parameters.
         sizes: elements of those parameters that take part.
     """
-    runs: list[Update] = []
+    runs: list[tuple[tuple[bool, int], Update]] = []
     for slots, masters, first in updates:
         for later in (False, True):
             part = [slot for slot in slots if slot in sizes and urgency[slot][0] is later]
-            packed = packed_runs([sizes[slot] for slot in part], limit)
-            runs += [(part[run.start : run.stop], masters, first) for run in packed]
-    return sorted(runs, key=lambda run: min(urgency[slot] for slot in run[0]))
+            for run in packed_runs([sizes[slot] for slot in part], limit):
+                carried = part[run.start : run.stop]
+                runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
+    runs.sort(key=itemgetter(0))
+    return [run for _, run in runs]

@@ -20,7 +20,7 @@ from zero_topo.collectives.wire import wire_of
 from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
-from zero_topo.engine.gradients import GradientOptions, Gradients
+from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
 from zero_topo.engine.shards import Layout, Setup
@@ -79,6 +79,8 @@ class Stage3:
         gradients: the gradient shard and the mode of sync.
         masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
         meter: bytes sent.
+        run_numel: parameter elements that one collective of sync carries; None for all.
+        publish_dtype: type in which publish sends weights that it does not quantize.
     """
 
     def __init__(self, config: ResolvedConfig, setup: Setup) -> None:
@@ -96,6 +98,8 @@ class Stage3:
         self.quantizer = select_quantizer(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
+        self.run_numel = None if config.sync.WHOLE else setup.bucket_numel
+        # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)
         publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
         self.weights = Weights(config, setup, publish, self.mesh, self.meter, self._lane)
@@ -131,18 +135,9 @@ class Stage3:
                 for of in zip(setup.names, setup.numels, setup.dims, self.layout.spans(slots), strict=False)
             ),
         )
-        options = GradientOptions(
-            wire=wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype),
-            run_numel=self.run_numel,
-            loss_scale=setup.loss_scale,
-        )
         mode = build_mode(config.sync, context)
-        return Gradients(self.layout, self.mesh, mode, options, self.meter, self._lane)
-
-    @property
-    def run_numel(self) -> int | None:
-        """Elements that one collective of sync carries; None for all."""
-        return None if self.config.sync.WHOLE else self.setup.bucket_numel
+        wire = wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype)
+        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, setup.loss_scale, self.meter, self._lane)
 
     @property
     def sync_dtype(self) -> torch.dtype:

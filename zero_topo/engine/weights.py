@@ -157,7 +157,7 @@ class Weights:
         sent = Wire(quantizer, BlockSpec(8, block))
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
-            self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, block)
+            self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
         routes = (mesh.route(plan.weights, degree) for degree in (plan.optimizer, plan.world_size))
         self._changes, start = (CodeCodec(store, route, self._counted, planned) for route in routes)
         self._starter = Publisher(len(self.coded), [start.runs], self._meter, lane)
@@ -242,7 +242,7 @@ class Weights:
         """Runs of the parameters that have codes; masters on the host come to the device one after the other."""
         batch: list[Update] = []
         for slots, masters, first in updates:
-            if masters is not None and any(self.coded[slot] for slot in slots):
+            if masters is not None and not self._changes.sizes.keys().isdisjoint(slots):
                 rows = masters.to(self.own.device, torch.float32)
                 self.own[:, first : first + rows.shape[1]].copy_(rows)
                 batch.append((slots, rows, first))
