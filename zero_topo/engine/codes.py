@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather
 from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted
-from zero_topo.engine.publish import Planner, Run, Update
+from zero_topo.engine.publish import Begun, Planner, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
 from zero_topo.quant.code_ops import Change, CodeOps, Codes, Masters, Part
@@ -92,19 +93,20 @@ class CodeCodec:
         route: ``(weights, optimizer)``, or ``(weights, world)`` for a start.
         counted: meter and phase.
         planned: cuts updates into runs.
+        lane: where runs are started and finished.
 
     Attributes:
         sizes: of the parameters that have codes.
         most: of each run's last publish, by its first parameter: blocks that escaped on the rank with most.
     """
 
-    def __init__(self, store: CodeStore, route: Route, counted: Counted, planned: Planner) -> None:
-        self._store, self._route, self._counted, self._planned = store, route, counted, planned
+    def __init__(self, store: CodeStore, route: Route, counted: Counted, planned: Planner, lane: Lane) -> None:
+        self._store, self._route, self._counted, self._planned, self._lane = store, route, counted, planned, lane
         self.sizes = store.sizes
         self.most: dict[int, int] = {}
 
-    def runs(self, updates: Sequence[Update]) -> Iterator[Run]:
-        """The collectives that publish some updates; masters are FP32 and on the device of the codes."""
+    def begin(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates; masters are FP32 and on the device of the codes."""
         store, size, assessed = self._store, self._route.size, []
         runs = self._planned(updates, self.sizes)
         for slots, masters, first in runs:
@@ -116,7 +118,7 @@ class CodeCodec:
             self.most[slots[0]] = escaped
             nbytes = TritSpec(store.codes.block).nbytes(part.blocks, escaped)
             reads = [own.table, change.scales, change.escaped, change.order, change.count]
-            yield Run(slots, partial(self._publish, own, part, change, nbytes), reads)
+            yield slots, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
 
     def _most(self, changes: Sequence[Change]) -> list[int]:
         """Of each run: how many blocks escape on the rank that has most of them, which sizes all their messages.

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,18 +47,8 @@ Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
 """Cuts updates of the parameters that have a size into runs; see :func:`runs_of`."""
 
 
-class Run(NamedTuple):
-    """One collective.
-
-    Attributes:
-        slots: the parameters that it carries.
-        start: begins it.
-        reads: tensors that it reads and the caller may free before it has ended.
-    """
-
-    slots: Sequence[int]
-    start: Callable[[], Handle[None]]
-    reads: Sequence[Tensor]
+Begun = Iterator[tuple[Sequence[int], Handle[None]]]
+"""Runs under way: the parameters that one collective carries, and its handle."""
 
 
 class Publisher:
@@ -67,15 +56,12 @@ class Publisher:
 
     Args:
         count: parameters.
-        codecs: each gives the runs of those updated parameters that it sends, in its own format.
+        codecs: each begins the runs of those updated parameters that it sends, in its own format.
         meter: counts under "publish".
-        lane: where runs are started and finished.
     """
 
-    def __init__(
-        self, count: int, codecs: Sequence[Callable[[Sequence[Update]], Iterator[Run]]], meter: Meter, lane: Lane
-    ) -> None:
-        self._codecs, self._meter, self._lane = codecs, meter, lane
+    def __init__(self, count: int, codecs: Sequence[Callable[[Sequence[Update]], Begun]], meter: Meter) -> None:
+        self._codecs, self._meter = codecs, meter
         # How often each parameter was updated, and how many of these updates have arrived. The host counts; a gather
         # compares both, so that no weights are read between their update and the end of their publish.
         self._wanted = [0] * count
@@ -91,9 +77,8 @@ class Publisher:
         if not updates:
             return False
         with self._meter.timing("publish"):
-            for runs in self._codecs:
-                for run in runs(updates):
-                    self._pending.append((run.slots, self._lane.run(run.start, run.reads)))
+            for begin in self._codecs:
+                self._pending += begin(updates)
         return True
 
     def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
@@ -153,6 +138,7 @@ class RowCodec:
         wire: the format; if it quantizes, masters are needed.
         counted: meter and phase.
         planned: cuts updates into runs.
+        lane: where runs are started and finished.
     """
 
     def __init__(
@@ -164,23 +150,20 @@ class RowCodec:
         wire: Wire,
         counted: Counted,
         planned: Planner,
+        lane: Lane,
     ) -> None:
         self._layout, self._sizes, self._route, self._primary = layout, sizes, route, primary
-        self._wire, self._counted, self._planned = wire, counted, planned
+        self._wire, self._counted, self._planned, self._lane = wire, counted, planned, lane
 
-    def runs(self, updates: Sequence[Update]) -> Iterator[Run]:
-        """The collectives that publish some updates; with differences these have masters, and else none."""
+    def begin(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates; with differences these have masters, and else none."""
         for slots, masters, first in self._planned(updates, self._sizes):
-            if masters is None:
-                yield Run(slots, partial(self._publish, [self._layout.spans(slots)], []), [])
-                continue
-            parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
-            rows = [self._columns(masters, first, part) for part in parts]
-            yield Run(slots, partial(self._publish, parts, rows), rows)
-
-    def _columns(self, masters: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
-        begin, end = spans[0][0] - first, spans[-1][1] - first
-        return masters[:, begin:end].to(self._primary.device, torch.float32)
+            parts, rows = [self._layout.spans(slots)], list[Tensor]()
+            if masters is not None:
+                parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
+                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
+                rows = [table.to(self._primary.device, torch.float32) for table in tables]
+            yield slots, self._lane.run(partial(self._publish, parts, rows), rows)
 
     def _publish(self, parts: Sequence[Sequence[Span]], masters: Sequence[Tensor]) -> Handle[None]:
         wire, by_member = self._wire, members(self._primary, self._route.size)

@@ -47,7 +47,7 @@ Note [Frozen]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -62,7 +62,7 @@ from zero_topo.collectives.wire import Wire, wire_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import CodeCodec, CodeStore
 from zero_topo.engine.copies import Copy, Secondary, gather
-from zero_topo.engine.publish import Planner, Publisher, RowCodec, Run, Update, runs_of
+from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
 from zero_topo.engine.shards import Layout, Setup
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
@@ -125,17 +125,17 @@ class Weights:
         planned = partial(runs_of, setup.urgency, self._run_numel)
         sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
         route, columns = mesh.route(plan.weights, plan.optimizer), layout.columns_of(self.trained)
-        self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned)
+        self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)
         self.needs_masters = publish.lossy or int8 is not None
         self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
         self.own = self._updatable[:, columns]
         self.frozen_row = self.primary[layout.row(plan.weights), columns.stop :]
-        codecs = [self._row_codec.runs]
+        codecs = [self._row_codec.begin]
         if int8 is not None:
             self._build_int8(int8.block_size, publish.quantizer, planned, lane)
-            codecs = [self._row_runs, self._code_runs]
+            codecs = [self._begin_rows, self._begin_codes]
         self.own_row = self.own[layout.row(plan.optimizer)]
-        self._publisher = Publisher(len(slots), codecs, meter, lane)
+        self._publisher = Publisher(len(slots), codecs, meter)
         degree = plan.secondary if int8 is None and plan.weights > 1 else None
         self.secondary = Secondary(self._rows, mesh, self.primary, self._shards, degree, config.secondary_spec)
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
@@ -159,8 +159,8 @@ class Weights:
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
         routes = (mesh.route(plan.weights, degree) for degree in (plan.optimizer, plan.world_size))
-        self._changes, start = (CodeCodec(store, route, self._counted, planned) for route in routes)
-        self._starter = Publisher(len(self.coded), [start.runs], self._meter, lane)
+        self._changes, start = (CodeCodec(store, route, self._counted, planned, lane) for route in routes)
+        self._starter = Publisher(len(self.coded), [start.begin], self._meter)
         # Which columns of `own`, and of the frozen row behind it, the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
@@ -226,8 +226,8 @@ class Weights:
         if self._publisher.begin() and self._store is not None:
             self._updated = recorded_event(self.primary.device)  # the own rows took over the masters
 
-    def _row_runs(self, updates: Sequence[Update]) -> Iterator[Run]:
-        """Runs of the parameters that have no codes beside others that have, once all their rows have the masters."""
+    def _begin_rows(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish parameters without codes beside others that have some; first their rows take the masters."""
         updated: list[Update] = []
         for slots, masters, first in updates:
             columns = self._rows.columns_of(slots)
@@ -236,10 +236,10 @@ class Weights:
                 self._updatable[:, columns].copy_(rows)
                 self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
                 updated.append((slots, None, first))
-        return self._row_codec.runs(updated)
+        return self._row_codec.begin(updated)
 
-    def _code_runs(self, updates: Sequence[Update]) -> Iterator[Run]:
-        """Runs of the parameters that have codes; masters on the host come to the device one after the other."""
+    def _begin_codes(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish the parameters that have codes; masters on the host come to the device one by one."""
         batch: list[Update] = []
         for slots, masters, first in updates:
             if masters is not None and not self._changes.sizes.keys().isdisjoint(slots):
@@ -247,9 +247,9 @@ class Weights:
                 self.own[:, first : first + rows.shape[1]].copy_(rows)
                 batch.append((slots, rows, first))
                 if rows is not masters:  # else copies of all masters would be on the device at once
-                    yield from self._changes.runs(batch)
+                    yield from self._changes.begin(batch)
                     batch = []
-        yield from self._changes.runs(batch)
+        yield from self._changes.begin(batch)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some parameters, or for all, and bring the secondary up to date.

@@ -65,13 +65,16 @@ class TopoStage3(Stock):
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
+        # Whether stock's FP32 masters would be the weights themselves, so that edits of these have to reach ours.
         self._edits_reach_masters = False
         self.slots: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
-        self._in_backward = False  # a backward pass has begun and has not ended
-        self._forwards = 0  # since the last step
-        self._hinted = False  # SEVERAL_BACKWARDS is logged once
+        # Whether a backward pass has begun and not ended: gradients of one that failed are dropped or refused.
+        self._in_backward = False
+        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged, which is said once.
+        self._forwards = 0
+        self._hinted = False
         super().__init__(*args, **kwargs)
         self._host_copies = HostCopies(self.topo.setup.like.device)
         store = meeting_place()

@@ -115,8 +115,11 @@ class ParameterGathers:
         self._write_back = write_back
         self._require_weights = require_weights
         self._in_forward = in_forward
+        # DeepSpeed's own calls of each parameter, which it gets back at the end.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
-        self._homes: dict[int, Tensor] = {}  # ds_id -> its shard
+        # By `ds_id`, the engine's shard of it, to see that a user has not set `ds_tensor.data` to another tensor.
+        self._homes: dict[int, Tensor] = {}
+        # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
         self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def adopt(self, params: Iterable[Any]) -> None:
