@@ -59,7 +59,7 @@ def test_a_dropped_cross_node_sync_is_seen() -> None:
 
 def test_a_dropped_publish_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(topo.weights.trained)  # type: ignore[method-assign]
 
     assert_seen(drop)
 
@@ -105,7 +105,7 @@ def test_replicas_that_part_are_seen_by_the_debug_checks() -> None:
     run = job(debug_checks=True)
 
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(topo.weights.trained)  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="share a weight shard but hold different bits"):
         losses_without(run, drop)

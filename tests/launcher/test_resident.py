@@ -141,5 +141,6 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
         saved = torch.load(shared_path / "model.pt", weights_only=True)
         assert all(torch.equal(saved[name].float(), value) for name, value in exact.items())
         topo = engine.optimizer.topo
-        kept = coded_slots(topo.config.plan, topo.setup.numels, topo.setup.dims, topo.setup.persistent, 64)
+        dims, persistent = ([getattr(p, name) for p in topo.parameters] for name in ("dims", "persistent"))
+        kept = coded_slots(topo.config.plan, topo.layout.numels, dims, persistent, 64)
         assert sum(kept) == 3

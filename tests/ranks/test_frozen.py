@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bare import bare_setup
+from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
@@ -54,10 +54,8 @@ def values(slot: int) -> Tensor:
 
 def engine_of(w: World) -> Stage3:
     """This rank's engine with frozen parameters that are loaded and shared."""
-    setup = bare_setup(w.numels, torch.bfloat16, frozen=NUMELS)
-    rest = len(w.numels)
-    dims, kept = (*setup.dims[:rest], *DIMS), (*setup.persistent[:rest], *KEPT)
-    engine = Stage3(w.config, replace(setup, dims=dims, persistent=kept))
+    frozen = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
+    engine = bare_engine(w.config, matrices(w.numels), torch.bfloat16, frozen=frozen)
     for slot in SLOTS:
         own_shard(engine, slot).copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
     engine.restart()

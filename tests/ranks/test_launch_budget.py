@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.bare import bare_setup, fake_world
+from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
 from tests.plans import resolve
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -140,9 +139,9 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
 
     def launched(nodes: int) -> list[int]:
         found = Launches()
-        sizes = numels(8 * nodes, 64)
+        parameters = matrices(numels(8 * nodes, 64))
         with fake_world(8 * nodes), found.kernels():
-            engine = Stage3(on(SCHEMES[name], nodes), bare_setup(sizes, torch.bfloat16, frozen=sizes))
+            engine = bare_engine(on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters)
             engine.restart()
             engine.restart_frozen()
             for slots, phase in ((engine.weights.trained, "trained"), (engine.weights.frozen, "frozen")):

@@ -12,7 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,45 +22,6 @@ from torch import Tensor
 
 from zero_topo.collectives.pack import rows_of
 from zero_topo.plan import Plan
-from zero_topo.sync import Moment
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the engine takes from DeepSpeed.
-
-    Attributes:
-        numels: elements of each parameter: the trained ones in DeepSpeed's flat order, then those that no optimizer
-            updates.
-        names: of those that are trained.
-        dims: dimensions of the shapes of all.
-        persistent: which DeepSpeed keeps whole.
-        like: a tensor of the model's dtype on the accelerator.
-        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
-        accumulation_dtype: DeepSpeed's own choice, used if the block names none.
-        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
-        loss_scale: the present loss scale.
-        moments: what the optimizer remembers now; empty before its first step.
-        order: of each trained parameter, its place in the order in which the model needs them; empty is theirs.
-    """
-
-    numels: tuple[int, ...]
-    names: tuple[str, ...]
-    dims: tuple[int, ...]
-    persistent: tuple[bool, ...]
-    like: Tensor
-    scatter_dtype: torch.dtype
-    accumulation_dtype: torch.dtype
-    bucket_numel: int
-    loss_scale: Callable[[], float]
-    moments: Callable[[], Sequence[Moment]]
-    order: tuple[int, ...] = ()
-
-    @property
-    def urgency(self) -> tuple[tuple[bool, int], ...]:
-        """What parameters are sorted by for publish: those that are whole when the step ends come first."""
-        places = [*(self.order or range(len(self.names))), *range(len(self.names), len(self.numels))]
-        return tuple((not kept, place) for kept, place in zip(self.persistent, places, strict=True))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +23,12 @@ from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
 from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
-from zero_topo.engine.shards import Layout, Setup
+from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
 from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.registry import select_quantizer, sparse_ops
-from zero_topo.sync import Parameter, SyncContext, build_mode
+from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,20 @@ class Stats:
 class Stage3:
     """Owns the nested shards of one optimizer.
 
+    Args:
+        config: the plan and the formats.
+        trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
+        frozen: those that no optimizer updates.
+        like: a tensor of the model's dtype on the accelerator.
+        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
+        accumulation_dtype: DeepSpeed's own choice, used if the block names none.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
+        loss_scale: the present loss scale.
+        moments: what the optimizer remembers now; empty before its first step.
+
     Attributes:
-        layout: of the trained parameters.
+        parameters: those that are trained.
+        layout: of these.
         weights: the shards from which weights are gathered, frozen ones too.
         gradients: the gradient shard and the mode of sync.
         masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
@@ -83,28 +95,43 @@ class Stage3:
         publish_dtype: type in which publish sends weights that it does not quantize.
     """
 
-    def __init__(self, config: ResolvedConfig, setup: Setup) -> None:
-        self.config = config
-        self.setup = setup
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        trained: Sequence[Parameter],
+        frozen: Sequence[Parameter],
+        like: Tensor,
+        scatter_dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        bucket_numel: int,
+        loss_scale: Callable[[], float],
+        moments: Callable[[], Sequence[Moment]],
+    ) -> None:
+        self.config, self.like, self.scatter_dtype, self.bucket_numel = config, like, scatter_dtype, bucket_numel
         self.meter = Meter(config.meter)
-        count = len(setup.names)
-        self.layout = Layout(config.plan, dist.get_rank(), setup.numels[:count])
+        self.layout = Layout(config.plan, dist.get_rank(), tuple(p.numel for p in trained))
+        spans = self.layout.spans(range(len(trained)))
+        self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
+        self._frozen = tuple(frozen)
         # Of a frozen parameter no rank owns more than its world shard.
-        still = [replace(config.plan, optimizer=config.plan.world_size)] if setup.numels[count:] else []
+        still = [replace(config.plan, optimizer=config.plan.world_size)] if frozen else []
         plans = [config.plan, *still]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
         self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
-        self.quantizer = select_quantizer(setup.like.device)
-        self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
-        self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
-        self.run_numel = None if config.sync.WHOLE else setup.bucket_numel
+        self.quantizer = select_quantizer(like.device)
+        self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
+        self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
+        self.run_numel = None if config.sync.WHOLE else bucket_numel
         # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
-        self._lane = Lane(setup.like.device, config.overlap, ahead=1)
+        self._lane = Lane(like.device, config.overlap, ahead=1)
         publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
-        self.weights = Weights(config, setup, publish, self.mesh, self.meter, self._lane)
-        self.gradients = self._build_gradients()
-        self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
+        parameters, count = (*trained, *frozen), len(trained)
+        self.weights = Weights(
+            config, parameters, count, like, bucket_numel, publish, self.mesh, self.meter, self._lane
+        )
+        self.gradients = self._build_gradients(loss_scale, moments)
+        self.masters = Masters(self.layout, self.mesh, self.meter, like.device)
 
     @property
     def separate_masters(self) -> bool:
@@ -112,32 +139,28 @@ class Stage3:
 
         Else those that DeepSpeed made serve, and its own code for them.
         """
-        plan, model = self.config.plan, self.setup.like.dtype
+        plan, model = self.config.plan, self.like.dtype
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
 
-    def _build_gradients(self) -> Gradients:
-        config, setup = self.config, self.setup
-        slots = range(len(setup.names))
+    def _build_gradients(self, loss_scale: Callable[[], float], moments: Callable[[], Sequence[Moment]]) -> Gradients:
+        config, like = self.config, self.like
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
             meter=self.meter,
             quantizer=self.quantizer,
             dtype=self.sync_dtype,
-            shard=setup.like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
-            loss_scaled=setup.like.dtype == torch.float16,
-            sparse=sparse_ops(self.quantizer, setup.like.device),
-            moments=setup.moments,
+            shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
+            loss_scaled=like.dtype == torch.float16,
+            sparse=sparse_ops(self.quantizer, like.device),
+            moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
-            parameters=tuple(
-                Parameter(*of)
-                for of in zip(setup.names, setup.numels, setup.dims, self.layout.spans(slots), strict=False)
-            ),
+            parameters=self.parameters,
         )
         mode = build_mode(config.sync, context)
-        wire = wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype)
-        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, setup.loss_scale, self.meter, self._lane)
+        wire = wire_of(self.quantizer, config.gradients_spec, self.scatter_dtype)
+        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self.meter, self._lane)
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -228,7 +251,7 @@ class Stage3:
         if owed is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
             state["owed"] = {"owners": owed.owners, "parameters": owed.parameters}
-            state["columns"] = dict(zip(self.setup.names, columns, strict=True))  # of optimizer states
+            state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))  # of optimizer states
         return {STATE_KEY: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
@@ -264,7 +287,7 @@ class Stage3:
         names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
         told = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(told, Seat(socket.gethostname()), self.setup.like.device, "look at their files of this checkpoint")
+            agree(told, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
             problem, held, brought = str(error), {}, Carried({}, {})
         self.weights.load_state_dict(held)
@@ -273,30 +296,30 @@ class Stage3:
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"
         if lost is not None and dist.get_rank() == 0:
             logger.warning("zero_topo: %s", lost)
-        brought.check(self.setup.names, self.layout.numels)
+        trained = [p.name for p in self.parameters]
+        brought.check(trained, self.layout.numels)
         if brought.owed:
             mode.inherit(brought.owed)
-        return brought.age_rows(self.layout, self.setup.names) if brought.ages else None
+        return brought.age_rows(self.layout, trained) if brought.ages else None
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
-        setup, count = self.setup, len(self.layout.numels)
         work = Workload(
             numels=self.layout.numels,
-            dims=setup.dims[:count],
+            dims=tuple(p.dims for p in self.parameters),
             persistent=persistent,
-            itemsize=setup.like.dtype.itemsize,
+            itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
-            scatter_itemsize=setup.scatter_dtype.itemsize,
+            scatter_itemsize=self.scatter_dtype.itemsize,
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
-            run_numel=setup.bucket_numel,
+            run_numel=self.bucket_numel,
             escaped=self.weights.escaped,
-            loss_scaled=setup.like.dtype == torch.float16,
+            loss_scaled=self.like.dtype == torch.float16,
         )
-        if not self.weights.frozen:
+        if not self._frozen:
             return work
-        numels, dims, kept = setup.numels[count:], setup.dims[count:], setup.persistent[count:]
+        numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
         return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None))
 
     def memory(self) -> dict[str, int]:

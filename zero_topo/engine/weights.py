@@ -63,12 +63,13 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import CodeCodec, CodeStore
 from zero_topo.engine.copies import Copy, Secondary, gather
 from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
-from zero_topo.engine.shards import Layout, Setup
+from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
 from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.registry import code_ops
 from zero_topo.quant.spec import BlockSpec
+from zero_topo.sync import Parameter
 
 
 class Weights:
@@ -76,7 +77,10 @@ class Weights:
 
     Args:
         config: the plan and the formats.
-        setup: the parameters.
+        parameters: those that are trained, in DeepSpeed's flat order, then the frozen ones.
+        count: how many are trained.
+        like: a tensor of the model's dtype on the accelerator.
+        run_numel: elements that one collective of publish carries.
         publish: the format of publish; of differences to the masters if it quantizes.
         mesh: the groups.
         meter: counts bytes.
@@ -99,20 +103,30 @@ class Weights:
     _store: CodeStore | None = None
 
     def __init__(
-        self, config: ResolvedConfig, setup: Setup, publish: Wire, mesh: Mesh, meter: Meter, lane: Lane
+        self,
+        config: ResolvedConfig,
+        parameters: Sequence[Parameter],
+        count: int,
+        like: Tensor,
+        run_numel: int,
+        publish: Wire,
+        mesh: Mesh,
+        meter: Meter,
+        lane: Lane,
     ) -> None:
-        plan, like, int8 = config.plan, setup.like, config.resident_spec
-        slots, count = range(len(setup.numels)), len(setup.names)
+        plan, int8 = config.plan, config.resident_spec
+        slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
         self.trained, self.frozen = slots[:count], slots[count:]
-        self._mesh, self._meter, self._run_numel = mesh, meter, setup.bucket_numel
+        self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
         self._counted = Counted(meter, "publish")
         # Gathers of all parameters run here: their second hops then have one order on all ranks (Note [In order]).
         self._gathering = Lane(like.device, overlap=True)
-        self.layout = layout = Layout(plan, mesh.rank, setup.numels)
+        self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(slots)
         if int8 is not None:
-            self.coded = coded_slots(plan, setup.numels, setup.dims, setup.persistent, int8.block_size)
-        kept = [0 if coded else numel for coded, numel in zip(self.coded, setup.numels, strict=True)]
+            dims, persistent = [p.dims for p in parameters], [p.persistent for p in parameters]
+            self.coded = coded_slots(plan, numels, dims, persistent, int8.block_size)
+        kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
         self._rows = Layout(plan, mesh.rank, tuple(kept))
         self.primary = like.new_zeros(self._rows.shape(plan.weights))
         # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
@@ -122,7 +136,8 @@ class Weights:
         self._exact = [Copy(route, self._rows.slot(self.primary, slot), exact) for slot in slots]
         sent = wire_of(publish.quantizer, config.weights_spec, like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
-        planned = partial(runs_of, setup.urgency, self._run_numel)
+        # Those that are whole when the step ends are published first, then as the model needs them.
+        planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
         route, columns = mesh.route(plan.weights, plan.optimizer), layout.columns_of(self.trained)
         self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)

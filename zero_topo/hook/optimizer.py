@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.masters import clean
-from zero_topo.engine.shards import Setup
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook.frozen import Frozen
@@ -30,7 +29,7 @@ from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
-from zero_topo.sync import AgedAdamW, Moment
+from zero_topo.sync import AgedAdamW, Moment, Parameter
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class TopoStage3(Stock):
         self._forwards = 0
         self._hinted = False
         super().__init__(*args, **kwargs)
-        self._host_copies = HostCopies(self.topo.setup.like.device)
+        self._host_copies = HostCopies(self.topo.like.device)
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
@@ -91,22 +90,18 @@ class TopoStage3(Stock):
         params = [param for group in self.fp16_groups for param in group]
         trained = {param.ds_id for param in params}
         self.frozen = Frozen(self.module.parameters(), trained, self.param_names, self.lp_param_buffer.dtype)
-        served = [*params, *self.frozen.params]
-        self.slots = {param.ds_id: slot for slot, param in enumerate(served)}
-        setup = Setup(
-            numels=tuple(param.ds_numel for param in served),
-            names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
-            dims=tuple(len(param.ds_shape) for param in served),
-            persistent=tuple(bool(param.ds_persist) for param in served),
+        self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
+        self.topo = Stage3(
+            self._topo_config,
+            trained=[self._described(param, param.ds_id) for param in params],  # counted as modules make them
+            frozen=[self._described(*of) for of in zip(self.frozen.params, count(), strict=False)],
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
             loss_scale=lambda: float(self.loss_scale),
             moments=self._moments,
-            order=tuple(param.ds_id for param in params),  # counted as modules make them
         )
-        self.topo = Stage3(self._topo_config, setup)
         row = self.topo.weights.own_row
         row.copy_(self.lp_param_buffer)
         # DeepSpeed's flat buffer is our row from here on: what it cut from the old one is cut again.
@@ -122,6 +117,10 @@ class TopoStage3(Stock):
         self._gathers = ParameterGathers(self.topo, self.slots, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+
+    def _described(self, param: Any, place: int) -> Parameter:
+        name = str(self.param_names.get(param, param.ds_id))
+        return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
     def _in_forward(self) -> bool:
         return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
