@@ -126,10 +126,9 @@ class Gradients:
         plan = self.layout.plan
         flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
         parts = [shard_piece(flat, plan, plan.gradients) for flat in flats]
-        reduce = Reduce(1.0 / plan.world_size, accumulate=True)
         pieces = span_pieces(self.buffer, self.layout.spans(slots))
-        sums = Sums(pieces, Counted(self._meter, "scatter"), reduce)
-        reduce_scatter(self._route, parts, self._wire, sums).wait()
+        mean = Reduce(1.0 / plan.world_size, accumulate=True)
+        reduce_scatter(self._route, parts, self._wire, Sums(pieces, Counted(self._meter, "scatter"), mean)).wait()
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()

@@ -9,12 +9,12 @@ Note [Quantized gathers]
 Note [Which copy is read]
     Forward gathers read the primary shards, also when DeepSpeed's prefetch starts them in the forward pass for use in
     the backward pass. Every gather inside the backward pass, the recomputation of activation checkpoints included,
-    reads the secondary shards if there are any. A secondary at least as wide as the weights
-    domain (S a multiple of W) is a subset of the primary: it is requantized locally right after publish, and with
-    S = W and equal specs the forward sends those same bytes, so weights are quantized once per optimizer step. A
-    narrower one (ZeRO++: weights over the world, secondary over the node) is captured from the forward gather, and is
-    stamped with the version of the weights: a parameter that no forward has gathered since the last publish is gathered
-    from the primary again, never from a stale copy.
+    reads the secondary shards if there are any. A secondary at least as wide as the weights domain (S a multiple of W)
+    is a subset of the primary: it is requantized locally right after publish, and with S = W and equal specs the
+    forward sends those same bytes, so weights are quantized once per optimizer step. A narrower one (ZeRO++: weights
+    over the world, secondary over the node) is captured from the forward gather, and is stamped with the version of the
+    weights: a parameter that no forward has gathered since the last publish is gathered from the primary again, never
+    from a stale copy.
 
 Note [Publish before gather]
     On a GPU gathers run on a stream of their own, publish on another, and edits and loads where they are made. Every
@@ -203,10 +203,12 @@ class Weights:
         if phase == "gather_forward":
             capture = self.secondary.capturing(slots)
             return gather(self._forward, slots, self.layout, self.primary, counted, capture)
-        # In the backward pass, parameters that were not captured since they changed come from the primary.
-        exact = phase == "gather_exact"
-        first = [slot for slot in slots if (self.coded[slot] if exact else self.secondary.is_fresh(slot))]
-        second = [slot for slot in slots if slot not in first]
+        # Exact rows of INT8 parameters are sharded over other ranks than the rest. In the backward pass, parameters
+        # that were not captured since they changed come from the primary.
+        exact, first, second = phase == "gather_exact", list[int](), list[int]()
+        for slot in slots:
+            apart = self.coded[slot] if exact else self.secondary.is_fresh(slot)
+            (first if apart else second).append(slot)
         copies = (self._exact, self._exact) if exact else (self.secondary.copies, self._forward)
         parts = [
             (part, gather(of, part, self.layout, self.primary, counted))
