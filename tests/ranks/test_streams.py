@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.bare import fake_world
 from tests.ranks.worlds import BLOCKS, world
 from tests.streams import MAIN, Device, symbolic_device
-from zero_topo.engine.codes import CodeCodec
+from zero_topo.engine.codes import CodeStore
 from zero_topo.sync import Moment
 
 
@@ -240,6 +240,6 @@ def test_the_host_waits_once_in_a_step() -> None:
     model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
     with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
         deepspeed.micro_batch(last=True)
-        with patch.object(CodeCodec, "_most", autospec=True, side_effect=CodeCodec._most) as most:
+        with patch.object(CodeStore, "_most", autospec=True, side_effect=CodeStore._most) as most:
             deepspeed.step()
     assert most.call_count == 1

@@ -23,32 +23,50 @@ from zero_topo.quant.trits import TritSpec
 
 
 class CodeStore:
-    """The INT8 codes of some parameters of a layout.
+    """The INT8 codes of some parameters of a layout, and how changes of them are published.
+
+    Args:
+        layout: of all parameters.
+        coded: which have codes.
+        block: values that share a scale.
+        ops: the operations.
+        device: where codes are.
+        counted: meter and phase.
+        planned: cuts updates into runs.
+        lane: where runs are started and finished.
 
     Attributes:
-        ops: the operations.
         codes: of the rank's weight shard, ``[N / W]`` rows of each parameter.
-        rows: ``N / W``.
         sizes: of each parameter that has codes: elements with padding, over the whole world.
         buffers: the bytes of each parameter, a view; empty for those without codes.
     """
 
-    def __init__(self, layout: Layout, coded: Sequence[bool], block: int, ops: CodeOps, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        coded: Sequence[bool],
+        block: int,
+        ops: CodeOps,
+        device: torch.device,
+        counted: Counted,
+        planned: Planner,
+        lane: Lane,
+    ) -> None:
+        self._ops, self._counted, self._planned, self._lane = ops, counted, planned, lane
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
         blocks = [-(-width // block) for width in widths]
-        self.ops = ops
-        self.rows = layout.plan.world_size // layout.plan.weights
-        self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self.rows, block, device)
+        self._rows = layout.plan.world_size // layout.plan.weights
+        self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self._rows, block, device)
         self.sizes = {slot: layout.padded_numels[slot] for slot, has in enumerate(coded) if has}
         self._ends = list(accumulate(blocks, initial=0))  # block columns
-        sizes = (BlockSpec(8, block).nbytes(self.rows * count * block) for count in blocks)
+        sizes = (BlockSpec(8, block).nbytes(self._rows * count * block) for count in blocks)
         self._bytes = list(accumulate(sizes, initial=0))
         self.buffers = [self.codes.held[begin:end] for begin, end in pairwise(self._bytes)]
         self._own_row = layout.row(layout.plan.weights)
 
-    def part(self, slots: Sequence[int], size: int) -> Part:
+    def _part(self, slots: Sequence[int], size: int) -> Part:
         """The blocks of some parameters that each of ``size`` ranks owns; between them lie none of other parameters."""
-        return Part(self._ends[slots[0]], self._ends[slots[-1] + 1], self.rows // size, size)
+        return Part(self._ends[slots[0]], self._ends[slots[-1] + 1], self._rows // size, size)
 
     @cached_property
     def _scales(self) -> Tensor:
@@ -80,47 +98,31 @@ class CodeStore:
         They depend on the rows alone then, as after a load.
         """
         self.buffers[slot].zero_()
-        masters, part = Masters(rows, first, 0), self.part([slot], 1)
-        change = self.ops.assess(masters, self.codes, part)
-        self.ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
+        masters, part = Masters(rows, first, 0), self._part([slot], 1)
+        change = self._ops.assess(masters, self.codes, part)
+        self._ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
 
+    def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates; every rank of a route the changes of the rows that it owns.
 
-class CodeCodec:
-    """Publishes changes of codes; every rank of a route those of the rows that it owns.
-
-    Args:
-        store: the codes.
-        route: ``(weights, optimizer)``, or ``(weights, world)`` for a start.
-        counted: meter and phase.
-        planned: cuts updates into runs.
-        lane: where runs are started and finished.
-
-    Attributes:
-        sizes: of the parameters that have codes.
-        most: of each run's last publish, by its first parameter: blocks that escaped on the rank with most.
-    """
-
-    def __init__(self, store: CodeStore, route: Route, counted: Counted, planned: Planner, lane: Lane) -> None:
-        self._store, self._route, self._counted, self._planned, self._lane = store, route, counted, planned, lane
-        self.sizes = store.sizes
-        self.most: dict[int, int] = {}
-
-    def begin(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates; masters are FP32 and on the device of the codes."""
-        store, size, assessed = self._store, self._route.size, []
-        runs = self._planned(updates, self.sizes)
+        Args:
+            route: ``(weights, optimizer)``, or ``(weights, world)`` for a start.
+            most: takes for each run, by its first parameter, the blocks that escaped on the rank with most.
+            updates: their masters are FP32 and on the device of the codes.
+        """
+        runs, assessed = self._planned(updates, self.sizes), []
         for slots, masters, first in runs:
             assert masters is not None
-            own, part = Masters(masters, first, self._route.index), store.part(slots, size)
-            assessed.append((own, part, store.ops.assess(own, store.codes, part)))
-        most = self._most([change for *_, change in assessed])
-        for (slots, *_), (own, part, change), escaped in zip(runs, assessed, most, strict=True):
-            self.most[slots[0]] = escaped
-            nbytes = TritSpec(store.codes.block).nbytes(part.blocks, escaped)
+            own, part = Masters(masters, first, route.index), self._part(slots, route.size)
+            assessed.append((own, part, self._ops.assess(own, self.codes, part)))
+        counts = self._most(route, [change for *_, change in assessed])
+        for (slots, *_), (own, part, change), escaped in zip(runs, assessed, counts, strict=True):
+            most[slots[0]] = escaped
+            nbytes = TritSpec(self.codes.block).nbytes(part.blocks, escaped)
             reads = [own.table, change.scales, change.escaped, change.order, change.count]
-            yield slots, self._lane.run(partial(self._publish, own, part, change, nbytes), reads)
+            yield slots, self._lane.run(partial(self._publish, route, own, part, change, nbytes), reads)
 
-    def _most(self, changes: Sequence[Change]) -> list[int]:
+    def _most(self, route: Route, changes: Sequence[Change]) -> list[int]:
         """Of each run: how many blocks escape on the rank that has most of them, which sizes all their messages.
 
         The one time that a publish waits for the device; its runs wait together.
@@ -128,11 +130,10 @@ class CodeCodec:
         if not changes:
             return []
         counts = torch.cat([change.count for change in changes])
-        gathered = all_gather(self._route, counts.view(torch.uint8), self._counted).wait()
+        gathered = all_gather(route, counts.view(torch.uint8), self._counted).wait()
         most: list[int] = gathered.contiguous().view(torch.int64).view(-1, len(changes)).amax(0).tolist()
         return most
 
-    def _publish(self, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        store, without = self._store, self._route.index
-        handle = all_gather(self._route, store.ops.emit(own, store.codes, part, change, nbytes), self._counted)
-        return Handle(None, (), lambda: store.ops.apply(handle.wait(), store.codes, part, without))
+    def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
+        handle = all_gather(route, self._ops.emit(own, self.codes, part, change, nbytes), self._counted)
+        return Handle(None, (), lambda: self._ops.apply(handle.wait(), self.codes, part, route.index))

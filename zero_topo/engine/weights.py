@@ -60,7 +60,7 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import Wire, wire_of
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.codes import CodeCodec, CodeStore
+from zero_topo.engine.codes import CodeStore
 from zero_topo.engine.copies import Copy, Secondary, gather
 from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
 from zero_topo.engine.shards import Layout
@@ -168,14 +168,15 @@ class Weights:
         if self.frozen:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        self._store = store = CodeStore(layout, self.coded, block, code_ops(quantizer, device), device)
+        ops = code_ops(quantizer, device)
+        self._store = store = CodeStore(layout, self.coded, block, ops, device, self._counted, planned, lane)
         sent = Wire(quantizer, BlockSpec(8, block))
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
-        routes = (mesh.route(plan.weights, degree) for degree in (plan.optimizer, plan.world_size))
-        self._changes, start = (CodeCodec(store, route, self._counted, planned, lane) for route in routes)
-        self._starter = Publisher(len(self.coded), [start.begin], self._meter)
+        # Of each run of the last publish, by its first parameter: blocks that escaped on the rank with most.
+        self._most = dict[int, int]()
+        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._most)
         # Which columns of `own`, and of the frozen row behind it, the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
@@ -259,14 +260,14 @@ class Weights:
         """Begin to publish the parameters that have codes; masters on the host come to the device one by one."""
         batch: list[Update] = []
         for slots, masters, first in updates:
-            if masters is not None and not self._changes.sizes.keys().isdisjoint(slots):
+            if masters is not None and any(map(self.coded.__getitem__, slots)):
                 rows = masters.to(self.own.device, torch.float32)
                 self.own[:, first : first + rows.shape[1]].copy_(rows)
                 batch.append((slots, rows, first))
                 if rows is not masters:  # else copies of all masters would be on the device at once
-                    yield from self._changes.begin(batch)
+                    yield from self._changes(batch)
                     batch = []
-        yield from self._changes.begin(batch)
+        yield from self._changes(batch)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
         """Finish what publish has under way for some parameters, or for all, and bring the secondary up to date.
@@ -299,11 +300,11 @@ class Weights:
         if self._store is not None:
             if anew:
                 self._store.begin_anew(slots, self._scales.pop(slots, None))
-            coded = [slot for slot in slots if self.coded[slot]]
-            if coded:
-                values = shard if masters is None else masters[columns]
-                self._starter.start(coded, values[None].float(), columns.start)
-                self._starter.finish()
+            values = (shard if masters is None else masters[columns])[None].float()
+            route = self._mesh.route(plan.weights, plan.world_size)
+            with self._meter.timing("publish"):
+                for _, handle in list(self._store.begin(route, {}, [(slots, values, columns.start)])):
+                    handle.wait()
         self._renew(slots)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
@@ -379,8 +380,7 @@ class Weights:
     @property
     def escaped(self) -> tuple[int, ...] | None:
         """Of each run of the last publish: INT8 blocks that escaped on the rank with most; None before the first."""
-        most = {} if self._store is None else self._changes.most
-        return tuple(count for _, count in sorted(most.items())) or None
+        return None if self._store is None else tuple(count for _, count in sorted(self._most.items())) or None
 
     def memory(self) -> dict[str, int]:
         """Bytes of the weights and their secondary copies on this rank, with those of frozen parameters apart.
