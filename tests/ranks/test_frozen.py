@@ -117,7 +117,7 @@ def test_gathers_bring_the_parameters(name: str) -> None:
                     assert torch.equal(found, wanted)
                 limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
                 assert (found - wanted).abs().max() <= limit
-        return int(checksum(engine.weights.copies()[0]))
+        return int(checksum(engine.weights.copies()[0]) + checksum(engine.weights.frozen_primary))
 
     sums = run_threads(w.size, rank_main)
     for group in w.config.plan.groups(w.config.plan.weights, w.size):
@@ -141,10 +141,21 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
         phases = ("gather_exact", "gather_forward", "gather_backward")
         found = [gathered(engine, (2, 3), phase) for phase in phases]
         assert torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
-        return [*engine.weights.copies(), *(whole for of in found for whole in of)]
+        return [*engine.weights.copies(), engine.weights.frozen_primary, *(whole for of in found for whole in of)]
 
     for edited, loaded in zip(run_threads(w.size, rank_main, False), run_threads(w.size, rank_main, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(edited, loaded, strict=True))
+
+
+def test_what_is_saved_of_trained_weights_takes_no_frozen_ones_along() -> None:
+    """FP32 masters are views of the weights, and a view is saved with all of its storage."""
+    w = world(BLOCKS["plain zero3"], numels=TRAINED)
+
+    def rank_main(rank: int) -> None:
+        row = engine_of(w).weights.own_row
+        assert row.untyped_storage().nbytes() == row.nbytes
+
+    run_threads(w.size, rank_main)
 
 
 def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:

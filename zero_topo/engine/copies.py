@@ -124,8 +124,7 @@ class Secondary:
     Args:
         layout: of all parameters.
         mesh: has the route ``(1, S)``.
-        primary: ``[N / W, F]``.
-        shards: copies of the primary, as forward gathers send them.
+        shards: the primary, as forward gathers send it.
         degree: ``S``; None is no copy of its own.
         spec: the format; None is the dtype of the primary.
 
@@ -139,7 +138,6 @@ class Secondary:
         self,
         layout: Layout,
         mesh: Mesh,
-        primary: Tensor,
         shards: Sequence[Copy],
         degree: int | None,
         spec: BlockSpec | None,
@@ -151,20 +149,22 @@ class Secondary:
         # host when it queues the change or the copy; streams are ordered by the events of `Weights`.
         self._versions = [0] * len(layout.numels)
         self._stamps = [-1] * len(layout.numels)
-        # Rows [N / S, F] of the primary from which the copies are quantized; None if there are none.
-        self._cut: Tensor | None = None
+        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; none if it is captured.
+        self._cut: list[Tensor] = []
         if degree is None:
             return
         route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
-        wire = wire_of(shards[0].wire.quantizer, spec, primary.dtype)
-        rows = None if captured else layout.subset(primary, layout.plan.weights, degree)
+        like = shards[0].data
+        wire = wire_of(shards[0].wire.quantizer, spec, like.dtype)
+        rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
         if spec is None:
-            stored = primary.new_zeros(layout.shape(degree)) if rows is None else rows
-            self.copies = [Copy(route, layout.slot(stored, slot), wire) for slot in range(len(shards))]
+            stored = like.new_zeros(layout.shape(degree)) if captured else like
+            rows = rows or [layout.slot(stored, slot) for slot in range(len(shards))]
+            self.copies = [Copy(route, part, wire) for part in rows]
         else:
             height, _ = layout.shape(degree)
             ends = list(accumulate((spec.nbytes(height * width) for width in layout.widths), initial=0))
-            stored = torch.zeros(ends[-1], dtype=torch.uint8, device=primary.device)
+            stored = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
             self.copies = [Copy(route, stored[begin:end], wire, packed=True) for begin, end in pairwise(ends)]
             self._cut = rows
         if captured or spec is not None:
@@ -178,7 +178,7 @@ class Secondary:
             RuntimeError: if it is not, though it should have been refreshed.
         """
         fresh = not self.tensors or self._stamps[slot] == self._versions[slot]
-        if not fresh and self._cut is not None:
+        if not fresh and self._cut:
             raise RuntimeError(f"the secondary shard of slot {slot} was not refreshed after the last publish")
         return fresh
 
@@ -189,13 +189,13 @@ class Secondary:
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Bring some parameters up to date with the primary, if that takes no collective."""
-        if self._cut is not None:
+        if self._cut:
             for slot in slots:
-                self._store(slot, self._layout.slot(self._cut, slot))
+                self._store(slot, self._cut[slot])
 
     def capturing(self, slots: Sequence[int]) -> Capture | None:
         """For a forward gather that begins now: what to do with the rows ``[N, width]`` of each parameter."""
-        if not self.tensors or self._cut is not None:
+        if not self.tensors or self._cut:
             return None
         begun = {slot: self._versions[slot] for slot in slots if not self.is_fresh(slot)}
         degree = self.copies[0].route.hi

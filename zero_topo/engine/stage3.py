@@ -224,6 +224,8 @@ class Stage3:
         if self.config.debug_checks:
             self.weights.finish()  # else some runs are compared before they have arrived
             check_replicas(self.config.plan, self.weights.copies())
+            if self._frozen:
+                check_replicas(self.config.plan, [self.weights.frozen_primary])
         self.meter.end_step()
 
     def settle(self) -> None:

@@ -91,7 +91,8 @@ class Weights:
         trained: the parameters that an optimizer updates.
         frozen: the others (Note [Frozen]).
         coded: which are stored as INT8 codes.
-        primary: ``[N / W, ...]`` in the model's dtype: the columns of parameters without codes.
+        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters without codes.
+        frozen_primary: those of frozen parameters.
         own: ``[N / O, F]``: the rows that this rank's optimizer updates, of all trained parameters; a strided view of
             the primary where no weights are INT8.
         own_row: ``[F]``, a view: the rank's own world shard of these, DeepSpeed's flat parameter buffer.
@@ -128,23 +129,24 @@ class Weights:
             self.coded = coded_slots(plan, numels, dims, persistent, int8.block_size)
         kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
         self._rows = Layout(plan, mesh.rank, tuple(kept))
-        self.primary = like.new_zeros(self._rows.shape(plan.weights))
+        (height, width), split = self._rows.shape(plan.weights), self._rows.columns_of(self.trained).stop
+        # Two tensors, for a saved view takes all of its storage along: FP32 masters are views of the primary.
+        self.primary, self.frozen_primary = like.new_zeros(height, split), like.new_zeros(height, width - split)
         # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
         self._updated: torch.Event | None = None
         # By parameter, what exact gathers send and what those of a pass do.
         route, exact = mesh.route(1, plan.weights), wire_of(publish.quantizer, None, like.dtype)
-        self._exact = [Copy(route, self._rows.slot(self.primary, slot), exact) for slot in slots]
+        self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
         sent = wire_of(publish.quantizer, config.weights_spec, like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
         # Those that are whole when the step ends are published first, then as the model needs them.
         planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
-        route, columns = mesh.route(plan.weights, plan.optimizer), layout.columns_of(self.trained)
+        route = mesh.route(plan.weights, plan.optimizer)
         self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)
         self.needs_masters = publish.lossy or int8 is not None
-        self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
-        self.own = self._updatable[:, columns]
-        self.frozen_row = self.primary[layout.row(plan.weights), columns.stop :]
+        self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
+        self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
         codecs = [self._row_codec.begin]
         if int8 is not None:
             self._build_int8(int8.block_size, publish.quantizer, planned, lane)
@@ -152,7 +154,7 @@ class Weights:
         self.own_row = self.own[layout.row(plan.optimizer)]
         self._publisher = Publisher(len(slots), codecs, meter)
         degree = plan.secondary if int8 is None and plan.weights > 1 else None
-        self.secondary = Secondary(self._rows, mesh, self.primary, self._shards, degree, config.secondary_spec)
+        self.secondary = Secondary(self._rows, mesh, self._shards, degree, config.secondary_spec)
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
@@ -290,13 +292,13 @@ class Weights:
         """
         plan, slots = self.layout.plan, self.trained if slots is None else slots
         self.finish(slots)
-        columns, rows = self.layout.columns_of(slots), self._rows.columns_of(slots)
+        columns, rows = self.layout.columns_of(slots), self._primary_of(slots)
         if self._store is not None:
             self._gather_rows(plan.optimizer, self.own[:, columns])
             shard = self._world_shard(slots)
-            places = self._columns[shard.device][rows] - columns.start
-            self.primary[self.layout.row(plan.weights), rows].copy_(shard[places])
-        self._gather_rows(plan.weights, self.primary[:, rows])
+            places = self._columns[shard.device][self._rows.columns_of(slots)] - columns.start
+            rows[self.layout.row(plan.weights)].copy_(shard[places])
+        self._gather_rows(plan.weights, rows)
         if self._store is not None:
             if anew:
                 self._store.begin_anew(slots, self._scales.pop(slots, None))
@@ -313,10 +315,12 @@ class Weights:
 
     def _world_shard(self, slots: range) -> Tensor:
         """The own world shard of some parameters, all trained or all frozen, a view."""
-        columns, split = self.layout.columns_of(slots), self.own.shape[1]
-        if columns.stop <= split:
-            return self.own[self.layout.row(self.layout.plan.optimizer), columns]
-        return self.frozen_row[columns.start - split : columns.stop - split]
+        own = self.own[self.layout.row(self.layout.plan.optimizer)]
+        return columns_of_two(own, self.frozen_row, self.layout.columns_of(slots))
+
+    def _primary_of(self, slots: range) -> Tensor:
+        """The columns of some parameters in the primary, all trained or all frozen, a view."""
+        return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(slots))
 
     def _renew(self, slots: Sequence[int]) -> None:
         """The primary shards of some parameters changed: secondaries are stale, those cut from it are cut anew."""
@@ -397,13 +401,21 @@ class Weights:
     def tensors(self) -> list[Tensor]:
         """What is stored; views of these are not."""
         codes = [] if self._store is None else [self._store.codes.held, self.own, self.frozen_row]
-        return [self.primary, *codes, *self.secondary.tensors]
+        return [self.primary, self.frozen_primary, *codes, *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
-        """What must be bit-identical on all ranks that share it (for debug checks)."""
+        """What must be bit-identical on all ranks that share it (for debug checks), but for :attr:`frozen_primary`."""
         if self._store is not None:
             return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]
+
+
+def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
+    """Columns of two tensors as if they lay side by side, all of one of them; a view."""
+    split = left.shape[-1]
+    if columns.stop <= split:
+        return left[..., columns]
+    return right[..., columns.start - split : columns.stop - split]
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:
