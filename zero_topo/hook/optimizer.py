@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class TopoStage3(Stock):
         self.topo = Stage3(
             self._topo_config,
             trained=[self._described(param, param.ds_id) for param in params],  # counted as modules make them
-            frozen=[self._described(*of) for of in zip(self.frozen.params, count(), strict=False)],
+            frozen=[self._described(param, place) for place, param in enumerate(self.frozen.params)],
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
