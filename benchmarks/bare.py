@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.plan import packed_runs
-from zero_topo.sync import Moment
+from zero_topo.sync import Moment, Parameter
 
 
 @contextmanager
@@ -45,34 +45,35 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def bare_setup(
-    numels: Sequence[int],
+def matrices(numels: Sequence[int]) -> list[Parameter]:
+    """Parameters of these sizes, vectors if they have one element, in the order in which a model needs them."""
+    return [Parameter(f"p{place}", n, 1 if n == 1 else 2, place=place) for place, n in enumerate(numels)]
+
+
+def bare_engine(
+    config: ResolvedConfig,
+    parameters: Sequence[Parameter],
     dtype: torch.dtype = torch.float32,
     bucket_numel: int = 1 << 40,
     loss_scale: Callable[[], float] = lambda: 1.0,
     moments: Callable[[], Sequence[Moment]] = tuple,
-) -> Setup:
-    """What DeepSpeed would say of a model of matrices, and vectors of one element, on the CPU.
+    frozen: Sequence[Parameter] = (),
+    device: torch.device | str = "cpu",
+) -> Stage3:
+    """The engine as DeepSpeed would make it.
 
     Args:
-        numels: elements of each parameter.
+        config: the plan and the formats.
+        parameters: those that are trained.
         dtype: of weights and gradients, sent and kept.
         bucket_numel: elements that sync and publish carry in one collective.
         loss_scale: the present one.
         moments: what the optimizer remembers.
+        frozen: parameters that are not trained.
+        device: where they are.
     """
-    return Setup(
-        numels=tuple(numels),
-        names=tuple(f"p{index}" for index in range(len(numels))),
-        dims=tuple(1 if n == 1 else 2 for n in numels),
-        persistent=(False,) * len(numels),
-        like=torch.empty(0, dtype=dtype),
-        scatter_dtype=dtype,
-        accumulation_dtype=dtype,
-        bucket_numel=bucket_numel,
-        loss_scale=loss_scale,
-        moments=moments,
-    )
+    like = torch.empty(0, dtype=dtype, device=device)
+    return Stage3(config, parameters, frozen, like, dtype, dtype, bucket_numel, loss_scale, moments)
 
 
 class BareStep:
@@ -90,8 +91,8 @@ class BareStep:
     def __init__(self, config: ResolvedConfig, numels: Sequence[int], together: int | None = None) -> None:
         padded = max(config.plan.world_size * config.plan.shard_numel(n) for n in numels)
         self._moments: list[Moment] = []
-        setup = bare_setup(numels, torch.bfloat16, padded * (together or len(numels)), moments=lambda: self._moments)
-        self.engine = Stage3(config, setup)
+        bucket = padded * (together or len(numels))
+        self.engine = bare_engine(config, matrices(numels), torch.bfloat16, bucket, moments=lambda: self._moments)
         self.engine.weights.publish_world()
         self._masters = torch.zeros(self.engine.gradients.optimizer_rows().shape)
         self._moments.append(Moment(0, torch.zeros_like(self._masters), 0.9))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bare import bare_setup
+from benchmarks.bare import bare_engine, matrices
 from benchmarks.control import Control
 from benchmarks.records import Spread
 from benchmarks.sparse import ALL_REDUCE
@@ -143,7 +143,7 @@ class Optimizer:
         self._weights = self._mean = torch.empty(0)
 
     def moments(self) -> list[Moment]:
-        """As an engine's setup asks for them."""
+        """As an engine asks for them."""
         return [Moment(0, self._mean, BETA)] if self._mean.numel() else []
 
     def step(self, engine: Stage3, rows: Tensor) -> None:
@@ -159,8 +159,8 @@ def build(block: dict[str, Any], numels: tuple[int, ...], dims: tuple[int, ...])
     """An engine in FP32 without weights worth the name, of which only the gradients are used; and its optimizer."""
     optimizer = Optimizer()
     config = resolve_config(ZeroTopoConfig.parse(block), emulated(dist.get_world_size(), 1, 1))
-    setup = replace(bare_setup(numels, moments=optimizer.moments), dims=dims)
-    return Stage3(config, setup), optimizer
+    parameters = [replace(p, dims=of) for p, of in zip(matrices(numels), dims, strict=True)]
+    return bare_engine(config, parameters, moments=optimizer.moments), optimizer
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -427,7 +427,6 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
-        patch("zero_topo.engine.resident.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.collectives.peers.to_all", collectives.to_all),
         patch("zero_topo.collectives.peers.to_each", collectives.to_each),
         patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),

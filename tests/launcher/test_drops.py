@@ -59,7 +59,7 @@ def test_a_dropped_cross_node_sync_is_seen() -> None:
 
 def test_a_dropped_publish_is_seen() -> None:
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(topo.weights.trained)  # type: ignore[method-assign]
 
     assert_seen(drop)
 
@@ -95,7 +95,7 @@ def test_a_stale_secondary_changes_the_loss() -> None:
 
     def drop(topo: Stage3) -> None:
         whole_weights(topo).secondary.refresh = lambda slots: None  # type: ignore[method-assign]
-        whole_weights(topo).secondary.is_fresh = lambda index: True  # type: ignore[method-assign]
+        whole_weights(topo).secondary.is_fresh = lambda slot: True  # type: ignore[method-assign]
 
     assert largest_difference(train(run), list(stock())) <= 5e-3
     assert largest_difference(losses_without(run, drop), list(stock())) > 1e-2
@@ -105,7 +105,7 @@ def test_replicas_that_part_are_seen_by_the_debug_checks() -> None:
     run = job(debug_checks=True)
 
     def drop(topo: Stage3) -> None:
-        topo.weights.publish = lambda *_: whole_weights(topo)._renew(range(len(topo.setup.numels)))  # type: ignore[method-assign]
+        topo.weights.publish = lambda *_: whole_weights(topo)._renew(topo.weights.trained)  # type: ignore[method-assign]
 
     with pytest.raises(RuntimeError, match="share a weight shard but hold different bits"):
         losses_without(run, drop)

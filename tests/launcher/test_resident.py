@@ -20,7 +20,7 @@ from tests.launcher.models import Tied
 from tests.launcher.parity import run
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, weights
 from tests.suite import LONG_VARIABLE
-from zero_topo.engine.resident import ResidentWeights
+from zero_topo.engine.weights import Weights
 from zero_topo.plan import coded_slots
 
 STEPS = int(os.environ.get(LONG_VARIABLE, 0)) or 12
@@ -50,7 +50,7 @@ def follow(engine: Any, step: int) -> None:
         (gathered,) = topo.weights.gather([index], "gather_forward").wait()
         (exact,) = topo.weights.gather([index], "gather_exact").wait()
         assert torch.equal(exact, master.to(exact.dtype)), names[param]
-        if not topo.weights._places[index][0]:
+        if not topo.weights.coded[index]:
             continue
         rows = nn.functional.pad(master, (0, topo.layout.padded_numels[index] - len(master)))
         rows = rows.view(topo.layout.plan.world_size, -1)
@@ -133,7 +133,7 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
     case = job(ds=zero(stage3_gather_16bit_weights_on_model_save=True))
     with running(case) as engine:
         advance(case, engine, 0, 2)
-        held: ResidentWeights = engine.optimizer.topo.weights
+        held: Weights = engine.optimizer.topo.weights
         before, exact = held.copies()[0], weights(engine)
         assert engine.save_16bit_model(str(shared_path), "model.pt")
         assert torch.equal(held.copies()[0], before)
@@ -141,5 +141,6 @@ def test_saving_changes_no_code_and_an_edit_does(shared_path: Any) -> None:
         saved = torch.load(shared_path / "model.pt", weights_only=True)
         assert all(torch.equal(saved[name].float(), value) for name, value in exact.items())
         topo = engine.optimizer.topo
-        kept = coded_slots(topo.config.plan, topo.setup.numels, topo.setup.dims, topo.setup.persistent, 64)
+        dims, persistent = ([getattr(p, name) for p in topo.parameters] for name in ("dims", "persistent"))
+        kept = coded_slots(topo.config.plan, topo.layout.numels, dims, persistent, 64)
         assert sum(kept) == 3

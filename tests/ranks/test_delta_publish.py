@@ -40,7 +40,7 @@ def block(scheme: str = "topo", delta: str | None = "int4", **more: Any) -> dict
 def started(w: World, dtype: torch.dtype = torch.bfloat16, chunk: int = 600) -> tuple[Stage3, Tensor]:
     """An engine with loaded weights, and the FP32 masters of its optimizer rows."""
     engine, _ = loaded(w, dtype, chunk)
-    return engine, engine.weights.optimizer_rows().float().clone()
+    return engine, engine.weights.own.float().clone()
 
 
 def masters_of(w: World, rank: int, degree: int, step: int, rate: float) -> Tensor:
@@ -94,7 +94,7 @@ def replica_errors(w: World, dtype: torch.dtype, steps: int) -> list[list[float]
             masters = masters + rate * torch.randn(masters.shape, generator=generator)
             engine.weights.publish(masters=masters)
             engine.weights.finish()
-            rows = engine.weights.optimizer_rows().float()
+            rows = engine.weights.own.float()
             errors.append(float((rows - masters).norm() / masters.norm()))
         return errors
 
@@ -131,8 +131,9 @@ def test_a_wrong_view_of_the_replicas_drifts(monkeypatch: pytest.MonkeyPatch) ->
         start(self, slots, masters, first)
         self.finish()
         assert masters is not None
-        rows = self._layout.subset(self._primary, w.config.plan.weights, w.config.plan.optimizer)
-        begin, end = self._layout.begins[slots[0]], self._layout.spans(slots)[-1][1]
+        codec = self._codecs[0].__self__  # type: ignore[attr-defined]
+        rows = codec._layout.subset(codec._primary, w.config.plan.weights, w.config.plan.optimizer)
+        begin, end = codec._layout.begins[slots[0]], codec._layout.spans(slots)[-1][1]
         rows[:, begin:end].copy_(masters)
 
     monkeypatch.setattr(Publisher, "start", wrong)
@@ -182,7 +183,7 @@ def publish_step(engine: Stage3, masters: Tensor) -> None:
     if engine.weights.needs_masters:
         engine.weights.publish(masters=masters)
         return
-    engine.weights.optimizer_rows().copy_(masters)
+    engine.weights.own.copy_(masters)
     engine.weights.publish()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bare import bare_setup
+from benchmarks.bare import bare_engine, matrices
 from tests.harness import run_threads
 from tests.ranks.worlds import PLAIN, SCHEMES, World, drawn, either_placement, shards, shuffled, world
 from zero_topo.cost import by_domain, memory_bytes, step_bytes
 from zero_topo.engine.agreement import checksum
-from zero_topo.engine.sources import Stored
-from zero_topo.engine.stage3 import Shapes, Shards, Stage3
+from zero_topo.engine.copies import Copy
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.frozen import Frozen
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -53,27 +54,31 @@ def values(slot: int) -> Tensor:
 
 def engine_of(w: World) -> Stage3:
     """This rank's engine with frozen parameters that are loaded and shared."""
-    setup = bare_setup(w.numels, torch.bfloat16)
-    engine = Stage3(w.config, replace(setup, frozen=Shapes(NUMELS, DIMS, KEPT)))
+    frozen = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
+    engine = bare_engine(w.config, matrices(w.numels), torch.bfloat16, frozen=frozen)
     for slot in SLOTS:
-        own = held(engine).layout.slot(held(engine).own_row[None], slot)[0]
-        own.copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
+        own_shard(engine, slot).copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
     engine.restart()
     engine.restart_frozen()
     return engine
 
 
-def held(engine: Stage3) -> Shards:
-    """The shards of its frozen parameters."""
-    assert engine.frozen is not None
-    return engine.frozen
+def own_shard(engine: Stage3, slot: int) -> Tensor:
+    """The rank's own world shard of a frozen parameter."""
+    place = engine.weights.frozen[slot]
+    return engine.weights._world_shard(range(place, place + 1))
+
+
+def gathered(engine: Stage3, slots: Sequence[int], phase: str) -> list[Tensor]:
+    """Frozen parameters, whole."""
+    return engine.weights.gather([engine.weights.frozen[slot] for slot in slots], phase).wait()
 
 
 def micro_batch(engine: Stage3) -> None:
     """The gathers of one, of everything."""
     for phase in ("gather_forward", "gather_backward"):
         engine.weights.gather(range(len(TRAINED)), phase).wait()
-        held(engine).gather(MOVING, phase).wait()
+        gathered(engine, MOVING, phase)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -86,7 +91,7 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
         engine = engine_of(w)
         for _ in range(MICRO_BATCHES):
             micro_batch(engine)
-        held(engine).gather([slot for slot in SLOTS if KEPT[slot]], "gather_exact").wait()
+        gathered(engine, [slot for slot in SLOTS if KEPT[slot]], "gather_exact")
         engine.end_step(skipped=True)
         work = engine.workload((False,) * len(TRAINED), MICRO_BATCHES)
         formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
@@ -106,13 +111,13 @@ def test_gathers_bring_the_parameters(name: str) -> None:
     def rank_main(rank: int) -> int:
         engine = engine_of(w)
         for phase in ("gather_forward", "gather_backward", "gather_exact"):
-            for slot, found in zip(SLOTS, held(engine).gather(SLOTS, phase).wait(), strict=True):
+            for slot, found in zip(SLOTS, gathered(engine, SLOTS, phase), strict=True):
                 wanted = values(slot)
                 if exact or phase == "gather_exact":
                     assert torch.equal(found, wanted)
                 limit = wanted.abs().max() * (0.5 / 119 + 2**-8)
                 assert (found - wanted).abs().max() <= limit
-        return int(checksum(held(engine).copies()[0]))
+        return int(checksum(engine.weights.copies()[0]) + checksum(engine.weights.frozen_primary))
 
     sums = run_threads(w.size, rank_main)
     for group in w.config.plan.groups(w.config.plan.weights, w.size):
@@ -129,39 +134,49 @@ def test_an_edit_reaches_every_copy_as_a_load_does(name: str) -> None:
         micro_batch(engine)
         new = values(2) * 0.9  # by which a scale need not change
         if loads:
-            own = held(engine).layout.slot(held(engine).own_row[None], 2)[0]
-            own.copy_(shards(w.config.plan, new)[rank])
+            own_shard(engine, 2).copy_(shards(w.config.plan, new)[rank])
             engine.restart_frozen()
         else:
-            held(engine).write_back(2, new)
+            engine.weights.write_back(engine.weights.frozen[2], new)
         phases = ("gather_exact", "gather_forward", "gather_backward")
-        found = [held(engine).gather((2, 3), phase).wait() for phase in phases]
+        found = [gathered(engine, (2, 3), phase) for phase in phases]
         assert torch.equal(found[0][0], new) and (found[2][0] - new).abs().max() < new.abs().max() / 50
-        return [*held(engine).copies(), *(whole for of in found for whole in of)]
+        return [*engine.weights.copies(), engine.weights.frozen_primary, *(whole for of in found for whole in of)]
 
     for edited, loaded in zip(run_threads(w.size, rank_main, False), run_threads(w.size, rank_main, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(edited, loaded, strict=True))
+
+
+def test_what_is_saved_of_trained_weights_takes_no_frozen_ones_along() -> None:
+    """FP32 masters are views of the weights, and a view is saved with all of its storage."""
+    w = world(BLOCKS["plain zero3"], numels=TRAINED)
+
+    def rank_main(rank: int) -> None:
+        row = engine_of(w).weights.own_row
+        assert row.untyped_storage().nbytes() == row.nbytes
+
+    run_threads(w.size, rank_main)
 
 
 def test_what_never_changes_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that a forward gather fills for backward ones is not filled again while the weights are the same."""
     w = world(block("zero++", quantize={"block_size": BLOCK, "secondary": "int8"}), numels=TRAINED)
     stored = list[int]()
-    store = Stored.store
+    store = Copy.store
 
-    def counting(source: Stored, index: int, rows: Tensor) -> None:
-        stored.append(index)
-        store(source, index, rows)
+    def counting(copy: Copy, rows: Tensor) -> None:
+        stored.append(rows.numel())
+        store(copy, rows)
 
-    monkeypatch.setattr(Stored, "store", counting)
+    monkeypatch.setattr(Copy, "store", counting)
 
     def rank_main(rank: int) -> None:
         engine = engine_of(w)
         for _ in range(3):
-            held(engine).gather(MOVING, "gather_forward").wait()
+            gathered(engine, MOVING, "gather_forward")
 
     run_threads(w.size, rank_main)
-    assert sorted(stored) == sorted(w.size * MOVING)
+    assert len(stored) == w.size * len(MOVING)
 
 
 def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
@@ -177,7 +192,7 @@ def test_what_cannot_follow_the_plan_stays_with_deepspeed() -> None:
     plain, empty, trained = parameter(3, 8, half), parameter(4, 0, half), parameter(5, 8, half)
     strange = [parameter(1, 8, single), parameter(2, 8, half, partial(print))]
     found = Frozen([*strange, plain, empty, trained], {5}, {}, half)
-    assert found.slots == {3: 0} and found.shapes == Shapes((8,), (1,), (False,))
+    assert [param.ds_id for param in found.params] == [3]
     assert (found.note() or "").startswith("2 frozen parameters are not torch.bfloat16, or another engine")
     assert Frozen([plain, empty, trained], {5}, {}, half).note() is None
 
@@ -190,7 +205,7 @@ def test_debug_checks_see_frozen_copies_that_differ() -> None:
         engine = engine_of(w)
         engine.end_step(skipped=True)
         if rank == 5:
-            held(engine)._store.codes.held[3] ^= 1  # type: ignore[union-attr]
+            engine.weights._store.codes.held[3] ^= 1  # type: ignore[union-attr]
         with pytest.raises(RuntimeError, match="ranks 1 and 5 share a weight shard") as caught:
             engine.end_step(skipped=True)
         return str(caught.value)
@@ -208,7 +223,7 @@ def test_ranks_may_wait_for_trained_and_frozen_in_any_order(name: str) -> None:
         begun = []
         for slot in (0, 1):
             begun.append(engine.weights.gather((slot,), "gather_forward"))
-            begun.append(held(engine).gather((slot + 2,), "gather_forward"))
+            begun.append(engine.weights.gather((engine.weights.frozen[slot + 2],), "gather_forward"))
         for handle in begun if rank % 2 else reversed(begun):
             handle.wait()
         (found,) = begun[1].wait()

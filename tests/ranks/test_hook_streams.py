@@ -158,7 +158,7 @@ def nothing(deepspeed: DeepSpeed, optimizer: Any) -> None:
 def settle(deepspeed: DeepSpeed, optimizer: Any) -> None:
     """``destroy``, after which memory is used again."""
     deepspeed.engine.settle()
-    for table in (*deepspeed.masters, *deepspeed.engine.weight_tensors()):
+    for table in (*deepspeed.masters, *deepspeed.engine.weights.tensors()):
         table.zero_()
 
 

@@ -7,7 +7,6 @@ A launch is an ATen operation that is neither a view nor an allocation, a call o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from math import log2
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.bare import bare_setup, fake_world
+from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
 from tests.plans import resolve
 from zero_topo.config import ResolvedConfig
-from zero_topo.engine.stage3 import Shapes, Stage3
 from zero_topo.topology.presets import emulated
 
 PARAMS = 32
@@ -141,17 +139,15 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
 
     def launched(nodes: int) -> list[int]:
         found = Launches()
-        shapes = Shapes(tuple(numels(8 * nodes, 64)), (2,) * PARAMS, (False,) * PARAMS)
+        parameters = matrices(numels(8 * nodes, 64))
         with fake_world(8 * nodes), found.kernels():
-            setup = replace(bare_setup(shapes.numels, torch.bfloat16), frozen=shapes)
-            engine = Stage3(on(SCHEMES[name], nodes), setup)
+            engine = bare_engine(on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters)
             engine.restart()
             engine.restart_frozen()
-            assert engine.frozen is not None
-            for shards, phase in ((engine.weights, "trained"), (engine.frozen, "frozen")):
+            for slots, phase in ((engine.weights.trained, "trained"), (engine.weights.frozen, "frozen")):
                 with found.phase(phase):
                     for gather in ("gather_forward", "gather_backward"):
-                        shards.gather(range(PARAMS), gather).wait()
+                        engine.weights.gather(slots, gather).wait()
         assert not any(counts.syncs for counts in found.phases.values())
         return [found.phases[phase].launches for phase in ("trained", "frozen")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bare import bare_setup, fake_world
+from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Allocations
 from tests.plans import resolve
 from tests.ranks.test_launch_budget import CASES, SPARSE
@@ -40,7 +40,7 @@ def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
         whole = coming.wait()
         coming = engine.weights.gather(MODULES[max(0, index - 1)], "gather_backward")
         ready += module
-        sizes = [engine.setup.numels[slot] for slot in ready]
+        sizes = [engine.layout.numels[slot] for slot in ready]
         if not index or sum(sizes) + LAYER > bucket.numel() or index == len(MODULES) - 1:
             engine.gradients.scatter(ready, bucket[: sum(sizes)].split(sizes), last=not index)
             ready = []
@@ -59,7 +59,7 @@ def peak(config: ResolvedConfig, bucket: int) -> int:
     """Bytes that a rank holds at once in two steps."""
     allocations = Allocations()
     with fake_world(config.plan.world_size), allocations:
-        engine = Stage3(config, bare_setup(MODEL.numels(), torch.bfloat16, bucket))
+        engine = bare_engine(config, matrices(MODEL.numels()), torch.bfloat16, bucket)
         masters, *_moments = (torch.zeros(engine.gradients.optimizer_rows().shape) for _ in range(3))
         buffer = torch.zeros(bucket, dtype=torch.bfloat16)
         engine.weights.publish_world()

@@ -65,7 +65,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
             trainer.update(engine.gradients.optimizer_rows().clone(), lambda _: 0.1)
             masters = trainer.table(trainer.masters)
             if not weights.needs_masters:
-                weights.optimizer_rows().copy_(masters)
+                weights.own.copy_(masters)
             for part in (range(len(NUMELS))[part] for part in PARTS):
                 begin, end = engine.layout.spans(part)[0][0], engine.layout.spans(part)[-1][1]
                 weights.publish(part, masters[:, begin:end] if weights.needs_masters else None)

@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.bare import bare_engine, matrices
 from tests.harness import bound_world
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.cost.transformer import scaled
 from zero_topo.engine.agreement import check_agreement
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import load_preset
 from zero_topo.units import MB
@@ -37,19 +38,7 @@ def start(scheme: str, on: Topology) -> Stage3:
     with bound_world(on.world_size, on.world_size // 2 + 3):
         config = resolve_config(ZeroTopoConfig.parse({"scheme": scheme}), on)
         check_agreement(config, torch.device("cpu"))
-        setup = Setup(
-            numels=numels,
-            names=tuple(f"p{index}" for index in range(len(numels))),
-            dims=(2,) * len(numels),
-            persistent=(False,) * len(numels),
-            like=torch.empty(0, dtype=torch.bfloat16, device="meta"),
-            scatter_dtype=torch.bfloat16,
-            accumulation_dtype=torch.bfloat16,
-            bucket_numel=500_000_000,
-            loss_scale=lambda: 1.0,
-            moments=tuple,
-        )
-        return Stage3(config, setup)
+        return bare_engine(config, matrices(numels), torch.bfloat16, 500_000_000, device="meta")
 
 
 def calls_of(scheme: str, on: Topology) -> int:

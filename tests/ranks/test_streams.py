@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.bare import fake_world
 from tests.ranks.worlds import BLOCKS, world
 from tests.streams import MAIN, Device, symbolic_device
-from zero_topo.engine.resident import CodePublisher
+from zero_topo.engine.codes import CodeStore
 from zero_topo.sync import Moment
 
 
@@ -68,7 +68,7 @@ class DeepSpeed:
         engine.weights.publish_world()
         spans = [engine.layout.spans(slots) for slots in model.groups]
         self.columns = [(span[0][0], span[-1][1]) for span in spans]
-        self.masters = [engine.weights.optimizer_rows()[:, a:b].float() for a, b in self.columns]
+        self.masters = [engine.weights.own[:, a:b].float() for a, b in self.columns]
 
     def fetch(self, slots: Sequence[int], phase: str) -> list[Tensor]:
         """As its coordinator does for one module."""
@@ -127,7 +127,7 @@ class DeepSpeed:
         if weights.needs_masters:
             self.engine.weights.publish(self.model.groups[group], new.clone() if self.offload else new)
         else:
-            weights.optimizer_rows()[:, begin:end].copy_(new)
+            weights.own[:, begin:end].copy_(new)
             self.engine.weights.publish(self.model.groups[group])
 
 
@@ -240,6 +240,6 @@ def test_the_host_waits_once_in_a_step() -> None:
     model = replace(MODEL, groups=(range(2), range(2, 3), range(3, 6)))
     with job(BLOCKS["codes"], overlap_comm=True, model=model) as deepspeed:
         deepspeed.micro_batch(last=True)
-        with patch.object(CodePublisher, "_most", autospec=True, side_effect=CodePublisher._most) as most:
+        with patch.object(CodeStore, "_most", autospec=True, side_effect=CodeStore._most) as most:
             deepspeed.step()
     assert most.call_count == 1

@@ -105,7 +105,7 @@ def test_publish_brings_every_optimizer_update_to_every_replica(scheme: str) -> 
 
     def rank_main(rank: int) -> tuple[bool, int]:
         engine, params = loaded(w)
-        engine.weights.optimizer_rows().add_(1.0)
+        engine.weights.own.add_(1.0)
         engine.weights.publish()
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
         same = all(torch.equal(a, b + 1.0) for a, b in zip(found, params, strict=True))
@@ -123,7 +123,7 @@ def test_a_publish_makes_every_older_secondary_unreadable(scheme: str, secondary
     def rank_main(rank: int) -> bool:
         engine, params = loaded(w)
         engine.weights.gather(SLOTS, "gather_forward").wait()
-        engine.weights.optimizer_rows().mul_(2.0)
+        engine.weights.own.mul_(2.0)
         engine.weights.publish()
         engine.weights.gather((1, 4), "gather_forward").wait()
         found = engine.weights.gather(SLOTS, "gather_backward").wait()
@@ -165,7 +165,7 @@ def test_publishing_in_a_narrower_type_keeps_replicas_alike() -> None:
 
     def rank_main(rank: int) -> int:
         engine, _ = loaded(w, chunk=100)
-        rows = engine.weights.optimizer_rows()
+        rows = engine.weights.own
         rows.copy_(rows.mul(1.2345).to(engine.publish_dtype))
         engine.weights.publish()
         engine.weights.finish()

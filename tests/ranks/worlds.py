@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bare import bare_setup
+from benchmarks.bare import bare_engine, matrices
 from tests.device import DEVICE
 from tests.harness import run_threads
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
@@ -79,9 +79,11 @@ class World:
         order: tuple[int, ...] = (),
     ) -> Stage3:
         """This rank's engine, weights still zero; some slots are persistent."""
-        setup = bare_setup(self.numels, dtype, chunk, loss_scale, moments)
-        kept = tuple(slot in persistent for slot in range(len(self.numels)))
-        return Stage3(self.config, replace(setup, like=setup.like.to(DEVICE), persistent=kept, order=order))
+        parameters = [
+            replace(p, persistent=slot in persistent, place=order[slot] if order else slot)
+            for slot, p in enumerate(matrices(self.numels))
+        ]
+        return bare_engine(self.config, parameters, dtype, chunk, loss_scale, moments, device=DEVICE)
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
@@ -161,7 +163,7 @@ def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -
 
 def whole_weights(engine: Stage3) -> Weights:
     """Of an engine that holds weights as they are, not as codes."""
-    assert isinstance(engine.weights, Weights)
+    assert engine.weights._store is None
     return engine.weights
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -48,23 +47,18 @@ from zero_topo.sync.base import SyncMode
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GradientOptions:
-    """How gradients move and are kept.
+class Gradients:
+    """This rank's gradient shard.
 
-    Attributes:
+    Args:
+        layout: of the trained parameters.
+        mesh: has the route ``(1, gradients)``.
+        mode: the mode of sync.
         wire: format of the scatter.
         run_numel: parameter elements that one collective of sync carries; None for all.
         loss_scale: the present one.
-    """
-
-    wire: Wire
-    run_numel: int | None
-    loss_scale: Callable[[], float]
-
-
-class Gradients:
-    """This rank's gradient shard.
+        meter: counts bytes.
+        lane: where sync runs.
 
     Attributes:
         buffer: ``[N / G, F]``; sums over this gradient domain, divided by N.
@@ -72,20 +66,34 @@ class Gradients:
     """
 
     def __init__(
-        self, layout: Layout, mesh: Mesh, mode: SyncMode, options: GradientOptions, meter: Meter, lane: Lane
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        mode: SyncMode,
+        wire: Wire,
+        run_numel: int | None,
+        loss_scale: Callable[[], float],
+        meter: Meter,
+        lane: Lane,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
         self.mode = mode
-        self._meter, self._options, self._lane = meter, options, lane
+        self._wire, self._loss_scale, self._meter, self._lane = wire, loss_scale, meter, lane
         self._route = mesh.route(1, layout.plan.gradients)
-        self._runs = packed_runs(layout.padded_numels, options.run_numel)
+        self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
-        self._missing = [set(slots) for slots in self._runs]  # what the last micro-batch has not scattered yet
+        # By run, what the last micro-batch has not scattered yet: sync of a run begins when nothing is missing.
+        self._missing = [set(slots) for slots in self._runs]
+        # By run, sync under way: the lane's stream reads and writes the run's columns of the buffer. The step and a
+        # scatter that reopens the run wait for the handle.
         self._started: dict[int, Handle[None]] = {}
-        self._came = False  # gradients, since the last step
-        self._shown = False  # the own row, which its reader may have written to
-        self._current = True  # the own row is the synced gradient: nothing came since
+        # Whether gradients were added since the last step: `zero_grad` after a step then has nothing to drop.
+        self._came = False
+        # Whether the own row was handed out, so that its reader may have written to it: `zero_grad` then clears it.
+        self._shown = False
+        # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs none.
+        self._current = True
 
     def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
@@ -118,13 +126,12 @@ class Gradients:
         plan = self.layout.plan
         flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
         parts = [shard_piece(flat, plan, plan.gradients) for flat in flats]
-        reduce = Reduce(1.0 / plan.world_size, accumulate=True)
         pieces = span_pieces(self.buffer, self.layout.spans(slots))
-        sums = Sums(pieces, Counted(self._meter, "scatter"), reduce)
-        reduce_scatter(self._route, parts, self._options.wire, sums).wait()
+        mean = Reduce(1.0 / plan.world_size, accumulate=True)
+        reduce_scatter(self._route, parts, self._wire, Sums(pieces, Counted(self._meter, "scatter"), mean)).wait()
 
     def _start(self, runs: Sequence[int]) -> None:
-        scale = self._options.loss_scale()
+        scale = self._loss_scale()
         with self._meter.timing("sync"):
             for run in runs:
                 spans = self.layout.spans(self._runs[run])

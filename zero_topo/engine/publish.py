@@ -9,21 +9,21 @@ Note [Delta publish]
     up to whole blocks, so a norm never shares a scale with a matrix.
 
 Note [Publish under forward]
-    Updated slots are collected over all sub-groups of the optimizer, and begin together (:meth:`Publication.begin`),
+    Updated slots are collected over all sub-groups of the optimizer, and begin together (:meth:`Publisher.begin`),
     when the first is needed or the step ends. Persistent parameters come first, in runs of their own: DeepSpeed gathers
     them at the end of the step, which waits for these alone, and ends with the parameters whole, as in stock ZeRO-3.
     Other runs follow in the order in which the model needs them: vectors, which often are a sub-group of their own, are
     needed by the first module. A run is finished when a gather first needs one of its parameters
-    (:meth:`Publication.finish`). Every slot carries the version of its weights, and a gather of another version than
+    (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another version than
     the present one raises instead of reading it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -35,107 +35,80 @@ from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
-from zero_topo.mesh import Mesh, Route
+from zero_topo.mesh import Route
 from zero_topo.plan import packed_runs
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Reduce
 
+Update = tuple[Sequence[int], Tensor | None, int]
+"""Parameters, their masters ``[rows, columns]`` (None: their rows have the new weights), the first master's column."""
 
-@dataclass(frozen=True)
-class PublishOptions:
-    """Format of the messages (of differences if it quantizes), and elements per collective."""
-
-    wire: Wire
-    run_numel: int
-
-
-@dataclass(frozen=True)
-class Updated:
-    """Slots, the masters that they are published from, if from these, and the first master's column."""
-
-    slots: Sequence[int]
-    masters: Tensor | None
-    first: int
+Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
+"""Cuts updates of the parameters that have a size into runs; see :func:`runs_of`."""
 
 
 Begun = Iterator[tuple[Sequence[int], Handle[None]]]
-"""Runs of slots, each with the handle of its publish."""
+"""Runs under way: the parameters that one collective carries, and its handle."""
 
 
-class Publication:
-    """Publishes slots run by run, and knows which version of each is held.
+class Publisher:
+    """Publishes parameters run by run, and knows which version of each is stored.
 
     Args:
-        sizes: elements of each slot, with padding.
-        urgency: what slots are sorted by; see :class:`Layout`.
-        run_numel: elements of a run.
-        route: ``(weights, optimizer)``.
+        count: parameters.
+        codecs: each begins the runs of those updated parameters that it sends, in its own format.
         meter: counts under "publish".
-        lane: where it runs.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        urgency: Sequence[tuple[bool, int]],
-        run_numel: int,
-        *,
-        route: Route,
-        meter: Meter,
-        lane: Lane,
-    ) -> None:
-        self._sizes, self._urgency, self._run_numel = sizes, urgency, run_numel
-        self._route, self._meter, self._lane = route, meter, lane
-        self._counted = Counted(meter, "publish")
-        self._wanted = [0] * len(sizes)  # version of the weights, by slot
-        self._held = [0] * len(sizes)  # version that is held
-        self._updated: list[Updated] = []
+    def __init__(self, count: int, codecs: Sequence[Callable[[Sequence[Update]], Begun]], meter: Meter) -> None:
+        self._codecs, self._meter = codecs, meter
+        # How often each parameter was updated, and how many of these updates have arrived. The host counts; a gather
+        # compares both, so that no weights are read between their update and the end of their publish.
+        self._wanted = [0] * count
+        self._held = [0] * count
+        # Updates of this step, which wait for the first reader or the step's end to begin together.
+        self._updates: list[Update] = []
+        # Begun, oldest first: the lane's stream writes the shards; who waits for the handle may read them.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
 
-    def _begin(self, runs: Sequence[Updated]) -> Begun:
-        """Begin to publish some runs; each with its handle."""
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        """Begin to publish all that was updated, the most urgent at first; collective."""
-        if not self._updated:
-            return
-        updated, self._updated = self._updated, []
-        runs = []
-        for of in updated:
-            for later in (False, True):
-                slots = [i for i in of.slots if self._urgency[i][0] is later]
-                runs += [replace(of, slots=run) for run in runs_of(slots, self._sizes, self._run_numel)]
-        runs.sort(key=lambda run: min(self._urgency[i] for i in run.slots))
+    def begin(self) -> bool:
+        """Begin to publish all that was updated; collective. Whether there was anything."""
+        updates, self._updates = self._updates, []
+        if not updates:
+            return False
         with self._meter.timing("publish"):
-            self._pending += self._begin(runs)
+            for begin in self._codecs:
+                self._pending += begin(updates)
+        return True
 
-    def start(self, slots: range, masters: Tensor | None = None, first: int = 0) -> None:
-        """Take note of consecutive slots whose optimizer rows were updated, for :meth:`begin`.
+    def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
+        """Take note of consecutive parameters whose optimizer rows were updated, for :meth:`begin`.
 
         Args:
-            slots: the slots.
-            masters: ``[rows, columns]`` of these slots, unchanged until the step has ended; None where the rows hold
-                the new weights already.
+            slots: the parameters.
+            masters: ``[rows, columns]`` of these, unchanged until the step has ended; None where the rows have the new
+                weights already.
             first: the column that the first of the masters is.
         """
-        assert all(self._held[slot] == self._wanted[slot] for slot in slots), "finish the last publish first"
         for slot in slots:
+            assert self._held[slot] == self._wanted[slot], "finish the last publish first"
             self._wanted[slot] += 1
-        self._updated.append(Updated(slots, masters, first))
+        self._updates.append((slots, masters, first))
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
-        """Finish what is under way for some slots, or for all; collective where publish takes two hops.
+        """Finish what is under way for some parameters, or for all; collective where publish takes two hops.
 
         Returns:
-            The slots whose weights changed.
+            The parameters whose weights changed.
 
         Raises:
-            RuntimeError: if a slot still is not of the present version.
+            RuntimeError: if a parameter still is not of the present version.
         """
         wanted = set(range(len(self._wanted)) if slots is None else slots)
-        if not all(wanted.isdisjoint(of.slots) for of in self._updated):
-            self.begin()
+        for updated, *_ in self._updates:
+            if not wanted.isdisjoint(updated):
+                self.begin()
+                break
         changed: list[int] = []
         waiting = []
         for part, handle in self._pending:
@@ -154,38 +127,46 @@ class Publication:
         return changed
 
 
-class Publisher(Publication):
-    """Publishes into a primary weight shard.
+class RowCodec:
+    """Publishes rows of a primary weight shard, in a dtype or as quantized differences to the masters.
 
     Args:
-        layout: the slots.
-        mesh: holds the route ``(weights, optimizer)``.
+        layout: the parameters; those of no columns are stored elsewhere.
+        sizes: of each parameter that it publishes: elements with padding, over the whole world.
+        route: ``(weights, optimizer)``.
         primary: ``[N / W, F]``.
-        options: the format; with differences, masters are needed.
-        meter: counts under "publish".
-        lane: where it runs.
+        wire: the format; if it quantizes, masters are needed.
+        counted: meter and phase.
+        planned: cuts updates into runs.
+        lane: where runs are started and finished.
     """
 
     def __init__(
-        self, layout: Layout, mesh: Mesh, primary: Tensor, options: PublishOptions, meter: Meter, lane: Lane
+        self,
+        layout: Layout,
+        sizes: Mapping[int, int],
+        route: Route,
+        primary: Tensor,
+        wire: Wire,
+        counted: Counted,
+        planned: Planner,
+        lane: Lane,
     ) -> None:
-        plan = layout.plan
-        sizes, route = layout.padded_numels, mesh.route(plan.weights, plan.optimizer)
-        super().__init__(sizes, layout.urgency, options.run_numel, route=route, meter=meter, lane=lane)
-        self._layout, self._primary, self._options = layout, primary, options
+        self._layout, self._sizes, self._route, self._primary = layout, sizes, route, primary
+        self._wire, self._counted, self._planned, self._lane = wire, counted, planned, lane
 
-    def _begin(self, runs: Sequence[Updated]) -> Begun:
-        for run in runs:
-            parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in run.slots)]  # neighbours
-            rows = [] if run.masters is None else [self._columns(run.masters, run.first, part) for part in parts]
-            yield run.slots, self._lane.run(partial(self._publish, parts, rows), rows)
-
-    def _columns(self, masters: Tensor, first: int, spans: Sequence[Span]) -> Tensor:
-        begin, end = spans[0][0] - first, spans[-1][1] - first
-        return masters[:, begin:end].to(self._primary.device, torch.float32)
+    def begin(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates; with differences these have masters, and else none."""
+        for slots, masters, first in self._planned(updates, self._sizes):
+            parts, rows = [self._layout.spans(slots)], list[Tensor]()
+            if masters is not None:
+                parts = [self._layout.spans(range(*part)) for part in merged((i, i + 1) for i in slots)]  # neighbours
+                tables = [masters[:, part[0][0] - first : part[-1][1] - first] for part in parts]
+                rows = [table.to(self._primary.device, torch.float32) for table in tables]
+            yield slots, self._lane.run(partial(self._publish, parts, rows), rows)
 
     def _publish(self, parts: Sequence[Sequence[Span]], masters: Sequence[Tensor]) -> Handle[None]:
-        wire, by_member = self._options.wire, members(self._primary, self._route.size)
+        wire, by_member = self._wire, members(self._primary, self._route.size)
         parts = [merged(spans, wire.block) for spans in parts]
         pieces = span_pieces(by_member, chain(*parts), wire.block)
         if not masters:
@@ -203,6 +184,23 @@ class Publisher(Publication):
         return spread(self._route, message, pieces, wire, self._counted, add)
 
 
-def runs_of(slots: Sequence[int], sizes: Sequence[int], limit: int) -> list[Sequence[int]]:
-    """Slots in runs of at most ``limit`` elements, ``sizes`` being those of all slots."""
-    return [slots[run.start : run.stop] for run in packed_runs([sizes[slot] for slot in slots], limit)]
+def runs_of(
+    urgency: Sequence[tuple[bool, int]], limit: int, updates: Sequence[Update], sizes: Mapping[int, int]
+) -> list[Update]:
+    """Updates cut into runs of at most ``limit`` elements, the most urgent first, persistent parameters apart.
+
+    Args:
+        urgency: of each parameter: whether publish may go on after the step, and its place among those the model needs.
+        limit: elements of a run; a parameter above it is a run of its own.
+        updates: of some parameters.
+        sizes: elements of those parameters that take part.
+    """
+    runs: list[tuple[tuple[bool, int], Update]] = []
+    for slots, masters, first in updates:
+        for later in (False, True):
+            part = [slot for slot in slots if slot in sizes and urgency[slot][0] is later]
+            for run in packed_runs([sizes[slot] for slot in part], limit):
+                carried = part[run.start : run.stop]
+                runs.append((min(map(urgency.__getitem__, carried)), (carried, masters, first)))
+    runs.sort(key=itemgetter(0))
+    return [run for _, run in runs]

@@ -12,7 +12,7 @@ Note [Padding]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -32,19 +32,11 @@ class Layout:
         plan: the degrees.
         rank: this rank.
         numels: elements of each slot, in DeepSpeed's flat order.
-        order: of each slot, whether publish may go on after the step, and its place among those the model needs; empty
-            is their own order.
     """
 
     plan: Plan
     rank: int
     numels: tuple[int, ...]
-    order: tuple[tuple[bool, int], ...] = ()
-
-    @property
-    def urgency(self) -> tuple[tuple[bool, int], ...]:
-        """:attr:`order`, or the slots' own: what publish sorts them by."""
-        return self.order or tuple((True, slot) for slot in range(len(self.numels)))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -52,14 +44,18 @@ class Layout:
         return tuple(self.plan.shard_numel(n) for n in self.numels)
 
     @cached_property
-    def begins(self) -> tuple[int, ...]:
-        """First column of each slot."""
-        return tuple(accumulate(self.widths, initial=0))[:-1]
+    def _edges(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.widths, initial=0))
 
     @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """First column of each slot."""
+        return self._edges[:-1]
+
+    @property
     def columns(self) -> int:
         """``F``: columns of all slots."""
-        return sum(self.widths)
+        return self._edges[-1]
 
     @cached_property
     def padded_numels(self) -> tuple[int, ...]:
@@ -69,6 +65,10 @@ class Layout:
     def spans(self, slots: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """The ranges of columns of some slots."""
         return tuple((self.begins[i], self.begins[i] + self.widths[i]) for i in slots)
+
+    def columns_of(self, slots: Sequence[int]) -> slice:
+        """The columns of consecutive slots."""
+        return slice(self._edges[slots[0]], self._edges[slots[-1] + 1]) if slots else slice(0, 0)
 
     def row(self, degree: int) -> int:
         """Index of the rank's own world shard in its shard of ``degree``."""

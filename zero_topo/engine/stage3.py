@@ -1,12 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It knows no DeepSpeed.
-
-Note [Frozen]
-    Parameters that no optimizer updates have weight shards of their own, of the same kinds as the others: a layout of
-    one set of columns for both would put columns that are never updated into DeepSpeed's flat buffers. The world shards
-    in them are DeepSpeed's own, so checkpoints and exact gathers have the exact values. They are published once, and
-    again if they are loaded; nothing owns more than its world shard, whatever the optimizer's degree.
-"""
+"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It knows no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,71 +20,18 @@ from zero_topo.collectives.wire import wire_of
 from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
-from zero_topo.engine.gradients import GradientOptions, Gradients
+from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
-from zero_topo.engine.resident import CodeOptions, ResidentWeights
 from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
 from zero_topo.engine.shards import Layout
-from zero_topo.engine.weights import WeightOptions, Weights
+from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
-from zero_topo.plan import coded_slots
 from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.registry import code_ops, select_quantizer, sparse_ops
+from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
-
-Shards = Weights | ResidentWeights
-"""Weight shards, as they are or as codes."""
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Parameters as far as their shards depend on them: ``numels``, ``dims`` and ``persistent`` of :class:`Setup`."""
-
-    numels: tuple[int, ...] = ()
-    dims: tuple[int, ...] = ()
-    persistent: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the engine takes from DeepSpeed.
-
-    Attributes:
-        numels: elements of each trained parameter, in DeepSpeed's flat order.
-        names: their names.
-        dims: dimensions of their shapes.
-        persistent: whether DeepSpeed keeps them whole.
-        like: a tensor of the model's dtype on the accelerator.
-        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
-        accumulation_dtype: DeepSpeed's own choice, used if the block names none.
-        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
-        loss_scale: the present loss scale.
-        moments: what the optimizer remembers now; empty before its first step.
-        frozen: the parameters that no optimizer updates.
-        order: of each trained parameter, its place in the order in which the model needs them; empty is theirs.
-    """
-
-    numels: tuple[int, ...]
-    names: tuple[str, ...]
-    dims: tuple[int, ...]
-    persistent: tuple[bool, ...]
-    like: Tensor
-    scatter_dtype: torch.dtype
-    accumulation_dtype: torch.dtype
-    bucket_numel: int
-    loss_scale: Callable[[], float]
-    moments: Callable[[], Sequence[Moment]]
-    frozen: Shapes = Shapes()
-    order: tuple[int, ...] = ()
-
-    @property
-    def urgency(self) -> tuple[tuple[bool, int], ...]:
-        """What each trained parameter is sorted by for publish: those that are whole when the step ends come first."""
-        order = self.order or range(len(self.numels))
-        return tuple((not kept, place) for kept, place in zip(self.persistent, order, strict=True))
 
 
 @dataclass(frozen=True)
@@ -133,33 +73,65 @@ class Stats:
 class Stage3:
     """Owns the nested shards of one optimizer.
 
+    Args:
+        config: the plan and the formats.
+        trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
+        frozen: those that no optimizer updates.
+        like: a tensor of the model's dtype on the accelerator.
+        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
+        accumulation_dtype: DeepSpeed's own choice, used if the block names none.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
+        loss_scale: the present loss scale.
+        moments: what the optimizer remembers now; empty before its first step.
+
     Attributes:
-        weights: the shards from which weights are gathered.
-        frozen: those of parameters that no optimizer updates (Note [Frozen]); None if there are none.
+        parameters: those that are trained.
+        layout: of these.
+        weights: the shards from which weights are gathered, frozen ones too.
         gradients: the gradient shard and the mode of sync.
         masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
         meter: bytes sent.
+        run_numel: parameter elements that one collective of sync carries; None for all.
+        publish_dtype: type in which publish sends weights that it does not quantize.
     """
 
-    def __init__(self, config: ResolvedConfig, setup: Setup) -> None:
-        self.config = config
-        self.setup = setup
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        trained: Sequence[Parameter],
+        frozen: Sequence[Parameter],
+        like: Tensor,
+        scatter_dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        bucket_numel: int,
+        loss_scale: Callable[[], float],
+        moments: Callable[[], Sequence[Moment]],
+    ) -> None:
+        self.config, self.like, self.scatter_dtype, self.bucket_numel = config, like, scatter_dtype, bucket_numel
         self.meter = Meter(config.meter)
-        self.layout = Layout(config.plan, dist.get_rank(), setup.numels, setup.urgency)
-        still = Layout(replace(config.plan, optimizer=config.plan.world_size), self.layout.rank, setup.frozen.numels)
-        plans = [config.plan, still.plan] if still.numels else [config.plan]
+        self.layout = Layout(config.plan, dist.get_rank(), tuple(p.numel for p in trained))
+        spans = self.layout.spans(range(len(trained)))
+        self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
+        self._frozen = tuple(frozen)
+        # Of a frozen parameter no rank owns more than its world shard.
+        still = [replace(config.plan, optimizer=config.plan.world_size)] if frozen else []
+        plans = [config.plan, *still]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
         self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
-        self.quantizer = select_quantizer(setup.like.device)
-        self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
-        self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
-        self._lane = Lane(setup.like.device, config.overlap, ahead=1)
-        self._gathering = Lane(setup.like.device, overlap=True)
-        self.weights = self._build_weights(self.layout, setup.dims, setup.persistent)
-        self.frozen = self._build_weights(still, setup.frozen.dims, setup.frozen.persistent) if still.numels else None
-        self.gradients = self._build_gradients()
-        self.masters = Masters(self.layout, self.mesh, self.meter, setup.like.device)
+        self.quantizer = select_quantizer(like.device)
+        self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
+        self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
+        self.run_numel = None if config.sync.WHOLE else bucket_numel
+        # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
+        self._lane = Lane(like.device, config.overlap, ahead=1)
+        publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
+        parameters, count = (*trained, *frozen), len(trained)
+        self.weights = Weights(
+            config, parameters, count, like, bucket_numel, publish, self.mesh, self.meter, self._lane
+        )
+        self.gradients = self._build_gradients(loss_scale, moments)
+        self.masters = Masters(self.layout, self.mesh, self.meter, like.device)
 
     @property
     def separate_masters(self) -> bool:
@@ -167,52 +139,28 @@ class Stage3:
 
         Else those that DeepSpeed made serve, and its own code for them.
         """
-        plan, model = self.config.plan, self.setup.like.dtype
+        plan, model = self.config.plan, self.like.dtype
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
         return plan.optimizer < plan.world_size or not exact
 
-    def _build_weights(self, layout: Layout, dims: Sequence[int], persistent: Sequence[bool]) -> Shards:
-        config, setup, spec = self.config, self.setup, self.config.resident_spec
-        publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
-        formats = config.weights_spec, config.secondary_spec, publish
-        options = WeightOptions(*formats, setup.bucket_numel, self._gathering)
-        if spec is None:
-            return Weights(layout, self.mesh, self.meter, options, setup.like, self._lane)
-        coded = coded_slots(layout.plan, layout.numels, dims, persistent, spec.block_size)
-        codes = CodeOptions(code_ops(self.quantizer, setup.like.device), spec.block_size, coded, self._lane)
-        return ResidentWeights(layout, self.mesh, self.meter, options, setup.like, codes)
-
-    def _build_gradients(self) -> Gradients:
-        config, setup = self.config, self.setup
-        slots = range(len(setup.numels))
+    def _build_gradients(self, loss_scale: Callable[[], float], moments: Callable[[], Sequence[Moment]]) -> Gradients:
+        config, like = self.config, self.like
         context = SyncContext(
             plan=config.plan,
             mesh=self.mesh,
             meter=self.meter,
             quantizer=self.quantizer,
             dtype=self.sync_dtype,
-            shard=setup.like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
-            loss_scaled=setup.like.dtype == torch.float16,
-            sparse=sparse_ops(self.quantizer, setup.like.device),
-            moments=setup.moments,
+            shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
+            loss_scaled=like.dtype == torch.float16,
+            sparse=sparse_ops(self.quantizer, like.device),
+            moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
-            parameters=tuple(
-                Parameter(*of)
-                for of in zip(setup.names, setup.numels, setup.dims, self.layout.spans(slots), strict=True)
-            ),
-        )
-        options = GradientOptions(
-            wire=wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype),
-            run_numel=self.run_numel,
-            loss_scale=setup.loss_scale,
+            parameters=self.parameters,
         )
         mode = build_mode(config.sync, context)
-        return Gradients(self.layout, self.mesh, mode, options, self.meter, self._lane)
-
-    @property
-    def run_numel(self) -> int | None:
-        """Elements that one collective of sync carries; None for all."""
-        return None if self.config.sync.WHOLE else self.setup.bucket_numel
+        wire = wire_of(self.quantizer, config.gradients_spec, self.scatter_dtype)
+        return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self.meter, self._lane)
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -221,12 +169,10 @@ class Stage3:
 
     def notes(self) -> list[str | None]:
         """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
-        setup, spec = self.setup, self.config.resident_spec
-        int8 = None
-        if spec is not None:
-            coded = coded_slots(self.config.plan, setup.numels, setup.dims, setup.persistent, spec.block_size)
-            stored = sum(numel for numel, is_int8 in zip(setup.numels, coded, strict=True) if is_int8)
-            int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(setup.numels)} elements"
+        numels, coded, int8 = self.layout.numels, self.weights.coded[: len(self.layout.numels)], None
+        if self.config.resident_spec is not None:
+            stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
+            int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(numels)} elements"
         return [int8, self.mesh.words() or None, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
@@ -242,9 +188,9 @@ class Stage3:
 
     def restart_frozen(self) -> None:
         """The same of the parameters that no optimizer updates. Collective."""
-        if self.frozen is not None:
-            self.frozen.layout.clear_padding(self.frozen.own_row)
-            self.frozen.publish_world()
+        if self.weights.frozen:
+            self.weights.layout.clear_padding(self.weights.frozen_row, self.layout.columns)
+            self.weights.publish_world(self.weights.frozen)
             self.meter.reset_step()
 
     @contextmanager
@@ -277,8 +223,9 @@ class Stage3:
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
             self.weights.finish()  # else some runs are compared before they have arrived
-            for shards in [self.weights] if self.frozen is None else [self.weights, self.frozen]:
-                check_replicas(self.config.plan, shards.copies())
+            check_replicas(self.config.plan, self.weights.copies())
+            if self._frozen:
+                check_replicas(self.config.plan, [self.weights.frozen_primary])
         self.meter.end_step()
 
     def settle(self) -> None:
@@ -306,7 +253,7 @@ class Stage3:
         if owed is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)
             state["owed"] = {"owners": owed.owners, "parameters": owed.parameters}
-            state["columns"] = dict(zip(self.setup.names, columns, strict=True))  # of optimizer states
+            state["columns"] = dict(zip((p.name for p in self.parameters), columns, strict=True))  # of optimizer states
         return {STATE_KEY: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
@@ -342,7 +289,7 @@ class Stage3:
         names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
         told = {"degrees": state.get("degrees"), "problem": problem, **names}
         try:
-            agree(told, Seat(socket.gethostname()), self.setup.like.device, "look at their files of this checkpoint")
+            agree(told, Seat(socket.gethostname()), self.like.device, "look at their files of this checkpoint")
         except ValueError as error:
             problem, held, brought = str(error), {}, Carried({}, {})
         self.weights.load_state_dict(held)
@@ -351,42 +298,36 @@ class Stage3:
             lost = f"sync starts without the checkpoint's state on all ranks: {problem}"
         if lost is not None and dist.get_rank() == 0:
             logger.warning("zero_topo: %s", lost)
-        brought.check(self.setup.names, self.setup.numels)
+        trained = [p.name for p in self.parameters]
+        brought.check(trained, self.layout.numels)
         if brought.owed:
             mode.inherit(brought.owed)
-        return brought.age_rows(self.layout, self.setup.names) if brought.ages else None
+        return brought.age_rows(self.layout, trained) if brought.ages else None
 
     def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
-        setup = self.setup
         work = Workload(
-            numels=setup.numels,
-            dims=setup.dims,
+            numels=self.layout.numels,
+            dims=tuple(p.dims for p in self.parameters),
             persistent=persistent,
-            itemsize=setup.like.dtype.itemsize,
+            itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
-            scatter_itemsize=setup.scatter_dtype.itemsize,
+            scatter_itemsize=self.scatter_dtype.itemsize,
             sync_itemsize=self.sync_dtype.itemsize,
             publish_itemsize=self.publish_dtype.itemsize,
-            run_numel=setup.bucket_numel,
+            run_numel=self.bucket_numel,
             escaped=self.weights.escaped,
-            loss_scaled=setup.like.dtype == torch.float16,
+            loss_scaled=self.like.dtype == torch.float16,
         )
-        if self.frozen is None:
+        if not self._frozen:
             return work
-        still = setup.frozen
-        frozen = replace(work, numels=still.numels, dims=still.dims, persistent=still.persistent, escaped=None)
-        return replace(work, frozen=frozen)
-
-    def weight_tensors(self) -> list[Tensor]:
-        """What is held of weights, frozen ones too."""
-        return [*self.weights.tensors(), *(self.frozen.tensors() if self.frozen else [])]
+        numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
+        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None))
 
     def memory(self) -> dict[str, int]:
         """Bytes of the shards on this rank, but for the optimizer's."""
         kept = self.gradients.mode.state_bytes()
         shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
-        shards |= {"frozen": sum(self.frozen.memory().values())} if self.frozen else {}
         return {**shards, "residual": kept} if kept else shards
 
 

@@ -2,167 +2,277 @@
 """The weight shards: primary, secondary, what is gathered from which, and publish.
 
 Note [Quantized gathers]
-    Each slot is quantized by itself: blocks never straddle two parameters, so the value a layer computes with does not
-    depend on which bucket or prefetch carried it, and a norm's weights never share a scale with a matrix. Parameters
-    that DeepSpeed keeps resident (``stage3_param_persistence_threshold``) are gathered exactly.
+    Each parameter is quantized by itself: blocks never straddle two parameters, so the value a layer computes with does
+    not depend on which bucket or prefetch carried it, and a norm's weights never share a scale with a matrix.
+    Parameters that DeepSpeed keeps resident (``stage3_param_persistence_threshold``) are gathered exactly.
 
 Note [Which copy is read]
     Forward gathers read the primary shards, also when DeepSpeed's prefetch starts them in the forward pass for use in
     the backward pass. Every gather inside the backward pass, the recomputation of activation checkpoints included,
-    reads the secondary shards if there are any. A secondary at least as wide as the weights
-    domain (S a multiple of W) is a subset of the primary: it is requantized locally right after publish, and with
-    S = W and equal specs the forward sends those same bytes, so weights are quantized once per optimizer step. A
-    narrower one (ZeRO++: weights over the world, secondary over the node) is captured from the forward gather, and is
-    stamped with the version of the weights: a slot that no forward has gathered since the last publish is gathered
-    from the primary again, never from a stale copy.
+    reads the secondary shards if there are any. A secondary at least as wide as the weights domain (S a multiple of W)
+    is a subset of the primary: it is requantized locally right after publish, and with S = W and equal specs the
+    forward sends those same bytes, so weights are quantized once per optimizer step. A narrower one (ZeRO++: weights
+    over the world, secondary over the node) is captured from the forward gather, and is stamped with the version of the
+    weights: a parameter that no forward has gathered since the last publish is gathered from the primary again, never
+    from a stale copy.
 
 Note [Publish before gather]
     On a GPU gathers run on a stream of their own, publish on another, and edits and loads where they are made. Every
     change of the shards therefore records an event, and whoever reads or changes them next makes its stream wait for it
     first, so that the last event stands for all. On a CPU collectives block, and there is no event.
+
+Note [INT8 weights]
+    A quantized gather rounds the weights of a shard to codes before it sends them; nothing else ever reads the shard.
+    So with ``quantize.resident`` a rank stores the codes alone, which both gathers send as they are, and of the weights
+    themselves only the rows that its optimizer updates. After each update the owner of a row brings its codes up to
+    date with the FP32 masters and sends the changes (Note [Codes] in ``code_ops.py``), which the others apply: all
+    store the masters' codes, bit for bit, and no rounding ever adds to another.
+
+    A block lies within one row of one parameter. Where rows are shorter than blocks, codes would be mostly padding:
+    parameters of one dimension, small ones, and those that DeepSpeed keeps whole stay in the model's dtype
+    (``coded_slots`` in ``plan.py``). They have columns of the primary shard, where those with codes have none, so that
+    both kinds have the same numbers; one collective gathers both.
+
+Note [Exact weights]
+    Who asks for exact weights of INT8 parameters (``GatheredParameters``, checkpoints) gets the owners' rows, gathered
+    over the optimizer's domain. DeepSpeed takes every saved model for an edit of it; so there an edit is one only if it
+    changed a bit of some row.
+
+Note [Frozen]
+    Parameters that no optimizer updates come after the others: their columns lie behind those of DeepSpeed's flat
+    buffers. Their world shards are DeepSpeed's own, so checkpoints and exact gathers have the exact values. They are
+    published once, and again if they are loaded; nothing owns more of them than its world shard, whatever the
+    optimizer's degree. A gather is of trained parameters or of frozen ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_rows
+from zero_topo.collectives.all_gather import all_gather, all_gather_rows
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.pack import rows_of
 from zero_topo.collectives.wire import Wire, wire_of
-from zero_topo.engine.gathers import gathered, together
-from zero_topo.engine.publish import Publisher, PublishOptions
-from zero_topo.engine.secondary import build_secondary
+from zero_topo.config import ResolvedConfig
+from zero_topo.engine.codes import CodeStore
+from zero_topo.engine.copies import Copy, Secondary, gather
+from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update, runs_of
 from zero_topo.engine.shards import Layout
-from zero_topo.engine.sources import Rows, Source
 from zero_topo.mesh import Mesh
+from zero_topo.plan import coded_slots
+from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.registry import code_ops
 from zero_topo.quant.spec import BlockSpec
-
-
-@dataclass(frozen=True)
-class WeightOptions:
-    """Formats of the primary and secondary gathers (None is unquantized) and of publish, and elements per publish.
-
-    Gathers of all shards run in one lane: their second hops have one order on all ranks (Note [In order]).
-    """
-
-    primary: BlockSpec | None
-    secondary: BlockSpec | None
-    publish: Wire
-    run_numel: int
-    gathering: Lane
+from zero_topo.sync import Parameter
 
 
 class Weights:
     """This rank's weight shards.
 
+    Args:
+        config: the plan and the formats.
+        parameters: those that are trained, in DeepSpeed's flat order, then the frozen ones.
+        count: how many are trained.
+        like: a tensor of the model's dtype on the accelerator.
+        run_numel: elements that one collective of publish carries.
+        publish: the format of publish; of differences to the masters if it quantizes.
+        mesh: the groups.
+        meter: counts bytes.
+        lane: where publish runs.
+
     Attributes:
-        primary: ``[N / W, F]`` in the model's dtype.
+        layout: of all parameters, the frozen ones last.
+        trained: the parameters that an optimizer updates.
+        frozen: the others (Note [Frozen]).
+        coded: which are stored as INT8 codes.
+        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters without codes.
+        frozen_primary: those of frozen parameters.
+        own: ``[N / O, F]``: the rows that this rank's optimizer updates, of all trained parameters; a strided view of
+            the primary where no weights are INT8.
+        own_row: ``[F]``, a view: the rank's own world shard of these, DeepSpeed's flat parameter buffer.
+        frozen_row: the rank's own world shard of frozen parameters.
         secondary: what the backward pass gathers from.
-        exact: what gathers of exact weights send.
-        rows: what gathers of the primary send.
-        escaped: blocks of codes that had to be sent whole: there are none.
+        needs_masters: whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then.
     """
 
-    escaped: tuple[int, ...] | None = None
+    _store: CodeStore | None = None
 
     def __init__(
-        self, layout: Layout, mesh: Mesh, meter: Meter, options: WeightOptions, like: Tensor, lane: Lane
+        self,
+        config: ResolvedConfig,
+        parameters: Sequence[Parameter],
+        count: int,
+        like: Tensor,
+        run_numel: int,
+        publish: Wire,
+        mesh: Mesh,
+        meter: Meter,
+        lane: Lane,
     ) -> None:
-        plan = layout.plan
-        self.layout = layout
-        self.primary = like.new_zeros(layout.shape(plan.weights))
-        self._mesh, self._meter, self._options = mesh, meter, options
-        publish = PublishOptions(options.publish, options.run_numel)
-        self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
+        plan, int8 = config.plan, config.resident_spec
+        slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
+        self.trained, self.frozen = slots[:count], slots[count:]
+        self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
+        self._counted = Counted(meter, "publish")
+        # Gathers of all parameters run here: their second hops then have one order on all ranks (Note [In order]).
+        self._gathering = Lane(like.device, overlap=True)
+        self.layout = layout = Layout(plan, mesh.rank, numels)
+        self.coded: Sequence[bool] = [False] * len(slots)
+        if int8 is not None:
+            dims, persistent = [p.dims for p in parameters], [p.persistent for p in parameters]
+            self.coded = coded_slots(plan, numels, dims, persistent, int8.block_size)
+        kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
+        self._rows = Layout(plan, mesh.rank, tuple(kept))
+        (height, width), split = self._rows.shape(plan.weights), self._rows.columns_of(self.trained).stop
+        # Two tensors, for a saved view takes all of its storage along: FP32 masters are views of the primary.
+        self.primary, self.frozen_primary = like.new_zeros(height, split), like.new_zeros(height, width - split)
+        # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
         self._updated: torch.Event | None = None
-        quantizer = options.publish.quantizer
-        exact = wire_of(quantizer, None, self.primary.dtype)
-        self.exact = Rows(layout, mesh.route(1, plan.weights), self.primary, exact)
-        self.rows = replace(self.exact, wire=wire_of(quantizer, options.primary, self.primary.dtype))
-        self.secondary = build_secondary(mesh, self.rows, options.secondary)
-        same = plan.secondary == plan.weights and self.secondary.source.wire == self.rows.wire
-        self._forward: Source = self.secondary.source if same else self.rows
+        # By parameter, what exact gathers send and what those of a pass do.
+        route, exact = mesh.route(1, plan.weights), wire_of(publish.quantizer, None, like.dtype)
+        self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
+        sent = wire_of(publish.quantizer, config.weights_spec, like.dtype)
+        self._shards = [copy._replace(wire=sent) for copy in self._exact]
+        # Those that are whole when the step ends are published first, then as the model needs them.
+        planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
+        sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
+        route = mesh.route(plan.weights, plan.optimizer)
+        self._row_codec = RowCodec(self._rows, sizes, route, self.primary, publish, self._counted, planned, lane)
+        self.needs_masters = publish.lossy or int8 is not None
+        self.own = self._updatable = self._rows.subset(self.primary, plan.weights, plan.optimizer)
+        self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
+        codecs = [self._row_codec.begin]
+        if int8 is not None:
+            self._build_int8(int8.block_size, publish.quantizer, planned, lane)
+            codecs = [self._begin_rows, self._begin_codes]
+        self.own_row = self.own[layout.row(plan.optimizer)]
+        self._publisher = Publisher(len(slots), codecs, meter)
+        degree = plan.secondary if int8 is None and plan.weights > 1 else None
+        self.secondary = Secondary(self._rows, mesh, self._shards, degree, config.secondary_spec)
+        same = degree == plan.weights and config.secondary_spec == config.weights_spec
+        self._forward = self.secondary.copies if same else self._shards
+
+    def _build_int8(self, block: int, quantizer: Quantizer, planned: Planner, lane: Lane) -> None:
+        """The codes, the exact rows beside them, and how both are published (Note [INT8 weights])."""
+        plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
+        split = layout.columns_of(self.trained).stop
+        self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
+        self.frozen_row = self.primary.new_zeros(layout.columns - split)
+        exact, rows = self._exact[0].wire, mesh.route(1, plan.optimizer)
+        # By parameter, the exact rows that this rank owns.
+        self._owned = [Copy(rows, layout.slot(self.own, slot), exact) for slot in self.trained]
+        if self.frozen:
+            row = mesh.route(1, plan.world_size)
+            self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
+        ops = code_ops(quantizer, device)
+        self._store = store = CodeStore(layout, self.coded, block, ops, device, self._counted, planned, lane)
+        sent = Wire(quantizer, BlockSpec(8, block))
+        for slot in (slot for slot, coded in enumerate(self.coded) if coded):
+            self._exact[slot] = self._owned[slot]
+            self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
+        # Of each run of the last publish, by its first parameter: blocks that escaped on the rank with most.
+        self._most = dict[int, int]()
+        self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._most)
+        # Which columns of `own`, and of the frozen row behind it, the primary has; by the device of the masters.
+        spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
+        columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
+        self._columns = {columns.device: columns, device: columns.to(device)}
+        # Loaded scales of the own world shard of all trained parameters, until the restart that follows each load.
+        self._scales: dict[range, Tensor] = {}
 
     # -- gather ----------------------------------------------------------------------------------------------------
 
     def gather(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
-        """Gather whole parameters; one collective for all of them (two if captured secondaries are partly stale).
+        """Gather whole parameters; one collective for all of them that are read from one kind of copy.
 
         Args:
-            slots: the parameters, in the same order on every rank.
+            slots: the parameters, all trained or all frozen, in the same order on every rank.
             phase: "gather_forward", "gather_backward" or "gather_exact" (see Note [Which copy is read]).
 
         Returns:
-            On ``wait``: one flat tensor ``[numel]`` per slot, in the model's dtype.
+            On ``wait``: one flat tensor ``[numel]`` per parameter, in the model's dtype.
         """
-        return self._options.gathering.run(partial(self._begin, slots, phase))
+        return self._gathering.run(partial(self._begin, slots, phase))
 
     def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
         self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
-        if phase == "gather_exact":
-            return self._gather(self.exact, slots, phase)
+        counted = Counted(self._meter, phase)
         if phase == "gather_forward":
-            return self._gather(self._forward, slots, phase)
-        # Of slots that were not captured since they changed, from the primary.
-        fresh, stale = list[int](), list[int]()
-        for index in slots:
-            (fresh if self.secondary.is_fresh(index) else stale).append(index)
-        parts = [(self.secondary.source, fresh), (self._forward, stale)]
-        return together(slots, [(part, self._gather(source, part, phase)) for source, part in parts if part])
+            capture = self.secondary.capturing(slots)
+            return gather(self._forward, slots, self.layout, self.primary, counted, capture)
+        # Exact rows of INT8 parameters are sharded over other ranks than the rest. In the backward pass, parameters
+        # that were not captured since they changed come from the primary.
+        exact, first, second = phase == "gather_exact", list[int](), list[int]()
+        for slot in slots:
+            apart = self.coded[slot] if exact else self.secondary.is_fresh(slot)
+            (first if apart else second).append(slot)
+        copies = (self._exact, self._exact) if exact else (self.secondary.copies, self._forward)
+        parts = [
+            (part, gather(of, part, self.layout, self.primary, counted))
+            for of, part in zip(copies, (first, second), strict=True)
+            if part
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
 
-    def _gather(self, source: Source, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
-        if self.layout.plan.weights == 1:  # every rank holds all weights: nothing is sent, nor rounded by a format
-            return Handle(None, (), lambda: [self._local(i) for i in slots])
-        capture = self.secondary.capturing(slots) if phase == "gather_forward" else None
-        return gathered(self.layout, source, slots, self.primary, Counted(self._meter, phase), capture)
+        def finish() -> list[Tensor]:
+            whole = {slot: full for part, handle in parts for slot, full in zip(part, handle.wait(), strict=True)}
+            return [whole[slot] for slot in slots]
 
-    def _local(self, index: int) -> Tensor:
-        rows = self.layout.slot(self.primary, index).clone()  # the model may write to what it gets, not to the shard
-        return self.layout.flat_of(rows, index)
+        return Handle(None, (), finish)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
-    @property
-    def own_row(self) -> Tensor:
-        """The rank's own world shard, ``[F]``, a view: DeepSpeed's flat parameter buffer."""
-        return self.primary[self.layout.row(self.layout.plan.weights)]
-
-    def optimizer_rows(self) -> Tensor:
-        """The rows the optimizer of this rank updates, ``[N / O, F]``, a strided view of the primary shard."""
-        plan = self.layout.plan
-        return self.layout.subset(self.primary, plan.weights, plan.optimizer)
-
-    @property
-    def needs_masters(self) -> bool:
-        """Whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then."""
-        return self._options.publish.lossy
-
-    def begin(self) -> None:
-        """Begin to publish all that was updated; collective."""
-        self._publisher.begin()
-
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
-        """Take note of updated optimizer rows, for :meth:`begin`, which brings them to the primary shards.
+        """Take note of updated optimizer rows or masters, for :meth:`begin`, which brings them to all copies.
 
         Args:
-            slots: consecutive slots; None is all.
-            masters: their masters, for differences; unchanged until the step has ended.
+            slots: consecutive parameters; None is all that are trained.
+            masters: their masters ``[N / O, columns]``, if these are needed; unchanged until the step has ended.
         """
-        slots = range(len(self.layout.numels)) if slots is None else slots
+        slots = self.trained if slots is None else slots
         self.finish(slots)
-        self._publisher.start(slots, masters, self.layout.begins[slots[0]] if slots else 0)
-        self._updated = recorded_event(self.optimizer_rows().device)  # who begins may be on another stream
+        self._publisher.start(slots, masters, self.layout.columns_of(slots).start)
+        self._updated = recorded_event(self.primary.device)  # who begins may be on another stream
+
+    def begin(self) -> None:
+        """Begin to publish all that was updated, INT8 weights last; collective."""
+        if self._publisher.begin() and self._store is not None:
+            self._updated = recorded_event(self.primary.device)  # the own rows took over the masters
+
+    def _begin_rows(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish parameters without codes beside others that have some; first their rows take the masters."""
+        updated: list[Update] = []
+        for slots, masters, first in updates:
+            columns = self._rows.columns_of(slots)
+            if masters is not None and columns.start < columns.stop:
+                rows = masters.index_select(1, self._columns[masters.device][columns] - first).to(self.own)
+                self._updatable[:, columns].copy_(rows)
+                self.own.index_copy_(1, self._columns[self.own.device][columns], rows)
+                updated.append((slots, None, first))
+        return self._row_codec.begin(updated)
+
+    def _begin_codes(self, updates: Sequence[Update]) -> Begun:
+        """Begin to publish the parameters that have codes; masters on the host come to the device one by one."""
+        batch: list[Update] = []
+        for slots, masters, first in updates:
+            if masters is not None and any(map(self.coded.__getitem__, slots)):
+                rows = masters.to(self.own.device, torch.float32)
+                self.own[:, first : first + rows.shape[1]].copy_(rows)
+                batch.append((slots, rows, first))
+                if rows is not masters:  # else copies of all masters would be on the device at once
+                    yield from self._changes(batch)
+                    batch = []
+        yield from self._changes(batch)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
-        """Finish what publish has under way for some slots, or for all, and bring the secondary up to date.
+        """Finish what publish has under way for some parameters, or for all, and bring the secondary up to date.
 
         On a GPU the current stream waits for all that was changed (Note [Publish before gather]).
         """
@@ -172,58 +282,140 @@ class Weights:
         if changed:
             self._renew(changed)
 
-    def publish_world(self, index: int | None = None, masters: Tensor | None = None) -> None:
-        """Rebuild the primary shards from each rank's own world shard: at start-up, after a load, after an edit.
+    def publish_world(self, slots: range | None = None, masters: Tensor | None = None, anew: bool = True) -> None:
+        """Rebuild all copies from each rank's own world shard: at start-up, after a load, after an edit. Collective.
 
         Args:
-            index: of the one slot that was edited; None is all.
-            masters: FP32 ``[F]``, those of the own row if they are known; here the row says all.
+            slots: consecutive parameters, all trained or all frozen; None is all that are trained.
+            masters: FP32 ``[F]``, those of the own row if they are known; only INT8 weights need them.
+            anew: choose the scales of INT8 weights anew, but for those loaded.
         """
-        plan, slots = self.layout.plan, range(len(self.layout.numels)) if index is None else [index]
+        plan, slots = self.layout.plan, self.trained if slots is None else slots
         self.finish(slots)
-        rows = self.primary if index is None else self.layout.slot(self.primary, index)
-        counted = Counted(self._meter, "publish")
-        all_gather_rows(self._mesh.route(plan.weights, plan.world_size), rows, counted, self._options.run_numel)
+        columns, rows = self.layout.columns_of(slots), self._primary_of(slots)
+        if self._store is not None:
+            self._gather_rows(plan.optimizer, self.own[:, columns])
+            shard = self._world_shard(slots)
+            places = self._columns[shard.device][self._rows.columns_of(slots)] - columns.start
+            rows[self.layout.row(plan.weights)].copy_(shard[places])
+        self._gather_rows(plan.weights, rows)
+        if self._store is not None:
+            if anew:
+                self._store.begin_anew(slots, self._scales.pop(slots, None))
+            values = (shard if masters is None else masters[columns])[None].float()
+            route = self._mesh.route(plan.weights, plan.world_size)
+            with self._meter.timing("publish"):
+                for _, handle in list(self._store.begin(route, {}, [(slots, values, columns.start)])):
+                    handle.wait()
         self._renew(slots)
 
+    def _gather_rows(self, degree: int, rows: Tensor) -> None:
+        """Fill a shard of ``degree`` from the ranks' own world shards."""
+        all_gather_rows(self._mesh.route(degree, self.layout.plan.world_size), rows, self._counted, self._run_numel)
+
+    def _world_shard(self, slots: range) -> Tensor:
+        """The own world shard of some parameters, all trained or all frozen, a view."""
+        own = self.own[self.layout.row(self.layout.plan.optimizer)]
+        return columns_of_two(own, self.frozen_row, self.layout.columns_of(slots))
+
+    def _primary_of(self, slots: range) -> Tensor:
+        """The columns of some parameters in the primary, all trained or all frozen, a view."""
+        return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(slots))
+
     def _renew(self, slots: Sequence[int]) -> None:
-        """The primary shards of some slots changed: older secondaries are stale, those cut from it are cut anew."""
+        """The primary shards of some parameters changed: secondaries are stale, those cut from it are cut anew."""
         self.secondary.expire(slots)
         self.secondary.refresh(slots)
-        self._updated = recorded_event(self.primary.device)
+        self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
 
-    def write_back(self, index: int, full: Tensor) -> None:
-        """Take over a parameter that every rank holds whole and alike (an edit under ``GatheredParameters``)."""
-        plan = self.layout.plan
-        rows = rows_of(full.detach().reshape(-1), plan)
-        self.finish([index])
-        self.layout.slot(self.primary, index).copy_(self.layout.subset(rows, 1, plan.weights))
-        self._renew([index])
+    def write_back(self, slot: int, full: Tensor) -> None:
+        """Take over a parameter that every rank has whole and alike (an edit under ``GatheredParameters``).
+
+        Where there are INT8 weights, only if it was edited (Note [Exact weights]).
+        """
+        rows = rows_of(full.detach().reshape(-1), self.layout.plan)
+        self.finish([slot])
+        if self._store is not None:
+            own = self._owned[slot]
+            given = self.layout.subset(rows, 1, own.route.hi)
+            if not self._differ(own, given):
+                return
+            own.data.copy_(given)
+        shard = self.layout.subset(rows, 1, self.layout.plan.weights)
+        if self._store is not None and self.coded[slot]:
+            self._store.recode(slot, shard.float(), self.layout.begins[slot])
+        else:
+            self._exact[slot].data.copy_(shard)
+        self._renew([slot])
+
+    def _differ(self, own: Copy, given: Tensor) -> bool:
+        """Whether the rows of any rank are not bit for bit those given. Collective; waits for the device."""
+        bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
+        differ = (own.data.contiguous().view(bits) != given.contiguous().view(bits)).any().view(1).view(torch.uint8)
+        return bool(all_gather(own.route, differ, Counted(self._meter, "gather_exact")).wait().any())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside masters: with differences the own row, which is not them rounded."""
+        """What a checkpoint needs beside the masters.
+
+        Of INT8 weights the scales of the own world shard, which make codes of masters; with differences the own row,
+        which is not the masters rounded.
+        """
+        if self._store is not None:
+            return {"scales": self._store.own_scales(self.trained)}
         return {"held": self.own_row.detach().clone()} if self.needs_masters else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`state_dict` into the own row, before :meth:`publish_world`; without it that row stays."""
-        if self.needs_masters and "held" in state:
+        """Restore :meth:`state_dict`, before :meth:`publish_world`; without it the own row stays, and scales are new.
+
+        Scales are taken over if they are of as many blocks. A rank that chooses its own anew agrees with the others all
+        the same: it sends them.
+        """
+        if self._store is not None:
+            saved, own = state.get("scales"), self._store.own_scales(self.trained)
+            fits = isinstance(saved, Tensor) and saved.shape == own.shape
+            self._scales = {self.trained: own.copy_(state["scales"])} if fits else {}
+        elif self.needs_masters and "held" in state:
             self.own_row.copy_(state["held"])
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
+    @property
+    def escaped(self) -> tuple[int, ...] | None:
+        """Of each run of the last publish: INT8 blocks that escaped on the rank with most; None before the first."""
+        return None if self._store is None else tuple(count for _, count in sorted(self._most.items())) or None
+
     def memory(self) -> dict[str, int]:
-        """Bytes of the primary ("weights") and secondary copies on this rank; a view of the primary costs nothing."""
-        return {"weights": self.primary.nbytes, "secondary": sum(tensor.nbytes for tensor in self.secondary.tensors)}
+        """Bytes of the weights and their secondary copies on this rank, with those of frozen parameters apart.
+
+        A view of the primary costs nothing.
+        """
+        stored = [copy.data.nbytes for copy in self._shards]
+        copied = [copy.data.nbytes if self.secondary.tensors else 0 for copy in self.secondary.copies]
+        exact = (0, 0) if self._store is None else (self.own.nbytes, self.frozen_row.nbytes)
+        count = len(self.trained)
+        sizes = {"weights": sum(stored[:count]) + exact[0], "secondary": sum(copied[:count])}
+        return sizes | ({"frozen": sum(stored[count:] + copied[count:]) + exact[1]} if self.frozen else {})
 
     def tensors(self) -> list[Tensor]:
-        """What is held; views of these are not."""
-        return [self.primary, *self.secondary.tensors]
+        """What is stored; views of these are not."""
+        codes = [] if self._store is None else [self._store.codes.held, self.own, self.frozen_row]
+        return [self.primary, self.frozen_primary, *codes, *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
-        """Tensors that must be bit-identical on all ranks that share them (for debug checks)."""
+        """What must be bit-identical on all ranks that share it (for debug checks), but for :attr:`frozen_primary`."""
+        if self._store is not None:
+            return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]
+
+
+def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
+    """Columns of two tensors as if they lay side by side, all of one of them; a view."""
+    split = left.shape[-1]
+    if columns.stop <= split:
+        return left[..., columns]
+    return right[..., columns.start - split : columns.stop - split]
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero_topo.engine.stage3 import Shapes, Shards
+from zero_topo.engine.weights import Weights
 
 
 class Frozen:
@@ -22,17 +22,16 @@ class Frozen:
         dtype: the model's.
 
     Attributes:
-        slots: ``ds_id`` -> slot of those that follow the plan.
+        params: those that follow the plan.
     """
 
     def __init__(
         self, params: Iterable[Any], trained: Collection[int], names: dict[Any, str], dtype: torch.dtype
     ) -> None:
         rest = [param for param in params if param.ds_id not in trained and param.ds_numel]
-        self._follow = [p for p in rest if p.ds_tensor.dtype == dtype and not isinstance(p.partition, partial)]
+        self.params = [p for p in rest if p.ds_tensor.dtype == dtype and not isinstance(p.partition, partial)]
         self._never_trained = {str(names.get(p, p.ds_id)): p for p in rest if not p.requires_grad}
-        self.slots = {param.ds_id: slot for slot, param in enumerate(self._follow)}
-        self._others = len(rest) - len(self._follow)
+        self._others = len(rest) - len(self.params)
         self._dtype = dtype
 
     def note(self) -> str | None:
@@ -44,20 +43,10 @@ class Frozen:
             "unmodified ZeRO-3 shards them over all ranks"
         )
 
-    @property
-    def shapes(self) -> Shapes:
-        """Of those that follow the plan."""
-        return Shapes(
-            tuple(param.ds_numel for param in self._follow),
-            tuple(len(param.ds_shape) for param in self._follow),
-            tuple(bool(param.ds_persist) for param in self._follow),
-        )
-
-    def move(self, shards: Shards) -> None:
-        """Make DeepSpeed's own shards rows of these; what they were before is freed."""
-        row = shards.own_row[None]
-        for slot, param in enumerate(self._follow):
-            own = shards.layout.slot(row, slot)[0]
+    def move(self, weights: Weights) -> None:
+        """Make DeepSpeed's own shards views of the engine's row of them; what they were before is freed."""
+        shards = weights.frozen_row.split([param.ds_tensor.numel() for param in self.params])
+        for param, own in zip(self.params, shards, strict=True):
             own.copy_(param.ds_tensor)
             param.ds_tensor.data = own
 

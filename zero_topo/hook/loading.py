@@ -171,7 +171,7 @@ def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
         ValueError: for a file that is missing, damaged, or of another size: DeepSpeed would shift what follows it.
     """
     zero = folder / "zero"
-    for name, numel in zip(topo.setup.names, topo.setup.numels, strict=True):
+    for name, numel in ((p.name, p.numel) for p in topo.parameters):
         for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
             path = zero / name / f"{key}.pt"
             found = _looked_at(path)

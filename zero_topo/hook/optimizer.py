@@ -22,14 +22,14 @@ from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.masters import clean
-from zero_topo.engine.stage3 import Setup, Shards, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook.frozen import Frozen
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
-from zero_topo.sync import AgedAdamW, Moment
+from zero_topo.sync import AgedAdamW, Moment, Parameter
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TopoStage3(Stock):
 
     Attributes:
         topo: the shards, which know nothing of DeepSpeed.
-        slots: ``ds_id`` -> index of each trained parameter.
+        slots: ``ds_id`` -> number of each parameter: the trained ones, then the frozen ones that follow the plan.
         frozen: the parameters that are not trained.
         stepping: whether ``step`` is running.
         offloaded_states: which states ``offload_states`` has moved to the host.
@@ -64,15 +64,18 @@ class TopoStage3(Stock):
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
+        # Whether stock's FP32 masters would be the weights themselves, so that edits of these have to reach ours.
         self._edits_reach_masters = False
         self.slots: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
-        self._in_backward = False  # a backward pass has begun and has not ended
-        self._forwards = 0  # since the last step
-        self._hinted = False  # SEVERAL_BACKWARDS is logged once
+        # Whether a backward pass has begun and not ended: gradients of one that failed are dropped or refused.
+        self._in_backward = False
+        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged, which is said once.
+        self._forwards = 0
+        self._hinted = False
         super().__init__(*args, **kwargs)
-        self._host_copies = HostCopies(self.topo.setup.like.device)
+        self._host_copies = HostCopies(self.topo.like.device)
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
@@ -85,23 +88,20 @@ class TopoStage3(Stock):
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
-        self.slots = {param.ds_id: index for index, param in enumerate(params)}
-        self.frozen = Frozen(self.module.parameters(), self.slots, self.param_names, self.lp_param_buffer.dtype)
-        setup = Setup(
-            numels=tuple(param.ds_numel for param in params),
-            names=tuple(str(self.param_names.get(param, index)) for index, param in enumerate(params)),
-            dims=tuple(len(param.ds_shape) for param in params),
-            persistent=tuple(bool(param.ds_persist) for param in params),
+        trained = {param.ds_id for param in params}
+        self.frozen = Frozen(self.module.parameters(), trained, self.param_names, self.lp_param_buffer.dtype)
+        self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
+        self.topo = Stage3(
+            self._topo_config,
+            trained=[self._described(param, param.ds_id) for param in params],  # counted as modules make them
+            frozen=[self._described(param, place) for place, param in enumerate(self.frozen.params)],
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
             loss_scale=lambda: float(self.loss_scale),
             moments=self._moments,
-            frozen=self.frozen.shapes,
-            order=tuple(param.ds_id for param in params),  # counted as modules make them
         )
-        self.topo = Stage3(self._topo_config, setup)
         row = self.topo.weights.own_row
         row.copy_(self.lp_param_buffer)
         # DeepSpeed's flat buffer is our row from here on: what it cut from the old one is cut again.
@@ -111,15 +111,16 @@ class TopoStage3(Stock):
         for sub_group in range(len(self.fp16_groups)):
             self._unflatten_partitioned_parameters(sub_group)
         self.topo.restart()
-        served: list[tuple[Shards, dict[int, int]]] = [(self.topo.weights, self.slots)]
-        if self.topo.frozen is not None:
-            self.frozen.move(self.topo.frozen)
-            self.topo.restart_frozen()
-            served.append((self.topo.frozen, self.frozen.slots))
+        self.frozen.move(self.topo.weights)
+        self.topo.restart_frozen()
         require = partial(self.require_states, LP_PARAMS)
-        self._gathers = ParameterGathers(self.topo, served, self._write_back, require, self._in_forward)
+        self._gathers = ParameterGathers(self.topo, self.slots, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+
+    def _described(self, param: Any, place: int) -> Parameter:
+        name = str(self.param_names.get(param, param.ds_id))
+        return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
     def _in_forward(self) -> bool:
         return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
@@ -132,7 +133,8 @@ class TopoStage3(Stock):
         self.grad_partitions_flat_buffer = own
         # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
-        views = {ds_id: gradients.layout.slot(own[None], index)[0] for ds_id, index in self.slots.items()}
+        params = [param for group in self.fp16_groups for param in group]
+        views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in params}
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = views
         if self.topo.separate_masters:
             self._replace_masters()
@@ -142,7 +144,7 @@ class TopoStage3(Stock):
         self._edits_reach_masters = self.masters_are_weights()
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             stock = self.fp32_partitioned_groups_flat[i]
-            master = self.topo.masters.build(self.topo.weights.optimizer_rows()[:, begin:end], stock)
+            master = self.topo.masters.build(self.topo.weights.own[:, begin:end], stock)
             master.ds_id = stock.ds_id  # type: ignore[attr-defined]
             if stock.grad is not None:  # optimizer offload: a buffer that each step fills
                 grad = torch.zeros_like(master)
@@ -170,14 +172,11 @@ class TopoStage3(Stock):
 
     def _write_back(self, param: Any) -> None:
         """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
-        if self.topo.frozen is not None and param.ds_id in self.frozen.slots:
-            self.topo.frozen.write_back(self.frozen.slots[param.ds_id], param.data)
-            return
         weights, slot = self.topo.weights, self.slots[param.ds_id]
-        if not self._edits_reach_masters:
+        if not self._edits_reach_masters or slot in weights.frozen:
             weights.write_back(slot, param.data)
             return
-        rows = weights.layout.slot(weights.optimizer_rows(), slot)
+        rows = weights.layout.slot(weights.own, slot)
         before = rows.clone()  # a view of what is written: only a copy tells afterwards which elements were edited
         weights.write_back(slot, param.data)
         group, begin, _ = self._master_columns(param)
@@ -302,7 +301,7 @@ class TopoStage3(Stock):
             weights.publish(range(slots[0], slots[-1] + 1), rows)
             return
         if self.topo.separate_masters:
-            weights.optimizer_rows()[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
+            weights.own[:, begin:end].copy_(rows.to(self.topo.publish_dtype))
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(slots[0], slots[-1] + 1))
@@ -329,7 +328,8 @@ class TopoStage3(Stock):
         self.topo.masters.share(flat, begin, width)
         if optim_state_key is None and self.masters_are_weights():
             self.require_states(LP_PARAMS)
-            self.topo.weights.publish_world(self.slots[param.ds_id])
+            slot = self.slots[param.ds_id]
+            self.topo.weights.publish_world(range(slot, slot + 1), anew=False)
 
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
 
@@ -429,7 +429,7 @@ class TopoStage3(Stock):
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors,
             OffloadStateTypeEnum.hp_params: lambda: self.fp32_partitioned_groups_flat,
             LP_PARAMS: lambda: [
-                *self.topo.weight_tensors(),
+                *self.topo.weights.tensors(),
                 self.lp_param_buffer,
                 *self.fp16_partitioned_groups_flat,
                 *(param.ds_tensor for param in self.module.parameters()),
@@ -478,7 +478,7 @@ class TopoStage3(Stock):
         if narrow:  # one row each, always or for the length of a load
             return super()._restore_from_bit16_weights()
         for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
-            rows = self.topo.weights.optimizer_rows()[:, begin:end]
+            rows = self.topo.weights.own[:, begin:end]
             self.topo.masters.table(master.detach()).copy_(rows)
 
     def destroy(self) -> None:

@@ -8,7 +8,7 @@ the module and serves them from the engine's shards; what these do not hold keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.engine.stage3 import Shards, Stage3
+from zero_topo.engine.stage3 import Stage3
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -96,7 +96,7 @@ class ParameterGathers:
 
     Args:
         engine: the shards.
-        served: shards, each with ``ds_id`` -> slot of the parameters that it holds.
+        slots: ``ds_id`` -> number of each parameter that the shards have.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
         require_weights: called before each gather; raises if the shards are not on the accelerator.
         in_forward: whether a forward pass is under way.
@@ -105,23 +105,26 @@ class ParameterGathers:
     def __init__(
         self,
         engine: Stage3,
-        served: Sequence[tuple[Shards, Mapping[int, int]]],
+        slots: Mapping[int, int],
         write_back: Callable[[Any], None],
         require_weights: Callable[[], None],
         in_forward: Callable[[], bool],
     ) -> None:
         self._engine = engine
-        self._places = {ds_id: (shards, slot) for shards, slots in served for ds_id, slot in slots.items()}
+        self._slots = slots
         self._write_back = write_back
         self._require_weights = require_weights
         self._in_forward = in_forward
+        # DeepSpeed's own calls of each parameter, which it gets back at the end.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
-        self._homes: dict[int, Tensor] = {}  # ds_id -> its shard
+        # By `ds_id`, the engine's shard of it, to see that a user has not set `ds_tensor.data` to another tensor.
+        self._homes: dict[int, Tensor] = {}
+        # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
         self._started: WeakSet[ParameterHandle] = WeakSet()
 
     def adopt(self, params: Iterable[Any]) -> None:
         """Take over the calls of those of these parameters that the shards hold."""
-        for param in (p for p in params if p.ds_id in self._places):
+        for param in (p for p in params if p.ds_id in self._slots):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
             self._homes[param.ds_id] = param.ds_tensor.data
@@ -139,14 +142,13 @@ class ParameterGathers:
         self._stock.clear()
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """Those of each of the shards, and others; each once, ordered by ``ds_id`` as on every rank."""
+        """The trained ones, the frozen ones, and those of others; each once, ordered by ``ds_id`` as on every rank."""
         self._require_weights()
-        found: dict[int, list[Any]] = {id(shards): [] for shards in (self._engine.weights, self._engine.frozen)}
-        others: list[Any] = []
+        ours, others = (list[Any](), list[Any]()), list[Any]()
         for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
-            served = self._places.get(param.ds_id)
-            (others if served is None else found[id(served[0])]).append(param)
-        return [ours for ours in found.values() if ours], others
+            slot = self._slots.get(param.ds_id)
+            (others if slot is None else ours[slot in self._engine.weights.frozen]).append(param)
+        return [alike for alike in ours if alike], others
 
     def _gather_coalesced(
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
@@ -168,7 +170,7 @@ class ParameterGathers:
         return handles + self._start([p for p in params if p.ds_persist], "gather_exact")
 
     def _start(self, params: list[Any], phase: str) -> list[ParameterHandle]:
-        """Begin to gather parameters of the same shards, if there are any."""
+        """Begin to gather parameters, all trained or all frozen, if there are any."""
         if not params:
             return []
         for param in params:
@@ -182,7 +184,7 @@ class ParameterGathers:
             param.ds_status = ZeroParamStatus.INFLIGHT
         timing = partial(self._engine.meter.timing, phase)
         with timing():
-            handle = self._places[params[0].ds_id][0].gather([self._places[p.ds_id][1] for p in params], phase)
+            handle = self._engine.weights.gather([self._slots[p.ds_id] for p in params], phase)
         started = ParameterHandle(params, handle, timing)
         self._started.add(started)
         return [started]
@@ -216,10 +218,10 @@ class ParameterGathers:
         params = [param] if param_list is None else list(param_list)
         if options.get("has_been_updated"):
             for p in params:
-                if p.ds_id in self._places and p.ds_status == ZeroParamStatus.AVAILABLE:
+                if p.ds_id in self._slots and p.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_back(p)
-        others = [p for p in params if p.ds_id not in self._places]
-        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self._places], **options)
+        others = [p for p in params if p.ds_id not in self._slots]
+        getattr(stock, "__wrapped__", stock)([p for p in params if p.ds_id in self._slots], **options)
         if others:
             stock(others, **options)
 

@@ -25,19 +25,23 @@ from zero_topo.sync.aged_adamw import AgedAdamW
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a mode of sync may want to know it.
+    """A parameter as the engine and its mode of sync see it.
 
     Attributes:
         name: in the model.
         numel: its elements.
         dims: of its shape.
-        span: its columns of a gradient shard.
+        span: its columns of a gradient shard, once there is one.
+        persistent: whether DeepSpeed keeps it whole.
+        place: in the order in which the model needs the parameters.
     """
 
     name: str
     numel: int
     dims: int
-    span: Span
+    span: Span = (0, 0)
+    persistent: bool = False
+    place: int = 0
 
 
 class Owed(NamedTuple):

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from zero_topo.config import ZeroTopoConfig, resolve_config
-from zero_topo.engine.stage3 import Setup, Stage3
+from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.process import leave
+from zero_topo.sync import Parameter
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 
@@ -30,19 +31,9 @@ def synced(transport: str, sharded: bool) -> tuple[list[torch.Tensor], int]:
     sync = {"mode": "oktopk", "tau": 3, "tau_prime": 2, "density": 0.02, "sharded": sharded, "transport": transport}
     plain = {"weights": None, "secondary": None, "gradients": None}
     config = resolve_config(ZeroTopoConfig.parse({**places, "quantize": plain, "sync": sync}), emulated(size, 1, 1))
-    setup = Setup(
-        NUMELS,
-        ("w", "b"),
-        (2, 1),
-        (False, False),
-        torch.empty(0),
-        torch.float32,
-        torch.float32,
-        1 << 20,
-        lambda: 1.0,
-        tuple,
-    )
-    engine = Stage3(config, setup)
+    parameters = [Parameter("w", NUMELS[0], 2), Parameter("b", NUMELS[1], 1, place=1)]
+    fp32 = torch.float32
+    engine = Stage3(config, parameters, (), torch.empty(0), fp32, fp32, 1 << 20, lambda: 1.0, tuple)
     found = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)

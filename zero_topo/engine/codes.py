@@ -1,0 +1,139 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Weights stored as INT8 codes: where those of each parameter are, and how changes of them are published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.all_gather import all_gather
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.lane import Lane
+from zero_topo.collectives.meter import Counted
+from zero_topo.engine.publish import Begun, Planner, Update
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Route
+from zero_topo.quant.code_ops import Change, CodeOps, Codes, Masters, Part
+from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.trits import TritSpec
+
+
+class CodeStore:
+    """The INT8 codes of some parameters of a layout, and how changes of them are published.
+
+    Args:
+        layout: of all parameters.
+        coded: which have codes.
+        block: values that share a scale.
+        ops: the operations.
+        device: where codes are.
+        counted: meter and phase.
+        planned: cuts updates into runs.
+        lane: where runs are started and finished.
+
+    Attributes:
+        codes: of the rank's weight shard, ``[N / W]`` rows of each parameter.
+        sizes: of each parameter that has codes: elements with padding, over the whole world.
+        buffers: the bytes of each parameter, a view; empty for those without codes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        coded: Sequence[bool],
+        block: int,
+        ops: CodeOps,
+        device: torch.device,
+        counted: Counted,
+        planned: Planner,
+        lane: Lane,
+    ) -> None:
+        self._ops, self._counted, self._planned, self._lane = ops, counted, planned, lane
+        widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
+        blocks = [-(-width // block) for width in widths]
+        self._rows = layout.plan.world_size // layout.plan.weights
+        self.codes = Codes.build(list(zip(layout.begins, widths, strict=True)), self._rows, block, device)
+        self.sizes = {slot: layout.padded_numels[slot] for slot, has in enumerate(coded) if has}
+        self._ends = list(accumulate(blocks, initial=0))  # block columns
+        sizes = (BlockSpec(8, block).nbytes(self._rows * count * block) for count in blocks)
+        self._bytes = list(accumulate(sizes, initial=0))
+        self.buffers = [self.codes.held[begin:end] for begin, end in pairwise(self._bytes)]
+        self._own_row = layout.row(layout.plan.weights)
+
+    def _part(self, slots: Sequence[int], size: int) -> Part:
+        """The blocks of some parameters that each of ``size`` ranks owns; between them lie none of other parameters."""
+        return Part(self._ends[slots[0]], self._ends[slots[-1] + 1], self._rows // size, size)
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        """Where the scales of the rank's own world shard are among all FP32 values that are stored."""
+        slot = self.codes.slots[self.codes.slot_of.long()]
+        here = torch.arange(len(slot), device=slot.device) - slot[:, 3]
+        return slot[:, 1] // 4 + self._own_row * slot[:, 2] + here
+
+    def _scales_of(self, slots: range) -> Tensor:
+        return self._scales[self._ends[slots.start] : self._ends[slots.stop]]
+
+    def own_scales(self, slots: range) -> Tensor:
+        """The scales of some parameters in the rank's own world shard, FP32 ``[block columns]``, a copy."""
+        return self.codes.held.view(torch.float32)[self._scales_of(slots)]
+
+    def begin_anew(self, slots: range, scales: Tensor | None) -> None:
+        """Forget the codes of some parameters, and all scales but these of the own world shard (None: these too).
+
+        Every block that is not zero escapes then. Scales of NaN are forgotten too: a block that says the same as before
+        would not be sent, and the others hold zeros.
+        """
+        self.codes.held[self._bytes[slots.start] : self._bytes[slots.stop]].zero_()
+        if scales is not None:
+            self.codes.held.view(torch.float32)[self._scales_of(slots)] = scales.nan_to_num(0.0)
+
+    def recode(self, slot: int, rows: Tensor, first: int) -> None:
+        """Make codes, with new scales, of a parameter's rows, FP32 ``[N / W, width]``, columns from ``first`` on.
+
+        They depend on the rows alone then, as after a load.
+        """
+        self.buffers[slot].zero_()
+        masters, part = Masters(rows, first, 0), self._part([slot], 1)
+        change = self._ops.assess(masters, self.codes, part)
+        self._ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
+
+    def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
+        """Begin to publish some updates; every rank of a route the changes of the rows that it owns.
+
+        Args:
+            route: ``(weights, optimizer)``, or ``(weights, world)`` for a start.
+            most: takes for each run, by its first parameter, the blocks that escaped on the rank with most.
+            updates: their masters are FP32 and on the device of the codes.
+        """
+        runs, assessed = self._planned(updates, self.sizes), []
+        for slots, masters, first in runs:
+            assert masters is not None
+            own, part = Masters(masters, first, route.index), self._part(slots, route.size)
+            assessed.append((own, part, self._ops.assess(own, self.codes, part)))
+        counts = self._most(route, [change for *_, change in assessed])
+        for (slots, *_), (own, part, change), escaped in zip(runs, assessed, counts, strict=True):
+            most[slots[0]] = escaped
+            nbytes = TritSpec(self.codes.block).nbytes(part.blocks, escaped)
+            reads = [own.table, change.scales, change.escaped, change.order, change.count]
+            yield slots, self._lane.run(partial(self._publish, route, own, part, change, nbytes), reads)
+
+    def _most(self, route: Route, changes: Sequence[Change]) -> list[int]:
+        """Of each run: how many blocks escape on the rank that has most of them, which sizes all their messages.
+
+        The one time that a publish waits for the device; its runs wait together.
+        """
+        if not changes:
+            return []
+        counts = torch.cat([change.count for change in changes])
+        gathered = all_gather(route, counts.view(torch.uint8), self._counted).wait()
+        most: list[int] = gathered.contiguous().view(torch.int64).view(-1, len(changes)).amax(0).tolist()
+        return most
+
+    def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
+        handle = all_gather(route, self._ops.emit(own, self.codes, part, change, nbytes), self._counted)
+        return Handle(None, (), lambda: self._ops.apply(handle.wait(), self.codes, part, route.index))

@@ -1,0 +1,211 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Copies of parameters, sharded over a group: how one is gathered, and the secondary one of the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.all_gather import all_gather
+from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.pack import members, span_pieces
+from zero_topo.collectives.wire import Wire, wire_of
+from zero_topo.engine.shards import Layout
+from zero_topo.mesh import Mesh, Route
+from zero_topo.quant.spec import BlockSpec
+
+Capture = Callable[[int, Tensor], None]
+
+
+class Copy(NamedTuple):
+    """This rank's part of one copy of a parameter.
+
+    Attributes:
+        route: the ranks that store the whole copy between them.
+        data: rows ``[rows, width]`` of the parameter; or the packed buffer of such rows, which is sent as it is.
+        wire: the format in which it is sent.
+        packed: whether the data are a packed buffer, uint8.
+        block: each row within a packed buffer is padded to a multiple of so many elements.
+    """
+
+    route: Route
+    data: Tensor
+    wire: Wire
+    packed: bool = False
+    block: int = 1
+
+    def store(self, rows: Tensor) -> None:
+        """Replace the values by those of ``rows [rows, width]``."""
+        if self.packed:
+            self.wire.encode(span_pieces(rows, [(0, rows.shape[1])]), self.data)
+        else:
+            self.data.copy_(rows)
+
+    def unpack(self, buffers: Tensor, rows: Tensor) -> None:
+        """Write the values of all ranks' packed buffers to the parameter's rows ``[N, width]``."""
+        self.wire.decode(buffers, span_pieces(members(rows, self.route.size), [(0, rows.shape[1])], self.block))
+
+
+def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
+    """This rank's packed buffer of several copies, and where each begins in it (plus the end).
+
+    Rows are encoded by one launch each. Several parts are joined by one ``cat``, or none: rows alone are encoded
+    straight into the buffer.
+    """
+    sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
+    ends = list(accumulate(sizes, initial=0))
+    if any([copy.packed for copy in copies]):
+        parts = [c.data if c.packed else c.wire.encoded(span_pieces(c.data, [(0, c.data.shape[1])])) for c in copies]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), ends
+    buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
+    for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
+        copy.wire.encode(span_pieces(copy.data, [(0, copy.data.shape[1])]), buffer[begin:end])
+    return buffer, ends
+
+
+def gather(
+    copies: Sequence[Copy],
+    slots: Sequence[int],
+    layout: Layout,
+    like: Tensor,
+    counted: Counted,
+    capture: Capture | None = None,
+) -> Handle[list[Tensor]]:
+    """Gather whole parameters by one collective.
+
+    Args:
+        copies: of all parameters; those of ``slots`` have one route.
+        slots: parameters, in the same order on every rank.
+        layout: of all parameters.
+        like: a tensor of the dtype and device that the parameters shall have.
+        counted: meter and phase.
+        capture: called with each parameter and its rows ``[N, width]``.
+
+    Returns:
+        On ``wait``: one flat tensor ``[numel]`` per parameter.
+    """
+    chosen = [copies[slot] for slot in slots]
+
+    def whole(slot: int, buffers: Tensor) -> Tensor:
+        rows = like.new_empty(layout.plan.world_size, layout.widths[slot])
+        copies[slot].unpack(buffers, rows)
+        if capture is not None:
+            capture(slot, rows)
+        return layout.flat_of(rows, slot)
+
+    def local(slot: int) -> Tensor:
+        if copies[slot].packed:
+            return whole(slot, copies[slot].data[None, None])
+        return layout.flat_of(copies[slot].data.clone(), slot)  # the model may write to it, not to the shard
+
+    if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, nor rounded by a format
+        return Handle(None, (), lambda: [local(slot) for slot in slots])
+    buffer, ends = pack(chosen)
+    handle = all_gather(chosen[0].route, buffer, counted)
+
+    def finish() -> list[Tensor]:
+        buffers = handle.wait()
+        return [whole(slot, buffers[..., begin:end]) for slot, (begin, end) in zip(slots, pairwise(ends), strict=True)]
+
+    return Handle(None, (), finish)
+
+
+class Secondary:
+    """Copies from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
+
+    They are the primary or rows of it, which are always fresh; or quantized from these rows after each change (S a
+    multiple of W); or captured from forward gathers, which bring the parameters whole (S < W).
+
+    Args:
+        layout: of all parameters.
+        mesh: has the route ``(1, S)``.
+        shards: the primary, as forward gathers send it.
+        degree: ``S``; None is no copy of its own.
+        spec: the format; None is the dtype of the primary.
+
+    Attributes:
+        copies: by parameter.
+        tensors: their memory, besides the primary.
+        shared: which of it is bit-identical on all ranks that share it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        shards: Sequence[Copy],
+        degree: int | None,
+        spec: BlockSpec | None,
+    ) -> None:
+        self.copies = shards
+        self.tensors = self.shared = tuple[Tensor, ...]()
+        self._layout = layout
+        # How often the primary of each parameter changed, and the count of which its copy is. Both are written by the
+        # host when it queues the change or the copy; streams are ordered by the events of `Weights`.
+        self._versions = [0] * len(layout.numels)
+        self._stamps = [-1] * len(layout.numels)
+        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; none if it is captured.
+        self._cut: list[Tensor] = []
+        if degree is None:
+            return
+        route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
+        like = shards[0].data
+        wire = wire_of(shards[0].wire.quantizer, spec, like.dtype)
+        rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
+        if spec is None:
+            stored = like.new_zeros(layout.shape(degree)) if captured else like
+            rows = rows or [layout.slot(stored, slot) for slot in range(len(shards))]
+            self.copies = [Copy(route, part, wire) for part in rows]
+        else:
+            height, _ = layout.shape(degree)
+            ends = list(accumulate((spec.nbytes(height * width) for width in layout.widths), initial=0))
+            stored = torch.zeros(ends[-1], dtype=torch.uint8, device=like.device)
+            self.copies = [Copy(route, stored[begin:end], wire, packed=True) for begin, end in pairwise(ends)]
+            self._cut = rows
+        if captured or spec is not None:
+            self.tensors = (stored,)
+            self.shared = () if captured else self.tensors
+
+    def is_fresh(self, slot: int) -> bool:
+        """Whether a parameter's copy is of the present version of the weights.
+
+        Raises:
+            RuntimeError: if it is not, though it should have been refreshed.
+        """
+        fresh = not self.tensors or self._stamps[slot] == self._versions[slot]
+        if not fresh and self._cut:
+            raise RuntimeError(f"the secondary shard of slot {slot} was not refreshed after the last publish")
+        return fresh
+
+    def expire(self, slots: Sequence[int]) -> None:
+        """The primary shards of some parameters have changed: what was copied from them is stale."""
+        for slot in slots:
+            self._versions[slot] += 1
+
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Bring some parameters up to date with the primary, if that takes no collective."""
+        if self._cut:
+            for slot in slots:
+                self._store(slot, self._cut[slot])
+
+    def capturing(self, slots: Sequence[int]) -> Capture | None:
+        """For a forward gather that begins now: what to do with the rows ``[N, width]`` of each parameter."""
+        if not self.tensors or self._cut:
+            return None
+        begun = {slot: self._versions[slot] for slot in slots if not self.is_fresh(slot)}
+        degree = self.copies[0].route.hi
+
+        def capture(slot: int, rows: Tensor) -> None:
+            if begun.get(slot) == self._versions[slot]:  # else the weights changed while they were under way
+                self._store(slot, self._layout.subset(rows, 1, degree))
+
+        return capture
+
+    def _store(self, slot: int, rows: Tensor) -> None:
+        self.copies[slot].store(rows)
+        self._stamps[slot] = self._versions[slot]
