@@ -31,10 +31,6 @@ FOLDERS = (
     "unit/runtime/zero",
     "unit/v1/zero",
     "unit/checkpoint",
-    "unit/runtime/test_ds_config_dict.py",
-    "unit/runtime/test_ds_initialize.py",
-    "unit/runtime/test_multiple_models.py",
-    "unit/runtime/test_no_sync_ctxt.py",
 )
 FULL = {"weights": None, "secondary": None, "gradients": None}
 BLOCKS: dict[str, dict[str, Any] | None] = {
@@ -132,7 +128,8 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 def pytest_runtest_teardown(item: Any) -> None:
     """DeepSpeed's CPU collectives leave 66 MB a rank."""
-    _free_shared_memory(item.zero_topo_port)
+    if hasattr(item, "zero_topo_port"):  # else a fixture was missing
+        _free_shared_memory(item.zero_topo_port)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
