@@ -504,7 +504,7 @@ def step_range(config: ResolvedConfig, job: Job, rates: Rates) -> Range:
     shares = {what: (worst - best) / usual for what, (best, worst) in spans.items()}
     order = sorted(shares, key=lambda what: -shares[what])
     low, high = ends(unknown)
-    return Range(low, high, MappingProxyType({what: shares[what] for what in order}))
+    return Range(low, high, {what: shares[what] for what in order})
 
 
 def _seconds(config: ResolvedConfig, job: Job, rates: Rates, off: Sequence[str], sign: int) -> float:
