@@ -18,7 +18,7 @@ from __future__ import annotations
 import linecache
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -34,11 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.mesh import Hop
-from zero_topo.quant import code_reference, reference, registry
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant import code_reference, operators
+from zero_topo.quant.codes import Codes, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import Format, Reduce, Total
 
 MAIN = "main"
 Numbers = NDArray[np.int64]
@@ -156,6 +155,10 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "zero_topo" and func._opname in KERNELS:
+            name, booked = KERNELS[func._opname]
+            with self.call(name, *booked(*args)):
+                return func(*args)
         out = func(*args, **kwargs)
         if func.is_view:
             return out
@@ -311,7 +314,7 @@ def _of_pieces(pieces: Sequence[Piece], messages: Messages) -> list[Booking]:
 def _of_piece(piece: Piece, without: int | None) -> Places:
     shape, strides = (piece.members, piece.rows, piece.width), (piece.member_stride, piece.stride, 1)
     where = _elements(0, shape, strides)
-    where = where if without is None else np.delete(where, without, 0)
+    where = where if without in (None, -1) else np.delete(where, without, 0)
     return _bytes(where[where < piece.flat.numel()] + int(piece.flat.storage_offset()), piece.flat.element_size())
 
 
@@ -320,7 +323,7 @@ def _of_messages(messages: Messages) -> list[Booking]:
     where = _elements(int(table.storage_offset()), tuple(table.shape), table.stride())
     where = where.reshape(table.shape[0], messages.members, -1)
     for axis, without in ((0, messages.without_source), (1, messages.without_member)):
-        where = where if without is None else np.delete(where, without, axis)
+        where = where if without in (None, -1) else np.delete(where, without, axis)
     return [(table.untyped_storage(), _bytes(where, 1))]
 
 
@@ -332,6 +335,54 @@ def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     return codes.held.untyped_storage(), np.concatenate(where)
 
 
+# -- kernels whose schemas say less than what they touch; sparse ones touch all of their arguments ---------------------
+
+Accesses = tuple[list[Booking], list[Booking]]
+"""What is read, and what is written."""
+
+
+def _quantize(flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int) -> Accesses:
+    messages = Messages(table, None, without)
+    return _of_pieces(operators._pieces(flats, shapes, messages), messages), _of_messages(messages)
+
+
+def _reduce(table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object) -> Accesses:
+    messages = Messages(table, source, member)
+    return _of_messages(messages), _of_pieces(operators._pieces(flats, shapes, messages), messages)
+
+
+def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int, *how: object) -> Accesses:
+    return _of_messages(Messages(table, source)), _of_messages(Messages(out, None, member))
+
+
+def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
+    *held, scales, escaped = rest
+    return [_all_of(masters), _of_codes(*operators._coded(*held), own[1])], [_all_of(scales), _all_of(escaped)]
+
+
+def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
+    *held, scales, order, count, message = rest
+    codes = _of_codes(*operators._coded(*held), own[1])
+    return [*map(_all_of, (masters, scales, order, count)), codes], [codes, _all_of(message)]
+
+
+def _apply(table: Tensor, without: int, *held: Any) -> Accesses:
+    messages = Messages(table, None, without)
+    codes = [_of_codes(*operators._coded(*held), member) for member in messages.kept()]
+    return [*_of_messages(messages), *codes], codes
+
+
+KERNELS: Mapping[str, tuple[str, Callable[..., Accesses]]] = MappingProxyType(
+    {
+        "quantize": ("encode", _quantize),
+        "dequantize_reduce": ("decode", _reduce),
+        "requantize": ("recode", _requantize),
+        "codes_assess": ("assess", _assess),
+        "codes_emit": ("emit", _emit),
+        "codes_apply": ("apply", _apply),
+    }
+)
+
 # -- in place of the accelerator -----------------------------------------------------------------------------------
 
 
@@ -341,50 +392,6 @@ class _Torch:
     def __init__(self, device: Device) -> None:
         self.accelerator = device
         self.Stream = lambda _: device.stream()
-
-
-class _Kernels:
-    """The reference, each call of which is one operation; sparse operations are those that it makes."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
-
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
-        """See the reference."""
-        with self._device.call("encode", _of_pieces(pieces, out), _of_messages(out)):
-            reference.quantize(pieces, spec, out)
-
-    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
-        """See the reference."""
-        with self._device.call("decode", _of_messages(messages), _of_pieces(pieces, messages)):
-            reference.dequantize_reduce(messages, spec, pieces, reduce)
-
-    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
-        """See the reference."""
-        with self._device.call("recode", _of_messages(messages), _of_messages(out)):
-            reference.requantize(messages, source, spec, out, total)
-
-    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-        """See the reference."""
-        reads = [_all_of(masters.table), _of_codes(codes, part, masters.member)]
-        with self._device.call("assess", reads, [_all_of(scales), _all_of(escaped)]):
-            reference.codes_assess(masters, codes, part, scales, escaped)
-
-    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-        """See the reference."""
-        reads = [_all_of(x) for x in (masters.table, change.scales, change.order, change.count)]
-        held = _of_codes(codes, part, masters.member)
-        with self._device.call("emit", [*reads, held], [held, _all_of(message)]):
-            reference.codes_emit(masters, codes, part, change, message)
-
-    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
-        """See the reference."""
-        held = [_of_codes(codes, part, member) for member in messages.kept()]
-        with self._device.call("apply", [*_of_messages(messages), *held], held):
-            reference.codes_apply(messages, codes, part)
 
 
 class _Collectives:
@@ -432,7 +439,6 @@ def symbolic_device() -> Iterator[Device]:
         patch("zero_topo.collectives.peers.to_each", collectives.to_each),
         patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
         patch("zero_topo.collectives.peers.to_all_uneven", lambda h, x, n: collectives.to_each_uneven(h, x, n, n)),
-        patch.object(registry, "BACKENDS", MappingProxyType({"reference": lambda _: _Kernels(device)})),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,
     ):

@@ -25,7 +25,7 @@ from zero_topo import AdamS
 from zero_topo.collectives import peers
 from zero_topo.collectives.handle import Handle
 from zero_topo.mesh import Hop
-from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant import sparse_ops
 from zero_topo.sync import picks
 
 _VIEWS = (
@@ -92,7 +92,7 @@ class Queued(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and count it."""
         name = func._schema.name.removeprefix("aten::")
-        if name not in VIEWS:
+        if name not in VIEWS and func.namespace == "aten":
             self.calls[name] += 1
         by_mask = name in ("index", "index_put_") and any(x is not None and x.dtype == torch.bool for x in args[1])
         unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
@@ -104,7 +104,7 @@ class Queued(TorchDispatchMode):
     def counting(self) -> Iterator[None]:
         """Also lists made of tensors, and calls of the kernels."""
 
-        def counted(owner: type, name: str, counter: Counter[str]) -> Any:
+        def counted(owner: Any, name: str, counter: Counter[str]) -> Any:
             call = getattr(owner, name)
 
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ class Queued(TorchDispatchMode):
 
             return patch.object(owner, name, wrapped)
 
-        with self, counted(Tensor, "tolist", self.waits), counted(SparseOps, "sketch", self.calls):
+        with self, counted(Tensor, "tolist", self.waits), counted(sparse_ops, "sketch", self.calls):
             yield
 
 

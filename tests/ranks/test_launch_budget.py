@@ -142,7 +142,7 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
     def launched(nodes: int) -> list[int]:
         found = Launches()
         shapes = Shapes(tuple(numels(8 * nodes, 64)), (2,) * PARAMS, (False,) * PARAMS)
-        with fake_world(8 * nodes), found.kernels():
+        with fake_world(8 * nodes):
             setup = replace(bare_setup(shapes.numels, torch.bfloat16), frozen=shapes)
             engine = Stage3(on(SCHEMES[name], nodes), setup)
             engine.restart()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
 from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.pack import merged, span_pieces
+from zero_topo.collectives.wire import Wire
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.quant import reference
-from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.messages import to_members
 from zero_topo.quant.pieces import Piece, piece_of, read_all
-from zero_topo.quant.spec import BlockSpec, Format, Reduce
+from zero_topo.quant.spec import BlockSpec, Reduce
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -193,21 +192,16 @@ def test_overlap_changes_no_bit(setting: str) -> None:
     assert_changes_nothing(world(block(setting)), rank_main)
 
 
-class Coarse:
-    """A backend of two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
+class Coarse(Wire):
+    """Two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
 
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+    def encode(self, pieces: Sequence[Piece], messages: Tensor | None = None, without: int | None = None) -> Tensor:
         x = read_all(pieces)
-        if isinstance(spec, BlockSpec):
-            blocks = pad(x, (0, -x.shape[1] % spec.block_size)).unflatten(1, (-1, spec.block_size))
+        if isinstance(self.spec, BlockSpec):
+            blocks = pad(x, (0, -x.shape[1] % self.spec.block_size)).unflatten(1, (-1, self.spec.block_size))
             top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
             x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
-        whole = piece_of(x[:, None])
-        assert whole is not None
-        reference.quantize([whole], spec, out)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
+        return super().encode([piece_of(x[:, None])], messages, without)
 
 
 def test_two_bits_need_error_feedback() -> None:
@@ -218,7 +212,7 @@ def test_two_bits_need_error_feedback() -> None:
 
         def rank_main(rank: int, w: World = w) -> float:
             engine = w.engine()
-            mode(engine).wire = replace(mode(engine).wire, quantizer=Quantizer("coarse", Coarse()))
+            mode(engine).wire = Coarse(mode(engine).wire.spec)
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):

@@ -53,7 +53,7 @@ def all_gather_pieces(route: Route, pieces: Sequence[Piece], wire: Wire, counted
         wire: the format.
         counted: meter and phase.
     """
-    message = wire.encoded([piece.member(route.index) for piece in pieces])
+    message = wire.encode([piece.member(route.index) for piece in pieces])
     return spread(route, message, pieces, wire, counted)
 
 

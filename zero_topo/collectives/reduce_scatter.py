@@ -9,7 +9,7 @@ a ring does, and the same code serves INT4, INT8, 16-bit and FP32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
         Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
     """
     if route.size == 1:
-        exact = replace(wire, spec=Cast("fp32"))
-        exact.decode(exact.encoded(parts), sums.pieces, sums.reduce)
+        exact = Wire(Cast("fp32"))
+        exact.decode(exact.encode(parts), sums.pieces, sums.reduce)
         return Handle(None, (), lambda: None)
     pieces = at_blocks(sums.pieces, wire.block)
     first, numel = route.hops[0], total_numel(pieces)

@@ -41,16 +41,16 @@ from zero_topo.engine.shards import Layout
 from zero_topo.engine.sources import Coded, Rows
 from zero_topo.engine.weights import WeightOptions, Weights, recorded_event
 from zero_topo.mesh import Mesh, Route
-from zero_topo.quant.code_ops import Change, CodeOps, Codes, Masters, Part
+from zero_topo.quant import code_ops
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.quant.trits import TritSpec
 
 
 @dataclass(frozen=True)
 class CodeOptions:
-    """Operations on codes, values of a block, which slots have codes, and where publish runs."""
+    """Values of a block, which slots have codes, and where publish runs."""
 
-    ops: CodeOps
     block: int
     coded: Sequence[bool]
     lane: Lane
@@ -60,7 +60,6 @@ class CodeStore:
     """The codes of some slots of a layout; these are counted by themselves, from 0.
 
     Attributes:
-        ops: the operations.
         codes: of the rank's weight shard, ``[N / W]`` rows of each slot.
         rows: ``N / W``.
         padded_numels: elements of each slot with its padding, over the whole world.
@@ -71,7 +70,6 @@ class CodeStore:
     def __init__(self, layout: Layout, options: CodeOptions, device: torch.device) -> None:
         slots = [i for i, coded in enumerate(options.coded) if coded]
         spans = [(layout.begins[i], layout.widths[i]) for i in slots]
-        self.ops = options.ops
         self.rows = layout.plan.world_size // layout.plan.weights
         self.codes = Codes.build(spans, self.rows, options.block, device)
         self.padded_numels = tuple(layout.padded_numels[i] for i in slots)
@@ -112,8 +110,8 @@ class CodeStore:
         """
         self.codes.held[slice(*self.messages[place])] = 0
         masters, part = Masters(rows, first, 0), Part(*self.columns(range(place, place + 1)), self.rows, 1)
-        change = self.ops.assess(masters, self.codes, part)
-        self.ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
+        change = code_ops.assess(masters, self.codes, part)
+        code_ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
 
 
 class CodePublisher(Publication):
@@ -141,7 +139,7 @@ class CodePublisher(Publication):
             assert run.masters is not None
             own = Masters(run.masters, run.first, self._route.index)
             part = Part(*store.columns(run.slots), store.rows // members, members)
-            assessed.append((own, part, store.ops.assess(own, store.codes, part)))
+            assessed.append((own, part, code_ops.assess(own, store.codes, part)))
         most = self._most([change for *_, change in assessed])
         for run, (own, part, change), escaped in zip(runs, assessed, most, strict=True):
             self.most[run.slots[0]] = escaped
@@ -161,8 +159,8 @@ class CodePublisher(Publication):
 
     def _publish(self, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
         store, without = self._store, self._route.index
-        handle = all_gather(self._route, store.ops.emit(own, store.codes, part, change, nbytes), self._counted)
-        return Handle(None, (), lambda: store.ops.apply(handle.wait(), store.codes, part, without))
+        handle = all_gather(self._route, code_ops.emit(own, store.codes, part, change, nbytes), self._counted)
+        return Handle(None, (), lambda: code_ops.apply(handle.wait(), store.codes, part, without))
 
 
 class ResidentWeights:
@@ -203,7 +201,7 @@ class ResidentWeights:
         self._store = CodeStore(layout, codes, like.device)
         wire = replace(options.publish, spec=BlockSpec(8, codes.block))
         self._source = Coded(self._plain.rows, self._store.codes, wire, places, self._store.messages)
-        exact = wire_of(wire.quantizer, None, like.dtype)
+        exact = wire_of(None, like.dtype)
         self._exact = Rows(layout, mesh.route(1, plan.optimizer), self.own, exact)
         routes = (plan.weights, plan.optimizer), (plan.weights, plan.world_size)
         self._publisher, self._starter = (

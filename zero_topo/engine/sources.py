@@ -15,7 +15,7 @@ from zero_topo.collectives.pack import members, span_pieces
 from zero_topo.collectives.wire import Wire
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
-from zero_topo.quant.code_ops import Codes
+from zero_topo.quant.codes import Codes
 
 
 class Source(Protocol):

@@ -35,8 +35,8 @@ from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import WeightOptions, Weights
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
+from zero_topo.quant.operators import select
 from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.registry import code_ops, select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
@@ -151,7 +151,7 @@ class Stage3:
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
         self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
-        self.quantizer = select_quantizer(setup.like.device)
+        select(setup.like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, setup.accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, setup.like.dtype)
         self._lane = Lane(setup.like.device, config.overlap, ahead=1)
@@ -173,13 +173,13 @@ class Stage3:
 
     def _build_weights(self, layout: Layout, dims: Sequence[int], persistent: Sequence[bool]) -> Shards:
         config, setup, spec = self.config, self.setup, self.config.resident_spec
-        publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
+        publish = wire_of(config.publish.spec, self.publish_dtype)
         formats = config.weights_spec, config.secondary_spec, publish
         options = WeightOptions(*formats, setup.bucket_numel, self._gathering)
         if spec is None:
             return Weights(layout, self.mesh, self.meter, options, setup.like, self._lane)
         coded = coded_slots(layout.plan, layout.numels, dims, persistent, spec.block_size)
-        codes = CodeOptions(code_ops(self.quantizer, setup.like.device), spec.block_size, coded, self._lane)
+        codes = CodeOptions(spec.block_size, coded, self._lane)
         return ResidentWeights(layout, self.mesh, self.meter, options, setup.like, codes)
 
     def _build_gradients(self) -> Gradients:
@@ -189,11 +189,9 @@ class Stage3:
             plan=config.plan,
             mesh=self.mesh,
             meter=self.meter,
-            quantizer=self.quantizer,
             dtype=self.sync_dtype,
             shard=setup.like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
             loss_scaled=setup.like.dtype == torch.float16,
-            sparse=sparse_ops(self.quantizer, setup.like.device),
             moments=setup.moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=tuple(
@@ -202,7 +200,7 @@ class Stage3:
             ),
         )
         options = GradientOptions(
-            wire=wire_of(self.quantizer, config.gradients_spec, setup.scatter_dtype),
+            wire=wire_of(config.gradients_spec, setup.scatter_dtype),
             run_numel=self.run_numel,
             loss_scale=setup.loss_scale,
         )

@@ -83,10 +83,9 @@ class Weights:
         publish = PublishOptions(options.publish, options.run_numel)
         self._publisher = Publisher(layout, mesh, self.primary, publish, meter, lane)
         self._updated: torch.Event | None = None
-        quantizer = options.publish.quantizer
-        exact = wire_of(quantizer, None, self.primary.dtype)
+        exact = wire_of(None, self.primary.dtype)
         self.exact = Rows(layout, mesh.route(1, plan.weights), self.primary, exact)
-        self.rows = replace(self.exact, wire=wire_of(quantizer, options.primary, self.primary.dtype))
+        self.rows = replace(self.exact, wire=wire_of(options.primary, self.primary.dtype))
         self.secondary = build_secondary(mesh, self.rows, options.secondary)
         same = plan.secondary == plan.weights and self.secondary.source.wire == self.rows.wire
         self._forward: Source = self.secondary.source if same else self.rows

@@ -116,7 +116,7 @@ class Crossing(SyncMode):
 
 def exact(context: SyncContext) -> Wire:
     """The format of values that nothing is taken from: FP32."""
-    return wire_of(context.quantizer, None, torch.float32)
+    return wire_of(None, torch.float32)
 
 
 def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], route: Route, wire: Wire) -> None:

@@ -94,7 +94,7 @@ class Scape(Masked[ScapeState]):
             parts, count = self.shares(density, 1)
             return largest_of_each(score, *parts), count
         count = share(density, self._columns)
-        chosen = largest(score, count, self.ops).indices
+        chosen = largest(score, count).indices
         return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
