@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.mesh import Hop
+from zero_topo.collectives.transport import Group
 from zero_topo.quant import code_reference, operators
 from zero_topo.quant.codes import Codes, Part
 from zero_topo.quant.messages import Messages
@@ -394,31 +394,31 @@ class _Torch:
         self.Stream = lambda _: device.stream()
 
 
-class _Collectives:
-    """In place of ``collectives/exchange.py``: they bring what was sent, each on a stream of its communicator."""
+class _Symbolic(Group):
+    """Brings what was sent, each exchange on a stream of its communicator."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    device: Device
 
-    def to_all(self, hop: Hop, message: Tensor) -> Handle[Tensor]:
-        """See there."""
-        received = torch.empty(hop.size, message.numel(), dtype=message.dtype)
-        return self._queued(hop, message, received, lambda: received.copy_(message.expand(hop.size, -1)))
+    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
+        received = torch.empty(self.size, message.numel(), dtype=message.dtype)
+        return self._queued(message, received, lambda: received.copy_(message.expand(self.size, -1)))
 
-    def to_each(self, hop: Hop, table: Tensor) -> Handle[Tensor]:
-        """See there."""
+    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         received = torch.empty_like(table)
-        return self._queued(hop, table, received, lambda: received.copy_(table))
+        return self._queued(table, received, lambda: received.copy_(table))
 
-    def to_each_uneven(self, hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """See there; it brings zeros."""
+    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        """Brings zeros."""
         received = rows.new_empty(sum(expected), rows.shape[1])
-        return self._queued(hop, rows, received, received.zero_)
+        return self._queued(rows, received, received.zero_)
 
-    def _queued(self, hop: Hop, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
-        transport = self._device.stream(f"nccl {hop.lo}-{hop.hi}")
-        transport.wait_stream(self._device.current_stream())
-        with transport, self._device.call("exchange", [_all_of(sent)], [_all_of(received)]):
+    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        return self._all_to_all_uneven(rows, sizes, sizes)
+
+    def _queued(self, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
+        transport = self.device.stream(f"nccl {self.lo}-{self.hi}")
+        transport.wait_stream(self.device.current_stream())
+        with transport, self.device.call("exchange", [_all_of(sent)], [_all_of(received)]):
             move()
         return Handle(transport.record_event(), (sent, received), lambda: received)
 
@@ -427,7 +427,7 @@ class _Collectives:
 def symbolic_device() -> Iterator[Device]:
     """Lanes, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
-    collectives = _Collectives(device)
+    groups = type("Symbolic", (_Symbolic,), {"device": device})
     with (
         patch("zero_topo.collectives.lane.torch", _Torch(device)),
         patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
@@ -435,10 +435,7 @@ def symbolic_device() -> Iterator[Device]:
         patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
         patch("zero_topo.engine.resident.recorded_event", lambda _: device.current_stream().record_event()),
-        patch("zero_topo.collectives.peers.to_all", collectives.to_all),
-        patch("zero_topo.collectives.peers.to_each", collectives.to_each),
-        patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
-        patch("zero_topo.collectives.peers.to_all_uneven", lambda h, x, n: collectives.to_each_uneven(h, x, n, n)),
+        patch("zero_topo.collectives.transport.transport", lambda: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,
     ):

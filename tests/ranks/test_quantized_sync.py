@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
-from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.pack import merged, span_pieces
+from zero_topo.collectives.transport import Torch
 from zero_topo.collectives.wire import Wire
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
@@ -70,7 +70,7 @@ def train(
 
 def debts(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
     """The members to which a rank owes something, and what."""
-    across = mode(engine).across
+    across = mode(engine).peers
     others = [member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank]
     return list(zip(others, residual(engine), strict=True))
 
@@ -148,16 +148,18 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     w, spec = world({**block(), "overlap": False}), BlockSpec(4, 64)
     sent: dict[int, list[Tensor]] = defaultdict(list)
 
-    def noted(hop: Any, send: Tensor) -> Any:
+    all_to_all = Torch._all_to_all
+
+    def noted(group: Torch, send: Tensor) -> Any:
         if send.dim() == 2:  # sync's; the scatter's are [members, destinations, bytes]
             sent[torch.distributed.get_rank()].append(send.clone())
-        return to_each(hop, send)
+        return all_to_all(group, send)
 
-    monkeypatch.setattr("zero_topo.collectives.peers.to_each", noted)
+    monkeypatch.setattr(Torch, "_all_to_all", noted)
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor, Any]:
         engine, _ = train(w, rank, 4)
-        plan, other = w.config.plan, 1 - mode(engine).across.index
+        plan, other = w.config.plan, 1 - mode(engine).peers.index
         (owner,) = (member for member, _ in debts(w, rank, engine))
         domain = [(step, one) for step in range(4) for one in plan.group(rank, 1, plan.gradients)]
         given = torch.stack([w.own_columns(owner, w.grads(one, step)) for step, one in domain]).sum(0) / w.size

@@ -129,6 +129,7 @@ def _define() -> None:
         torch.library.register_fake(f"zero_topo::{_name(schema)}", fake, lib=_LIBRARY)
     for name, kernel in kernels_of(reference).items():
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # gradients do not flow through operators
 
 
 def _nothing(*arguments: Any) -> None:

@@ -61,7 +61,7 @@ def dequantize(
     Raises:
         ValueError: if a message does not hold as many values of this format as there is room for.
     """
-    return _reduced(messages[(None,) * (4 - messages.dim())], spec, out, reduce, (None, without))
+    return _reduced(messages[(None,) * (4 - messages.dim())], spec, out, reduce, None, without)
 
 
 def dequantize_reduce(
@@ -79,7 +79,7 @@ def dequantize_reduce(
     Raises:
         ValueError: for no message, or one of the wrong size.
     """
-    return _reduced(from_sources(messages).table, spec, out, reduce, (without, None))
+    return _reduced(from_sources(messages).table, spec, out, reduce, without, None)
 
 
 def requantize(messages: Tensor, source: Format, spec: Format, out: Tensor, total: Total) -> Tensor:
@@ -108,14 +108,14 @@ def requantize(messages: Tensor, source: Format, spec: Format, out: Tensor, tota
 
 
 def _reduced(
-    table: Tensor, spec: Format, out: Target, reduce: Reduce, without: tuple[int | None, int | None]
+    table: Tensor, spec: Format, out: Target, reduce: Reduce, source: int | None, member: int | None
 ) -> Target:
     flats, shapes, members, numel = described(out)
-    source, member = (-1 if index is None else index for index in without)
-    _check(table, spec, numel, spec.nbytes(numel), members, source)
+    without_source, without_member = -1 if source is None else source, -1 if member is None else member
+    _check(table, spec, numel, spec.nbytes(numel), members, without_source)
     if numel and members:
         arguments = flats, shapes, reduce.factor, reduce.accumulate
-        OPS.dequantize_reduce.default(table, source, member, spec.code, *arguments)
+        OPS.dequantize_reduce.default(table, without_source, without_member, spec.code, *arguments)
     return out
 
 

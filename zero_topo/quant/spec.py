@@ -70,7 +70,8 @@ class BlockSpec:
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
         blocks = -(-numel // self.block_size)
-        return padded(blocks * self.block_size * self.bits // 8) + padded(blocks * SCALE_BYTES)
+        values, scales = blocks * self.block_size * self.bits // 8, blocks * SCALE_BYTES
+        return ALIGNMENT * (-(-values // ALIGNMENT) + -(-scales // ALIGNMENT))
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block_size}"
