@@ -3,8 +3,7 @@
 
 Note [What is a launch]
     An ATen operation that is neither a view nor an allocation, a call of a backend's kernel, a collective: each is
-    queued on a device by itself. Where the reference stands in for kernels, what it does inside a call is not counted;
-    what a backend of kernels does around them is.
+    queued on a device by itself. What a kernel does inside is not counted.
 
 Note [What is a host sync]
     An operation whose result, or the size of it, the host must know before it goes on; or a tensor made of Python's
@@ -15,19 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from zero_topo.quant import registry
 
 FREE = frozenset(
     ("empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_")
@@ -113,7 +108,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Launches(Allocations):
-    """Counts by phase; see the notes above. Engines whose kernels are to be counted are built within :meth:`kernels`.
+    """Counts by phase; see the notes above.
 
     Attributes:
         phases: name -> what was counted in it.
@@ -131,6 +126,8 @@ class Launches(Allocations):
             space, _, name = func._schema.name.partition("::")
             if space == "c10d":
                 self._now.collectives += 1
+            elif space == "zero_topo":
+                self._now.kernels += 1
             elif not func.is_view and name not in FREE:
                 self._now.operations += 1
             self._now.syncs += name in SYNCS or (name in MASKED and _by_mask(args[1]))
@@ -155,30 +152,6 @@ class Launches(Allocations):
             self._now.peak_bytes = max(self._now.peak_bytes, self.peak - before)
             self._now = None
 
-    @contextmanager
-    def kernels(self) -> Iterator[None]:
-        """Backends of quantization that are chosen inside tell this of their calls, then and later."""
-
-        def watched(name: str, load: Callable[[torch.device], Any]) -> Callable[[torch.device], Any]:
-            return lambda device: _Watched(load(device), self, inside=name == "native")
-
-        backends = {name: watched(name, load) for name, load in registry.BACKENDS.items()}
-        with patch.object(registry, "BACKENDS", MappingProxyType(backends)):
-            yield
-
-    @contextmanager
-    def called(self, inside: bool) -> Iterator[None]:
-        """Around a backend's call; without ``inside``, what it does is not counted."""
-        now = self._now
-        if now is not None:
-            now.kernels += 1
-        self._now = now if inside else None
-        try:
-            with nullcontext() if inside else torch.utils._python_dispatch._disable_current_modes():
-                yield
-        finally:
-            self._now = now
-
 
 class _HostReads(TorchFunctionMode):
     def __init__(self, counts: Counts) -> None:
@@ -188,20 +161,6 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self._counts.syncs += func in HOST_READS
         return func(*args, **(kwargs or {}))
-
-
-class _Watched:
-    """A backend whose calls are counted."""
-
-    def __init__(self, backend: Any, launches: Launches, inside: bool) -> None:
-        self._backend, self._launches, self._inside = backend, launches, inside
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._launches.called(self._inside):
-                return getattr(self._backend, name)(*args, **kwargs)
-
-        return call
 
 
 def _by_mask(indices: Sequence[Tensor | None]) -> bool:

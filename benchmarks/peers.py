@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.registry import BACKENDS
+from zero_topo.quant import ops
+from zero_topo.quant.operators import use
 from zero_topo.quant.spec import BlockSpec
 
 ROW = 256
@@ -31,13 +31,17 @@ COMPILER = ("g++", "-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel: its name, how to run it once on buffers of its own, the bytes it reads and writes, its format."""
+    """One kernel: its name, how to run it once on buffers of its own, the bytes it reads and writes, its format.
+
+    What ``prepare`` does before each run is not timed.
+    """
 
     name: str
     call: Callable[[], object]
     traffic: int
     bits: int = 8
     block_size: int = ROW
+    prepare: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,9 @@ def _loops(library: ctypes.CDLL, how: str, x: Tensor) -> list[Op]:
 
 
 def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
-    reference = Quantizer("reference", BACKENDS["reference"](x.device))
+    use("reference", x.device)
     parts = x[: len(x) // (SOURCES * spec.block_size) * SOURCES * spec.block_size].chunk(SOURCES)
-    messages = torch.stack([reference.quantize(part, spec) for part in parts])
+    messages = torch.stack([ops.quantize(part, spec) for part in parts])
     out, expected = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
     pointers = (ctypes.c_void_p * SOURCES)(*(message.data_ptr() for message in messages))
     numel = out.numel()
@@ -168,7 +172,7 @@ def _loop(function: Any, x: Tensor, spec: BlockSpec) -> Op:
         return function(job, ctypes.c_void_p(out.data_ptr()))
 
     call()
-    reference.dequantize_reduce(messages, spec, expected)
+    ops.dequantize_reduce(messages, spec, expected)
     if not torch.equal(out, expected):
         raise ValueError("the plain loop does not compute what the reference does")
     traffic = messages.nbytes + out.nbytes

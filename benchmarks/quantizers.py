@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from benchmarks.peers import ROW, SOURCES, Op, keep_freed_memory, peers
 from benchmarks.records import GrowingRecord, Spread, Tick, record
-from zero_topo.collectives.wire import DTYPES
-from zero_topo.quant.code_ops import Codes, Masters, Part
-from zero_topo.quant.ops import BackendUnavailable, Quantizer
-from zero_topo.quant.registry import BACKENDS, code_ops
+from zero_topo.quant import code_ops, ops
+from zero_topo.quant.codes import Codes, Masters, Part
+from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
+from zero_topo.quant.pieces import DTYPES
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.quant.trits import TritSpec
 from zero_topo.units import GB
@@ -98,16 +98,16 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
     before = torch.get_num_threads()
     keep_freed_memory()
     device = torch.device(settings.device)
-    quantizers, others = _quantizers(device, skipped), list(peers(device, skipped))
+    backends, others = _backends(device, skipped), list(peers(device, skipped))
     name = torch.cuda.get_device_name() if settings.device == "cuda" else None
     for dtype, count in settings.rounds():
         torch.set_num_threads(count)
+        use(backends[0], device)
         x = _values(settings.nbytes, DTYPES[dtype], device)
         alien = [(peer.name, op) for peer in others for op in peer.prepare(x)]
         for spec in [BlockSpec(bits, block) for bits in settings.bits for block in settings.block_sizes]:
-            kernels = [(quantizer.name, op) for quantizer in quantizers for op in _ops(quantizer, spec, x)]
-            if spec.bits == 8 and dtype == "fp32":
-                kernels += [(quantizer.name, op) for quantizer in quantizers for op in _code_ops(quantizer, spec, x)]
+            own = [*_ops(spec, x), *(_code_ops(spec, x) if spec.bits == 8 and dtype == "fp32" else ())]
+            kernels = [(name, replace(op, prepare=partial(use, name, device))) for name in backends for op in own]
             kernels += [(peer, op) for peer, op in alien if (op.bits, op.block_size) == (spec.bits, spec.block_size)]
             timed = _timed([op for _, op in kernels], settings)
             for (backend, op), result in zip(kernels, timed, strict=True):
@@ -117,11 +117,12 @@ def run(settings: Settings, tick: Tick) -> GrowingRecord:
         yield record("quantizers", settings.to_json(), {"device": name, "results": results, "skipped": skipped})
 
 
-def _quantizers(device: torch.device, skipped: dict[str, str]) -> list[Quantizer]:
+def _backends(device: torch.device, skipped: dict[str, str]) -> list[str]:
     found = []
     for name, load in BACKENDS.items():
         try:
-            found.append(Quantizer(name, load(device)))
+            load(device)
+            found.append(name)
         except BackendUnavailable as reason:
             skipped[name] = str(reason)
     return found
@@ -133,36 +134,35 @@ def _values(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=generator).to(dtype).to(device)
 
 
-def _ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
-    message = quantizer.quantize(x, spec)
+def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
+    message = ops.quantize(x, spec)
     back = torch.zeros_like(x)
-    messages = quantizer.quantize(x.view(SOURCES, 1, -1), spec)
+    messages = ops.quantize(x.view(SOURCES, 1, -1), spec)
     total = torch.zeros_like(x[: x.numel() // SOURCES])
     both = x.nbytes + message.nbytes
     reduced = messages.nbytes + total.nbytes
     kind = spec.bits, spec.block_size
     return [
-        Op("quantize", lambda: quantizer.quantize(x, spec, message), both, *kind),
-        Op("dequantize", lambda: quantizer.dequantize(message, spec, back), both, *kind),
-        Op("dequantize_reduce", lambda: quantizer.dequantize_reduce(messages, spec, total), reduced, *kind),
+        Op("quantize", lambda: ops.quantize(x, spec, message), both, *kind),
+        Op("dequantize", lambda: ops.dequantize(message, spec, back), both, *kind),
+        Op("dequantize_reduce", lambda: ops.dequantize_reduce(messages, spec, total), reduced, *kind),
     ]
 
 
-def _code_ops(quantizer: Quantizer, spec: BlockSpec, x: Tensor) -> list[Op]:
+def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     """Weights held as codes, whose masters have moved so little that no block escapes."""
-    ops = code_ops(quantizer, x.device)
     codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
     part = Part(0, len(codes.slot_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
     size = TritSpec(spec.block_size).nbytes(part.blocks, part.blocks)
-    ops.emit(before, codes, part, ops.assess(before, codes, part), size)
-    change = ops.assess(now, codes, part)
-    message = ops.emit(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
+    code_ops.emit(before, codes, part, code_ops.assess(before, codes, part), size)
+    change = code_ops.assess(now, codes, part)
+    message = code_ops.emit(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
     kind = spec.bits, spec.block_size
     return [
-        Op("assess", lambda: ops.assess(now, codes, part), 5 * x.numel(), *kind),
-        Op("emit", lambda: ops.emit(now, codes, part, change, len(message)), 6 * x.numel() + len(message), *kind),
-        Op("apply", lambda: ops.apply(message[None, None], codes, part, -1), 2 * x.numel() + len(message), *kind),
+        Op("assess", lambda: code_ops.assess(now, codes, part), 5 * x.numel(), *kind),
+        Op("emit", lambda: code_ops.emit(now, codes, part, change, len(message)), 6 * x.numel() + len(message), *kind),
+        Op("apply", lambda: code_ops.apply(message[None, None], codes, part, -1), 2 * x.numel() + len(message), *kind),
     ]
 
 
@@ -178,6 +178,7 @@ def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:
     copies: list[list[float]] = [[] for _ in ops]
     for turn in range(-1, settings.repeats):
         for op, times, copied in zip(ops, own, copies, strict=True):
+            op.prepare()
             begin = next(place)
             end = begin + op.traffic // 2
             took = clock.time(op.call), clock.time(partial(target[begin:end].copy_, source[begin:end]))

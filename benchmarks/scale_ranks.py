@@ -22,7 +22,7 @@ import zero_topo
 from benchmarks.control import Control
 from benchmarks.counting import Counts, Launches
 from zero_topo.examples.process import behave, leave
-from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.operators import select
 
 WIDTH, WARM_UP = 64, 3
 Step = Mapping[str, Callable[[], Any]]
@@ -30,7 +30,7 @@ Step = Mapping[str, Callable[[], Any]]
 
 def prepare() -> None:
     """Load the kernels once for all ranks."""
-    select_quantizer(torch.device("cpu"))
+    select(torch.device("cpu"))
 
 
 def measure_all(settings: dict[str, Any], control: Control) -> None:
@@ -45,8 +45,7 @@ def measure_all(settings: dict[str, Any], control: Control) -> None:
 def measure(params: int, job: dict[str, Any]) -> dict[str, Any]:
     """Launches and host syncs of a step by pass, beyond those of plain PyTorch, and these."""
     launches = Launches()
-    with launches.kernels():
-        engine, *_ = zero_topo.initialize(model=_model(params), config=config(job["block"], params))
+    engine, *_ = zero_topo.initialize(model=_model(params), config=config(job["block"], params))
     plain, added = _counted(Launches(), _plain_step(_model(params))), _counted(launches, _engine_step(engine))
     engine.destroy()
     differences = {

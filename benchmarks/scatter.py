@@ -26,8 +26,9 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import BYTES
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.plan import Plan
+from zero_topo.quant import ops
+from zero_topo.quant.operators import select
 from zero_topo.quant.pieces import Piece, at_blocks
-from zero_topo.quant.registry import select_quantizer
 from zero_topo.quant.spec import BlockSpec, Cast, Format
 
 INT4, BF16 = BlockSpec(4), Cast("bf16")
@@ -120,9 +121,9 @@ def losses(grads: Mapping[str, Tensor], came: Mapping[str, Tensor]) -> dict[str,
 
 def through(read: Sequence[Piece], written: Sequence[Piece], spec: Format, block: int) -> int:
     """Encode pieces and decode them into others; bytes of a message."""
-    quantizer = select_quantizer(torch.device("cpu"))
-    messages = quantizer.quantize(at_blocks(read, block), spec)
-    quantizer.dequantize(messages, spec, at_blocks(written, block))
+    select(torch.device("cpu"))
+    messages = ops.quantize(at_blocks(read, block), spec)
+    ops.dequantize(messages, spec, at_blocks(written, block))
     return messages.shape[1]
 
 

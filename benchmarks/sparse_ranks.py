@@ -22,7 +22,7 @@ from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
-from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.operators import select
 from zero_topo.sync import Moment
 from zero_topo.sync.picks import share
 from zero_topo.sync.sparse import Sparse
@@ -37,7 +37,7 @@ Source = Callable[[int], list[Tensor]]
 
 def prepare() -> None:
     """Load the kernels once for all ranks."""
-    select_quantizer(torch.device("cpu"))
+    select(torch.device("cpu"))
 
 
 def measure_all(settings: dict[str, Any], control: Control) -> None:

@@ -36,7 +36,7 @@ from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.examples.process import behave, leave
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
-from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant.operators import select
 
 COMPUTE_REPEATS = 3
 EVALUATION_BATCHES = 8
@@ -46,7 +46,7 @@ def prepare() -> None:
     """Import and compile, once for all ranks, what each would otherwise import or wait for with its first engine."""
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # torch's compiler with it
     torch.optim.AdamW([torch.zeros(1)])
-    select_quantizer(torch.device("cpu"))
+    select(torch.device("cpu"))
     get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
 
 

@@ -1,16 +1,18 @@
 // Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 //
-// The C interface as a Python module, for torch tensors: the only file that knows torch. Compiled with the CPU kernels it
-// splits the work among torch's threads; with ZT_FOR_GPU it launches on the stream it is given, and needs no CUDA header.
-// Arguments were checked by zero_topo/quant/ops.py; what the kernels refuse all the same becomes a RuntimeError.
+// The C interface as kernels of torch's operators (schemas: zero_topo/quant/operators.py): the only file that knows torch.
+// Compiled with the CPU kernels it splits the work among torch's threads; with ZT_FOR_GPU it launches on torch's current
+// stream, and needs no CUDA header. What the kernels refuse becomes a RuntimeError.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 #include <torch/version.h>
 
 #include <algorithm>
 #include <atomic>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <string>
@@ -20,20 +22,27 @@
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-using Numbers = std::vector<int64_t>;
+using Tensors = at::TensorList;
+using Numbers = at::IntArrayRef;
 
-// Values per task: small enough to balance the threads, large enough to hide the cost of starting a task.
-constexpr int64_t kGrain = 1 << 15;
+// Values per task: small enough to balance the threads, large enough to hide the cost of starting a task. Tests split
+// little work among many tasks.
+int64_t grain = 1 << 15;
 
 template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size); }
 
 void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
 
+void check_device(const at::Tensor &x, const at::Tensor &other) {
+    TORCH_CHECK(x.device() == other.device(), "a tensor on ", x.device(), " with one on ", other.device());
+}
+
 // (bits, block size, dtype)
-zt_wire_spec spec_of(const Numbers &spec) {
+zt_wire_spec spec_of(Numbers spec) {
     TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, dtype)");
-    return {static_cast<int32_t>(spec[0]), static_cast<int32_t>(spec[1]), static_cast<int32_t>(spec[2])};
+    const zt_wire_spec made = {count_of(spec[0]), count_of(spec[1]), count_of(spec[2])};
+    check(zt_wire_valid(made) ? ZT_OK : ZT_BAD_SPEC);
+    return made;
 }
 
 int32_t dtype_of(const at::Tensor &x) {
@@ -42,12 +51,13 @@ int32_t dtype_of(const at::Tensor &x) {
 }
 
 // shapes: rows, columns, present columns, row stride and member stride of each.
-std::vector<zt_piece> pieces_of(const Tensors &flats, const Numbers &shapes) {
+std::vector<zt_piece> pieces_of(Tensors flats, Numbers shapes, const at::Tensor &messages) {
     TORCH_CHECK(shapes.size() == 5 * flats.size(), "five numbers say the shape of a piece");
     std::vector<zt_piece> pieces;
     pieces.reserve(flats.size());
     for (size_t i = 0; i < flats.size(); ++i) {
         const int64_t *shape = &shapes[5 * i];
+        check_device(flats[i], messages);
         pieces.push_back({flats[i].data_ptr(), shape[0], shape[1], shape[2], shape[3], shape[4], flats[i].numel(),
                           dtype_of(flats[i])});
     }
@@ -59,18 +69,24 @@ int64_t numel_of(const std::vector<zt_piece> &pieces) {
                            [](int64_t sum, const zt_piece &p) { return sum + p.rows * p.columns; });
 }
 
-// table: [sources, outer, inner, bytes]; without: a source and a member that are left out, -1 for none.
-zt_messages messages_of(const at::Tensor &table, const Numbers &without) {
-    TORCH_CHECK(table.dim() == 4 && without.size() == 2, "messages are a table of four dimensions, two of them left out");
+// table: [sources, outer, inner, bytes]; a source and a member are left out, -1 for none.
+zt_messages messages_of(const at::Tensor &table, int64_t without_source, int64_t without_member) {
+    TORCH_CHECK(table.dim() == 4 && table.scalar_type() == at::kByte, "messages are a table of four dimensions, of bytes");
     const auto sizes = table.sizes(), strides = table.strides();
     return {table.data_ptr<uint8_t>(), sizes[3], count_of(sizes[0]), count_of(sizes[1] * sizes[2]), count_of(sizes[2]),
-            count_of(without[0]), count_of(without[1]), strides[0], strides[1], strides[2]};
+            count_of(without_source), count_of(without_member), strides[0], strides[1], strides[2]};
 }
 
 #ifdef ZT_FOR_GPU
 
-using Stream = uintptr_t;
-void *handle(Stream stream) { return reinterpret_cast<void *>(stream); }
+// torch's current stream on the device of a tensor; none for the emulation's tensors, which are on a CPU. Python has the
+// handle without a header of CUDA or ROCm.
+void *stream_of(const at::Tensor &x) {
+    if (x.is_cpu()) return nullptr;
+    const pybind11::gil_scoped_acquire acquired;
+    const auto current = pybind11::module_::import("torch._C").attr("_cuda_getCurrentRawStream");
+    return reinterpret_cast<void *>(current(static_cast<int>(x.get_device())).cast<uintptr_t>());
+}
 
 // A table in device memory, held until the launch that reads it is queued; or none.
 struct Held {
@@ -82,7 +98,7 @@ struct Held {
 // holds between what reads a table and what gets its memory later. The last kMost are kept.
 class Tables {
   public:
-    Held of(const Tensors &flats, const std::vector<zt_piece> &pieces, Stream stream) {
+    Held of(Tensors flats, const std::vector<zt_piece> &pieces, void *stream) {
         const int32_t count = count_of(pieces.size());
         std::string content(zt_gpu_table_bytes(count), 0);
         if (content.empty()) return {};  // they travel with the launch
@@ -103,7 +119,7 @@ class Tables {
 
   private:
     struct Table {
-        Stream stream;
+        void *stream;
         std::string content;
         Held table;
     };
@@ -121,25 +137,29 @@ class Tables {
     std::mutex lock_;
 };
 
-#define ZT_PIECES pieces.data(), count_of(pieces.size()), tables.of(flats, pieces, stream)
-#define ZT_ON(function, blocks, size, ...) check(zt_gpu_##function(__VA_ARGS__, handle(stream)))
+Tables &tables() {
+    static auto *kept = new Tables;  // never freed: CUDA may end before the process does
+    return *kept;
+}
+
+#define ZT_PIECES pieces.data(), count_of(pieces.size()), tables().of(flats, pieces, stream)
+#define ZT_STREAM(x) void *const stream = stream_of(x)
+#define ZT_ON(function, blocks, size, ...) check(zt_gpu_##function(__VA_ARGS__, stream))
 
 #else
 
-using Stream = int;  // not used, as tables: one signature serves both modules
-struct Tables {
-    size_t size() const { return 0; }
-};
 #define ZT_PIECES pieces.data(), count_of(pieces.size())
+#define ZT_STREAM(x)
 
 // Calls f(range) over [0, total) in tasks; any split gives the same bits.
-template <class F> void split(int64_t total, int64_t grain, const F &f) {
-    at::parallel_for(0, total, std::max<int64_t>(1, grain),
+template <class F> void split(int64_t total, int64_t each, const F &f) {
+    if (total <= 0) return check(f(zt_range{0, 0}));  // only checks the arguments
+    at::parallel_for(0, total, std::max<int64_t>(1, each),
                      [&](int64_t begin, int64_t end) { check(f(zt_range{begin, end})); });
 }
 
 #define ZT_ON(function, blocks, size, ...)                                                                             \
-    split(blocks, kGrain / (size),                                                                                     \
+    split(blocks, grain / std::max<int64_t>(1, size),                                                                  \
           [&](zt_range range) { return zt_cpu_##function(__VA_ARGS__, range, ZT_BEST); })
 
 #endif
@@ -149,151 +169,158 @@ int64_t blocks_of(const zt_wire_spec &spec, int64_t numel, const zt_messages &me
     return zt_wire_blocks(spec, numel) * messages.members;
 }
 
-void quantize(const Tensors &flats, const Numbers &shapes, const Numbers &format, const at::Tensor &out,
-              const Numbers &without, Tables &tables, Stream stream) {
+void quantize(Tensors flats, Numbers shapes, Numbers format, const at::Tensor &out, int64_t without_member) {
     const auto spec = spec_of(format);
-    const auto pieces = pieces_of(flats, shapes);
-    const auto messages = messages_of(out, without);
+    const auto pieces = pieces_of(flats, shapes, out);
+    const auto messages = messages_of(out, -1, without_member);
+    ZT_STREAM(out);
     ZT_ON(quantize, blocks_of(spec, numel_of(pieces), messages), spec.block_size, spec, ZT_PIECES, messages);
 }
 
-void dequantize_reduce(const at::Tensor &table, const Numbers &without, const Numbers &format, const Tensors &flats,
-                       const Numbers &shapes, double factor, bool accumulate, Tables &tables,
-                       Stream stream) {
+void dequantize_reduce(const at::Tensor &table, int64_t without_source, int64_t without_member, Numbers format,
+                       Tensors flats, Numbers shapes, double factor, bool accumulate) {
     const auto spec = spec_of(format);
-    const auto pieces = pieces_of(flats, shapes);
-    const auto messages = messages_of(table, without);
+    const auto pieces = pieces_of(flats, shapes, table);
+    const auto messages = messages_of(table, without_source, without_member);
     const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
+    ZT_STREAM(table);
     ZT_ON(dequantize_reduce, blocks_of(spec, numel_of(pieces), messages), spec.block_size, spec, messages, ZT_PIECES,
           reduce);
 }
 
-void requantize(const at::Tensor &table, const Numbers &without, const Numbers &source, const Numbers &format,
-                const at::Tensor &out, int64_t numel, double factor, Stream stream) {
+void requantize(const at::Tensor &table, int64_t without_source, Numbers source, const at::Tensor &out,
+                int64_t without_member, Numbers format, int64_t numel, double factor) {
+    check_device(table, out);
     const auto from = spec_of(source), to = spec_of(format);
-    const auto messages = messages_of(table, {without.at(0), -1}), made = messages_of(out, {-1, without.at(1)});
+    const auto messages = messages_of(table, without_source, -1), made = messages_of(out, -1, without_member);
     const zt_reduce reduce = {static_cast<float>(factor), 0};
+    ZT_STREAM(out);
     ZT_ON(requantize, blocks_of(to, numel, made), to.block_size, from, messages, to, made, numel, reduce);
 }
 
-// tables: what is held, slots and slot_of; numbers: block size, and of the part begin, end, rows and members.
-zt_codes codes_of(const Tensors &tables, const Numbers &numbers) {
-    TORCH_CHECK(tables.size() == 3 && numbers.size() == 5, "codes are three tables, and five numbers with their part");
-    return {tables[0].data_ptr<uint8_t>(), tables[0].numel(), tables[1].data_ptr<int64_t>(),
-            tables[2].data_ptr<int32_t>(), tables[2].numel(), count_of(tables[1].size(0)), count_of(numbers[0])};
+// part: block size, begin, end, rows and members.
+zt_codes codes_of(const at::Tensor &held, const at::Tensor &slots, const at::Tensor &slot_of, Numbers part) {
+    TORCH_CHECK(part.size() == 5 && slots.dim() == 2, "a block size and four numbers say the part of the codes");
+    check_device(slots, held);
+    check_device(slot_of, held);
+    return {held.data_ptr<uint8_t>(), held.numel(), slots.data_ptr<int64_t>(), slot_of.data_ptr<int32_t>(),
+            slot_of.numel(), count_of(slots.size(0)), count_of(part[0])};
 }
 
-zt_part part_of(const Numbers &numbers) { return {numbers[1], numbers[2], numbers[3], numbers[4]}; }
+zt_part part_of(Numbers part) { return {part[1], part[2], part[3], part[4]}; }
 
 int64_t blocks_of(const zt_part &part) { return part.rows * (part.end - part.begin); }
 
 // own: the column of the slots that its first one is, and whose rows.
-zt_masters masters_of(const at::Tensor &table, const Numbers &own) {
+zt_masters masters_of(const at::Tensor &table, Numbers own, const at::Tensor &held) {
     TORCH_CHECK(table.dim() == 2 && own.size() == 2, "masters are a table of two dimensions, and two numbers");
+    check_device(table, held);
     return {table.data_ptr<float>(), table.stride(0), table.size(1), own[0], own[1]};
 }
 
-void codes_assess(const at::Tensor &table, const Numbers &own, const Tensors &tables, const Numbers &numbers,
-                  const at::Tensor &scales, const at::Tensor &escaped, Stream stream) {
-    const auto codes = codes_of(tables, numbers);
+void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
+                  const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &escaped) {
+    const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
-    ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part, scales.data_ptr<float>(),
-          static_cast<uint8_t *>(escaped.data_ptr()));
+    ZT_STREAM(held);
+    ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own, held), codes, part,
+          scales.data_ptr<float>(), static_cast<uint8_t *>(escaped.data_ptr()));
 }
 
-// change: scales, order and count.
-void codes_emit(const at::Tensor &table, const Numbers &own, const Tensors &tables, const Numbers &numbers,
-                const Tensors &change, const at::Tensor &message, Stream stream) {
-    const auto codes = codes_of(tables, numbers);
+void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, const at::Tensor &slots,
+                const at::Tensor &slot_of, Numbers numbers, const at::Tensor &scales, const at::Tensor &order,
+                const at::Tensor &count, const at::Tensor &message) {
+    const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
-    const zt_change made = {change.at(0).data_ptr<float>(), change.at(1).data_ptr<int64_t>(),
-                            change.at(2).data_ptr<int64_t>()};
-    ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own), codes, part, made,
+    const zt_change made = {scales.data_ptr<float>(), order.data_ptr<int64_t>(), count.data_ptr<int64_t>()};
+    ZT_STREAM(held);
+    ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own, held), codes, part, made,
           message.data_ptr<uint8_t>(), message.numel());
 }
 
-void codes_apply(const at::Tensor &table, const Numbers &without, const Tensors &tables, const Numbers &numbers,
-                 Stream stream) {
-    const auto codes = codes_of(tables, numbers);
+void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tensor &held, const at::Tensor &slots,
+                 const at::Tensor &slot_of, Numbers numbers) {
+    check_device(table, held);
+    const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
-    ZT_ON(codes_apply, blocks_of(part) * part.members, codes.block, messages_of(table, without), codes, part);
+    ZT_STREAM(held);
+    ZT_ON(codes_apply, blocks_of(part) * part.members, codes.block, messages_of(table, -1, without_member), codes,
+          part);
 }
 
 #ifdef ZT_FOR_GPU
 
-void mask_pack(const at::Tensor &mask, const at::Tensor &bits, Stream stream) {
+void mask_pack(const at::Tensor &mask, const at::Tensor &bits) {
     check(zt_gpu_mask_pack(static_cast<uint8_t *>(mask.data_ptr()), mask.numel(), bits.data_ptr<uint8_t>(),
-                           handle(stream)));
+                           stream_of(bits)));
 }
 
-void mask_unpack(const at::Tensor &bits, const at::Tensor &mask, Stream stream) {
+void mask_unpack(const at::Tensor &bits, const at::Tensor &mask) {
     check(zt_gpu_mask_unpack(bits.data_ptr<uint8_t>(), mask.numel(), static_cast<uint8_t *>(mask.data_ptr()),
-                             handle(stream)));
+                             stream_of(bits)));
 }
 
-at::Tensor chunk_counts(const at::Tensor &x, double threshold, Stream stream) {
+at::Tensor chunk_counts(const at::Tensor &x, double threshold) {
     auto partial = at::empty({zt_gpu_partials(x.numel())}, x.options().dtype(at::kLong));
     check(zt_gpu_count_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
-                             partial.data_ptr<int64_t>(), handle(stream)));
+                             partial.data_ptr<int64_t>(), stream_of(x)));
     return partial;
 }
 
-at::Tensor count_above(const at::Tensor &x, double threshold, Stream stream) {
-    return chunk_counts(x, threshold, stream).sum().view({1});
+at::Tensor count_above(const at::Tensor &x, double threshold) {
+    return chunk_counts(x, threshold).sum().view({1});
 }
 
-at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values,
-                         Stream stream) {
-    const auto counts = chunk_counts(x, threshold, stream);
+at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values) {
+    const auto counts = chunk_counts(x, threshold);
     const auto ends = counts.cumsum(0);
     const auto offsets = (ends - counts).contiguous();
     check(zt_gpu_compact_above(x.data_ptr(), dtype_of(x), x.numel(), static_cast<float>(threshold),
                                offsets.data_ptr<int64_t>(), indices.numel(), indices.data_ptr<int64_t>(),
-                               values.data_ptr(), handle(stream)));
+                               values.data_ptr(), stream_of(x)));
     return ends.slice(0, -1).clone();
 }
 
-void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream stream) {
+void sketch_insert(const at::Tensor &x, int64_t seed, const at::Tensor &sketch) {
     check(zt_gpu_sketch_insert(x.data_ptr<float>(), x.size(0), x.size(1), seed, sketch.size(1),
-                               sketch.data_ptr<float>(), handle(stream)));
+                               sketch.data_ptr<float>(), stream_of(x)));
 }
 
-at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out,
-                       Stream stream) {
+at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t seed, const at::Tensor &out) {
     auto left = at::zeros({1}, out.options().dtype(at::kLong));
     auto work = at::empty({zt_gpu_sketch_work(out.numel(), sketch.size(0))}, out.options().dtype(at::kByte));
     check(zt_gpu_sketch_peel(sketch.data_ptr<float>(), bits.data_ptr<uint8_t>(), out.numel(), seed, sketch.size(0),
-                             out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), handle(stream)));
+                             out.data_ptr<float>(), work.data_ptr(), left.data_ptr<int64_t>(), stream_of(out)));
     return left;
 }
 
 #else
 
-void mask_pack(const at::Tensor &mask, const at::Tensor &bits, Stream) {
+void mask_pack(const at::Tensor &mask, const at::Tensor &bits) {
     const auto *from = static_cast<const uint8_t *>(mask.data_ptr());
     const int64_t n = mask.numel();
-    split((n + 7) / 8, kGrain, [&](zt_range r) {  // in bytes, so that ranges begin at multiples of 8 elements
+    split((n + 7) / 8, grain, [&](zt_range r) {  // in bytes, so that ranges begin at multiples of 8 elements
         return zt_cpu_mask_pack(from, n, bits.data_ptr<uint8_t>(), {8 * r.begin, std::min(8 * r.end, n)});
     });
 }
 
-void mask_unpack(const at::Tensor &bits, const at::Tensor &mask, Stream) {
+void mask_unpack(const at::Tensor &bits, const at::Tensor &mask) {
     auto *to = static_cast<uint8_t *>(mask.data_ptr());
     const int64_t n = mask.numel();
-    split((n + 7) / 8, kGrain, [&](zt_range r) {
+    split((n + 7) / 8, grain, [&](zt_range r) {
         return zt_cpu_mask_unpack(bits.data_ptr<uint8_t>(), n, to, {8 * r.begin, std::min(8 * r.end, n)});
     });
 }
 
-// How many elements each chunk of kGrain holds that are above the threshold.
+// How many elements each chunk of grain holds that are above the threshold.
 std::vector<int64_t> chunk_counts(const at::Tensor &x, float threshold) {
     const int64_t n = x.numel();
-    std::vector<int64_t> counts((n + kGrain - 1) / kGrain);
+    std::vector<int64_t> counts((n + grain - 1) / grain);
     split(static_cast<int64_t>(counts.size()), 1, [&](zt_range chunks) {
         int status = ZT_OK;
         for (int64_t c = chunks.begin; c < chunks.end && status == ZT_OK; ++c)
             status = zt_cpu_count_above(x.data_ptr(), dtype_of(x), threshold,
-                                        {c * kGrain, std::min((c + 1) * kGrain, n)}, &counts[c], ZT_BEST);
+                                        {c * grain, std::min((c + 1) * grain, n)}, &counts[c], ZT_BEST);
         return status;
     });
     return counts;
@@ -301,13 +328,12 @@ std::vector<int64_t> chunk_counts(const at::Tensor &x, float threshold) {
 
 at::Tensor number(int64_t value) { return at::full({1}, value, at::kLong); }
 
-at::Tensor count_above(const at::Tensor &x, double threshold, Stream) {
+at::Tensor count_above(const at::Tensor &x, double threshold) {
     const auto counts = chunk_counts(x, static_cast<float>(threshold));
     return number(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
 }
 
-at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values,
-                         Stream) {
+at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor &indices, const at::Tensor &values) {
     const int64_t n = x.numel(), room = indices.numel();
     const auto bound = static_cast<float>(threshold);
     auto compact = [&](zt_range range, int64_t offset, int64_t *found) {
@@ -328,19 +354,19 @@ at::Tensor compact_above(const at::Tensor &x, double threshold, const at::Tensor
         int status = ZT_OK;
         int64_t found = 0;
         for (int64_t c = chunks.begin; c < chunks.end && status == ZT_OK; ++c)
-            status = compact({c * kGrain, std::min((c + 1) * kGrain, n)}, offsets[c], &found);
+            status = compact({c * grain, std::min((c + 1) * grain, n)}, offsets[c], &found);
         return status;
     });
     return number(std::accumulate(counts.begin(), counts.end(), total));
 }
 
-void row_largest(const at::Tensor &x, const at::Tensor &indices, Stream) {
-    split(x.size(0), kGrain / x.size(1), [&](zt_range rows) {
+void row_largest(const at::Tensor &x, const at::Tensor &indices) {
+    split(x.size(0), grain / x.size(1), [&](zt_range rows) {
         return zt_cpu_row_largest(x.data_ptr<float>(), x.size(1), indices.size(1), indices.data_ptr<int64_t>(), rows);
     });
 }
 
-void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch, Stream) {
+void sketch_insert(const at::Tensor &x, int64_t seed, const at::Tensor &sketch) {
     const int64_t n = x.size(1), rows = sketch.size(1);
     for (int64_t member = 0; member < x.size(0); ++member)
         split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
@@ -349,7 +375,7 @@ void sketch_insert(const at::Tensor &x, uint64_t seed, const at::Tensor &sketch,
         });
 }
 
-at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_t seed, const at::Tensor &out, Stream) {
+at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t seed, const at::Tensor &out) {
     std::atomic<int64_t> total{0};
     split(ZT_SKETCH_LANES, 64, [&](zt_range lanes) {
         std::vector<char> work(zt_sketch_work(out.numel(), sketch.size(0)));
@@ -364,27 +390,43 @@ at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, uint64_
 
 #endif
 
+// Registers the kernels for a dispatch key; what was registered before is taken back. An empty key only does that.
+void serve(const std::string &key) {
+    static auto *library = new std::unique_ptr<torch::Library>;  // never freed: torch's dispatcher may end first
+    library->reset();
+    if (key.empty()) return;
+    const auto kind = torch::Library::IMPL;
+    *library = std::make_unique<torch::Library>(kind, "zero_topo", c10::parseDispatchKey(key), __FILE__, __LINE__);
+#define ZT_KERNEL(name) (*library)->impl(#name, TORCH_FN(name))
+    ZT_KERNEL(quantize);
+    ZT_KERNEL(dequantize_reduce);
+    ZT_KERNEL(requantize);
+    ZT_KERNEL(mask_pack);
+    ZT_KERNEL(mask_unpack);
+    ZT_KERNEL(count_above);
+    ZT_KERNEL(compact_above);
+    ZT_KERNEL(sketch_insert);
+    ZT_KERNEL(sketch_peel);
+    ZT_KERNEL(codes_assess);
+    ZT_KERNEL(codes_emit);
+    ZT_KERNEL(codes_apply);
+#ifndef ZT_FOR_GPU
+    ZT_KERNEL(row_largest);
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    using released = pybind11::call_guard<pybind11::gil_scoped_release>;
     m.attr("torch_version") = TORCH_VERSION;
-    pybind11::class_<Tables>(m, "Tables").def(pybind11::init<>()).def("__len__", &Tables::size);
-#define ZT_EXPORT(function) m.def(#function, &function, released())
-    ZT_EXPORT(quantize);
-    ZT_EXPORT(dequantize_reduce);
-    ZT_EXPORT(requantize);
-    ZT_EXPORT(mask_pack);
-    ZT_EXPORT(mask_unpack);
-    ZT_EXPORT(count_above);
-    ZT_EXPORT(compact_above);
-    ZT_EXPORT(sketch_insert);
-    ZT_EXPORT(sketch_peel);
-    ZT_EXPORT(codes_assess);
-    ZT_EXPORT(codes_emit);
-    ZT_EXPORT(codes_apply);
-#ifndef ZT_FOR_GPU
-    ZT_EXPORT(row_largest);
+    m.def("serve", &serve);
+#ifdef ZT_FOR_GPU
+    m.def("tables", [] { return tables().size(); });
+#else
     m.def("best_level", &zt_cpu_best_level);
+    m.def("limit", [](int level, int64_t values) {  // for tests: instructions, and values per task
+        zt_cpu_limit(level);
+        grain = values;
+    });
 #endif
 }

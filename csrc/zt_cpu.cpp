@@ -31,10 +31,12 @@ bool has_avx512() {
 }
 #endif
 
+int limit = ZT_AVX512;
+
 int best_level() {
 #if ZT_X86
     static const int best = has_avx512() ? ZT_AVX512 : has_avx2() ? ZT_AVX2 : ZT_SCALAR;
-    return best;
+    return best < limit ? best : limit;
 #else
     return ZT_SCALAR;
 #endif
@@ -173,6 +175,8 @@ const Kernels *kernels(int32_t level) {
 using namespace zt;
 
 extern "C" int zt_cpu_best_level(void) { return best_level(); }
+
+extern "C" void zt_cpu_limit(int level) { limit = level == ZT_BEST ? ZT_AVX512 : level; }
 
 extern "C" int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_messages messages,
                                zt_range blocks, int32_t level) {

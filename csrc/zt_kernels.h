@@ -114,8 +114,10 @@ const char *zt_error_text(int status);
 
 /* -- CPU: every range is in wire blocks ------------------------------------------------------------------------- */
 
-/* The best level of this processor. */
+/* The best level of this processor, up to the limit. */
 int zt_cpu_best_level(void);
+/* Limits it; ZT_BEST lifts the limit. For tests: no other call may run meanwhile. */
+void zt_cpu_limit(int level);
 
 /* pieces -> messages (of one source). */
 int zt_cpu_quantize(zt_wire_spec spec, const zt_piece *pieces, int32_t count, zt_messages messages, zt_range blocks,

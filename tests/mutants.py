@@ -52,7 +52,7 @@ TESTS = 60
 """At most so many tests for one mutant."""
 LAUNCHED = {
     "collectives/measure.py": ("tests/e2e/test_measure.py",),
-    "collectives/mpi.py": ("tests/e2e/test_mpi.py",),
+    "collectives/transport.py": ("tests/e2e/test_mpi.py",),
     "": (
         "tests/e2e/test_launcher_suite.py",
         "--launcher-ranks=4",

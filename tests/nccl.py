@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives import exchange
+from zero_topo.collectives import transport
 
 KNOWN = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 
@@ -47,7 +47,7 @@ class _Work:
 
 
 class Rules:
-    """In place of ``torch.distributed`` in ``collectives/exchange.py``.
+    """In place of ``torch.distributed`` in ``collectives/transport.py``.
 
     Attributes:
         open: collectives that nobody has waited for.
@@ -132,7 +132,7 @@ class Rules:
 def nccl_rules() -> Iterator[Rules]:
     """Raises RuleError where an exchange within it breaks the rules, and at its end if one was not waited for."""
     rules = Rules()
-    with patch.object(exchange, "dist", rules):
+    with patch.object(transport, "dist", rules):
         yield rules
     if rules.open:
         raise RuleError(f"never waited for: {sorted({what for what, _ in rules.open.values()})}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import linecache
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -33,12 +33,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from zero_topo.collectives.handle import Handle
-from zero_topo.mesh import Hop
-from zero_topo.quant import code_reference, reference, registry
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.collectives.transport import Group
+from zero_topo.quant import code_reference, operators
+from zero_topo.quant.codes import Codes, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import Format, Reduce, Total
 
 MAIN = "main"
 Numbers = NDArray[np.int64]
@@ -156,6 +155,10 @@ class Device(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "zero_topo" and func._opname in KERNELS:
+            name, booked = KERNELS[func._opname]
+            with self.call(name, *booked(*args)):
+                return func(*args)
         out = func(*args, **kwargs)
         if func.is_view:
             return out
@@ -311,7 +314,7 @@ def _of_pieces(pieces: Sequence[Piece], messages: Messages) -> list[Booking]:
 def _of_piece(piece: Piece, without: int | None) -> Places:
     shape, strides = (piece.members, piece.rows, piece.width), (piece.member_stride, piece.stride, 1)
     where = _elements(0, shape, strides)
-    where = where if without is None else np.delete(where, without, 0)
+    where = where if without in (None, -1) else np.delete(where, without, 0)
     return _bytes(where[where < piece.flat.numel()] + int(piece.flat.storage_offset()), piece.flat.element_size())
 
 
@@ -320,7 +323,7 @@ def _of_messages(messages: Messages) -> list[Booking]:
     where = _elements(int(table.storage_offset()), tuple(table.shape), table.stride())
     where = where.reshape(table.shape[0], messages.members, -1)
     for axis, without in ((0, messages.without_source), (1, messages.without_member)):
-        where = where if without is None else np.delete(where, without, axis)
+        where = where if without in (None, -1) else np.delete(where, without, axis)
     return [(table.untyped_storage(), _bytes(where, 1))]
 
 
@@ -331,6 +334,54 @@ def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
         where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
     return codes.held.untyped_storage(), np.concatenate(where)
 
+
+# -- kernels whose schemas say less than what they touch; sparse ones touch all of their arguments ---------------------
+
+Accesses = tuple[list[Booking], list[Booking]]
+"""What is read, and what is written."""
+
+
+def _quantize(flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int) -> Accesses:
+    messages = Messages(table, None, without)
+    return _of_pieces(operators._pieces(flats, shapes, messages), messages), _of_messages(messages)
+
+
+def _reduce(table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object) -> Accesses:
+    messages = Messages(table, source, member)
+    return _of_messages(messages), _of_pieces(operators._pieces(flats, shapes, messages), messages)
+
+
+def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int, *how: object) -> Accesses:
+    return _of_messages(Messages(table, source)), _of_messages(Messages(out, None, member))
+
+
+def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
+    *held, scales, escaped = rest
+    return [_all_of(masters), _of_codes(*operators._coded(*held), own[1])], [_all_of(scales), _all_of(escaped)]
+
+
+def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
+    *held, scales, order, count, message = rest
+    codes = _of_codes(*operators._coded(*held), own[1])
+    return [*map(_all_of, (masters, scales, order, count)), codes], [codes, _all_of(message)]
+
+
+def _apply(table: Tensor, without: int, *held: Any) -> Accesses:
+    messages = Messages(table, None, without)
+    codes = [_of_codes(*operators._coded(*held), member) for member in messages.kept()]
+    return [*_of_messages(messages), *codes], codes
+
+
+KERNELS: Mapping[str, tuple[str, Callable[..., Accesses]]] = MappingProxyType(
+    {
+        "quantize": ("encode", _quantize),
+        "dequantize_reduce": ("decode", _reduce),
+        "requantize": ("recode", _requantize),
+        "codes_assess": ("assess", _assess),
+        "codes_emit": ("emit", _emit),
+        "codes_apply": ("apply", _apply),
+    }
+)
 
 # -- in place of the accelerator -----------------------------------------------------------------------------------
 
@@ -343,75 +394,31 @@ class _Torch:
         self.Stream = lambda _: device.stream()
 
 
-class _Kernels:
-    """The reference, each call of which is one operation; sparse operations are those that it makes."""
+class _Symbolic(Group):
+    """Brings what was sent, each exchange on a stream of its communicator."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    device: Device
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
+    def _all_gather(self, message: Tensor) -> Handle[Tensor]:
+        received = torch.empty(self.size, message.numel(), dtype=message.dtype)
+        return self._queued(message, received, lambda: received.copy_(message.expand(self.size, -1)))
 
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
-        """See the reference."""
-        with self._device.call("encode", _of_pieces(pieces, out), _of_messages(out)):
-            reference.quantize(pieces, spec, out)
-
-    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
-        """See the reference."""
-        with self._device.call("decode", _of_messages(messages), _of_pieces(pieces, messages)):
-            reference.dequantize_reduce(messages, spec, pieces, reduce)
-
-    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
-        """See the reference."""
-        with self._device.call("recode", _of_messages(messages), _of_messages(out)):
-            reference.requantize(messages, source, spec, out, total)
-
-    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-        """See the reference."""
-        reads = [_all_of(masters.table), _of_codes(codes, part, masters.member)]
-        with self._device.call("assess", reads, [_all_of(scales), _all_of(escaped)]):
-            reference.codes_assess(masters, codes, part, scales, escaped)
-
-    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-        """See the reference."""
-        reads = [_all_of(x) for x in (masters.table, change.scales, change.order, change.count)]
-        held = _of_codes(codes, part, masters.member)
-        with self._device.call("emit", [*reads, held], [held, _all_of(message)]):
-            reference.codes_emit(masters, codes, part, change, message)
-
-    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
-        """See the reference."""
-        held = [_of_codes(codes, part, member) for member in messages.kept()]
-        with self._device.call("apply", [*_of_messages(messages), *held], held):
-            reference.codes_apply(messages, codes, part)
-
-
-class _Collectives:
-    """In place of ``collectives/exchange.py``: they bring what was sent, each on a stream of its communicator."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def to_all(self, hop: Hop, message: Tensor) -> Handle[Tensor]:
-        """See there."""
-        received = torch.empty(hop.size, message.numel(), dtype=message.dtype)
-        return self._queued(hop, message, received, lambda: received.copy_(message.expand(hop.size, -1)))
-
-    def to_each(self, hop: Hop, table: Tensor) -> Handle[Tensor]:
-        """See there."""
+    def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         received = torch.empty_like(table)
-        return self._queued(hop, table, received, lambda: received.copy_(table))
+        return self._queued(table, received, lambda: received.copy_(table))
 
-    def to_each_uneven(self, hop: Hop, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """See there; it brings zeros."""
+    def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
+        """Brings zeros."""
         received = rows.new_empty(sum(expected), rows.shape[1])
-        return self._queued(hop, rows, received, received.zero_)
+        return self._queued(rows, received, received.zero_)
 
-    def _queued(self, hop: Hop, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
-        transport = self._device.stream(f"nccl {hop.lo}-{hop.hi}")
-        transport.wait_stream(self._device.current_stream())
-        with transport, self._device.call("exchange", [_all_of(sent)], [_all_of(received)]):
+    def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
+        return self._all_to_all_uneven(rows, sizes, sizes)
+
+    def _queued(self, sent: Tensor, received: Tensor, move: Callable[[], object]) -> Handle[Tensor]:
+        transport = self.device.stream(f"nccl {self.lo}-{self.hi}")
+        transport.wait_stream(self.device.current_stream())
+        with transport, self.device.call("exchange", [_all_of(sent)], [_all_of(received)]):
             move()
         return Handle(transport.record_event(), (sent, received), lambda: received)
 
@@ -420,18 +427,14 @@ class _Collectives:
 def symbolic_device() -> Iterator[Device]:
     """Lanes, events, kernels and collectives of the engine on symbolic streams."""
     device = Device()
-    collectives = _Collectives(device)
+    groups = type("Symbolic", (_Symbolic,), {"device": device})
     with (
         patch("zero_topo.collectives.lane.torch", _Torch(device)),
         patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
         patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),
-        patch("zero_topo.collectives.peers.to_all", collectives.to_all),
-        patch("zero_topo.collectives.peers.to_each", collectives.to_each),
-        patch("zero_topo.collectives.peers.to_each_uneven", collectives.to_each_uneven),
-        patch("zero_topo.collectives.peers.to_all_uneven", lambda h, x, n: collectives.to_each_uneven(h, x, n, n)),
-        patch.object(registry, "BACKENDS", MappingProxyType({"reference": lambda _: _Kernels(device)})),
+        patch("zero_topo.collectives.transport.transport", lambda: groups),
         patch.object(Tensor, "record_stream", lambda tensor, stream: device.record(tensor, stream)),
         device,
     ):

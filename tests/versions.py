@@ -37,7 +37,7 @@ from tests.torch_names import missing
 assert not missing(), missing()
 print(torch.__version__, deepspeed.__version__)
 """
-UNITS = ("versions", "torch_names", "quant_registry", "quant_reference", "adams", "op_builder", "sparse_picks")
+UNITS = ("versions", "torch_names", "quant_operators", "quant_reference", "adams", "op_builder", "sparse_picks")
 RANKS = ("hook_check", "start_up", "hook_streams", "weights", "gradients")
 PARITY = "test_fp16_overflow or test_evaluation_within_training or test_access_to_gradients"
 """Of tests/launcher: losses, gradients, masters and states as stock ZeRO-3's, on four ranks."""

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Topology and plan -> process groups, one per hop.
+"""Topology and plan -> process groups, one per hop, and routes through them.
 
 Note [One call makes all groups of a hop]
     Where the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
@@ -20,14 +20,15 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zero_topo.collectives import transport
+from zero_topo.collectives.transport import Group
+from zero_topo.collectives.transport import Route as Route
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
 from zero_topo.units import MIB, format_bytes
@@ -36,78 +37,6 @@ from zero_topo.versions import torch_has
 NCCL_BUFFER = 4 * MIB
 """Bytes that NCCL holds by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
 (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)."""
-
-
-@dataclass(frozen=True)
-class Hop:
-    """This rank's group of one hop (see Note [Hops] in ``plan.py``).
-
-    Attributes:
-        lo: degree of the larger shard.
-        hi: degree of the smaller shard.
-        index: this rank's place among the members, in tree order.
-        slots: ``slots[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree may not.
-        domain: smallest domain that holds the group.
-        group: the process group; None for a group of one.
-        comm: of MPI, its members in tree order, to carry the messages instead of the group.
-    """
-
-    lo: int
-    hi: int
-    index: int
-    slots: tuple[int, ...]
-    domain: str
-    group: dist.ProcessGroup | None
-    comm: Any = None
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self.hi // self.lo
-
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether group ranks follow the tree order; found once, since every exchange asks."""
-        return self.slots == tuple(range(self.size))
-
-    @cached_property
-    def done(self) -> list[dist.Work]:
-        """Works that an exchange has waited for, kept until a later one has; see ``collectives/exchange.py``."""
-        return []
-
-
-@dataclass(frozen=True)
-class Route:
-    """This rank's way through a hop ``(lo, hi)`` (see Note [Routes] in ``plan.py``).
-
-    Attributes:
-        hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
-    """
-
-    hops: tuple[Hop, ...]
-
-    @property
-    def lo(self) -> int:
-        """Degree of the larger shard."""
-        return self.hops[0].lo
-
-    @property
-    def hi(self) -> int:
-        """Degree of the smaller shard."""
-        return self.hops[-1].hi
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self.hi // self.lo
-
-    @property
-    def index(self) -> int:
-        """This rank's place among the members, in tree order."""
-        place, step = 0, 1
-        for hop in self.hops:
-            place, step = place + step * hop.index, step * hop.size
-        return place
 
 
 class Mesh:
@@ -128,11 +57,12 @@ class Mesh:
         self.topology = topology
         self.rank = dist.get_rank()
         self._created: list[dist.ProcessGroup] = []
+        self._transport = transport.transport()
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
         hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
         self._hops = {hop: self._create(*hop) for hop in hops}
-        self._over_mpi: dict[tuple[int, int], Hop] = {}
+        self._over_mpi: dict[tuple[int, int], Group] = {}
 
     def route(self, lo: int, hi: int) -> Route:
         """The way through the hop ``(lo, hi)``.
@@ -142,7 +72,7 @@ class Mesh:
         """
         return Route(tuple(self.hop(*pair) for pair in self.plan.route(lo, hi)))
 
-    def hop(self, lo: int, hi: int) -> Hop:
+    def hop(self, lo: int, hi: int) -> Group:
         """One hop, created at construction.
 
         Raises:
@@ -150,7 +80,7 @@ class Mesh:
         """
         return self._hops[lo, hi]
 
-    def over_mpi(self, hop: Hop) -> Hop:
+    def over_mpi(self, hop: Group) -> Group:
         """A hop of this mesh whose messages MPI carries; its members call it together, the first time.
 
         Raises:
@@ -168,15 +98,15 @@ class Mesh:
                 )
             ranks = self.plan.group(self.rank, hop.lo, hop.hi)
             comm = world.Create_group(world.Get_group().Incl(ranks), hop.lo)
-            self._over_mpi[hop.lo, hop.hi] = replace(hop, comm=comm)
+            self._over_mpi[hop.lo, hop.hi] = transport.Mpi(hop, comm)
         return self._over_mpi[hop.lo, hop.hi]
 
-    def _create(self, lo: int, hi: int) -> Hop:
+    def _create(self, lo: int, hi: int) -> Group:
         ranks = self.plan.group(self.rank, lo, hi)
         place = {rank: slot for slot, rank in enumerate(sorted(ranks))}
         slots = tuple(place[rank] for rank in ranks)
         group = self._group(lo, hi) if len(ranks) > 1 else None
-        return Hop(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
+        return self._transport(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
         """This rank's group of a hop; creates those of all ranks, see Note [One call makes all groups of a hop]."""

@@ -109,11 +109,11 @@ def test_sources_are_found_in_an_editable_install(tmp_path: Path) -> None:
 PREBUILT = """
 import os, sys, torch
 os.environ["PATH"] = os.environ["TORCH_EXTENSIONS_DIR"] = "/nowhere"
-from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant import operators, ops
 from zero_topo.quant.spec import BlockSpec
-quantizer = select_quantizer()
-message = quantizer.quantize(torch.ones(1000), BlockSpec(8))
-print(quantizer.name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
+name = operators.select()
+message = ops.quantize(torch.ones(1000), BlockSpec(8))
+print(name, sys.modules["zero_topo.zt_cpu"].__file__, int(message[0]))
 """
 
 

@@ -9,7 +9,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import DTYPES as NAMES
 from zero_topo.quant.pieces import Piece

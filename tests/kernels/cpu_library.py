@@ -41,7 +41,7 @@ from tests.kernels.c_types import (
     c_pieces,
     c_spec,
 )
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece, total_numel
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total

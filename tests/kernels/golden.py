@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.quant import reference, sparse_reference
+from tests.kernels.operators import serving
+from zero_topo.quant import ops, reference, sparse_reference
 from zero_topo.quant.messages import Messages, from_sources, to_members
-from zero_topo.quant.ops import Quantizer
 from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, piece_of, total_numel
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
 
@@ -118,9 +118,7 @@ def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values
 
 def whole(x: Tensor) -> Piece:
     """A contiguous tensor as a piece."""
-    found = piece_of(x)
-    assert found is not None
-    return found
+    return piece_of(x)
 
 
 def on(device: torch.device | str, pieces: Sequence[Piece]) -> list[Piece]:
@@ -264,13 +262,13 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     spec, few = BlockSpec(4, 2048), 8192
     part = calm(few, torch.bfloat16)
     same_values(backend, same_message(backend, [whole(part)], spec, device).to(device), spec, [whole(part)])
-    quantizer = Quantizer("checked", backend)
     small, back = (torch.empty(n, dtype=torch.bfloat16, device=device) for n in (few, numel))
-    quantizer.dequantize(quantizer.quantize(part.to(device), spec), spec, small)
-    message = quantizer.quantize(part.to(device).repeat(numel // few), spec)
-    quantizer.dequantize(message, spec, back)
-    assert bool((back.view(-1, few) == small).all())
-    quantizer.dequantize_reduce(message.expand(2, -1), spec, back, Reduce(0.5))
+    with serving(backend, device):
+        ops.dequantize(ops.quantize(part.to(device), spec), spec, small)
+        message = ops.quantize(part.to(device).repeat(numel // few), spec)
+        ops.dequantize(message, spec, back)
+        assert bool((back.view(-1, few) == small).all())
+        ops.dequantize_reduce(message.expand(2, -1), spec, back, Reduce(0.5))
     assert bool((back.view(-1, few) == small).all())
 
 

@@ -14,14 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.quant import code_reference, reference
-from zero_topo.quant.code_ops import CodeOps, Codes, Masters, Part
+from tests.kernels.operators import serving
+from zero_topo.quant import code_ops, code_reference, reference
+from zero_topo.quant.codes import Codes, Masters, Part
 from zero_topo.quant.messages import Messages
-from zero_topo.quant.sparse_ops import SparseOps
 from zero_topo.quant.spec import BLOCK_SIZES
 from zero_topo.quant.trits import TritSpec
 
-OPS = CodeOps(reference, SparseOps("reference", reference))
+
+class Served:
+    """The functions of ``zero_topo.quant.code_ops``, by one backend."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(masters: Any, codes: Codes, *arguments: Any) -> Any:
+            with serving(self._backend, codes.held.device):
+                return getattr(code_ops, name)(masters, codes, *arguments)
+
+        return call
+
+
+OPS = Served(reference)
 FILLING = 0xA5
 TIE = 2.0**-10  # the scale that blocks have at first
 LEAST = 2.0**-100 * 1.01  # a block so small still has a scale
@@ -102,7 +117,7 @@ def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
 
 def check_edited(backend: Any, block: int, add: float, device: str) -> None:
     """Masters change after they were assessed: the message says what becomes of the owner's codes all the same."""
-    case, ops = Case(single(69, block), "mixed", device), CodeOps(backend, SparseOps("reference", reference))
+    case, ops = Case(single(69, block), "mixed", device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
     masters, part, size = case.masters(0), case.part, TritSpec(block).nbytes(69, 69)
     change = OPS.assess(masters, owner, part)
@@ -158,7 +173,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         device: where.
     """
     few, times = 40, numel // (40 * 64)
-    case, n, ops = Case(single(few), "mixed", device), few * times, CodeOps(backend, SparseOps("reference", reference))
+    case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
     near, masters, part = case.copy(), case.masters(0), Part(0, n, 1, 1)
     OPS.emit(masters, near, case.part, OPS.assess(masters, near, case.part), TritSpec(64).nbytes(few, few))
     codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))

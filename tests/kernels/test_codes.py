@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_topo.quant import reference
-from zero_topo.quant.code_ops import CodeOps, Codes, Masters, Part
-from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant import code_ops, ops
+from zero_topo.quant.codes import Codes, Masters, Part
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
 from zero_topo.quant.trits import TritSpec
 
@@ -21,7 +19,6 @@ BLOCK, ROWS, MEMBERS = 64, 6, 3
 COLUMNS = [(7, 200), (300, 64), (364, 65)]
 WIDTH = 500
 CPU = torch.device("cpu")
-OPS = CodeOps(reference, SparseOps("reference", reference))
 
 
 class Ranks:
@@ -35,13 +32,13 @@ class Ranks:
     def publish(self) -> list[int]:
         """Each member publishes its rows; how many of its blocks escaped."""
         own = [Masters(self.masters[m::MEMBERS], 0, m) for m in range(MEMBERS)]
-        changes = [OPS.assess(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
+        changes = [code_ops.assess(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
         size = TritSpec(BLOCK).nbytes(self.part.blocks, max(int(change.count) for change in changes))
         sent = torch.stack(
-            [OPS.emit(*of, size) for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)]
+            [code_ops.emit(*of, size) for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)]
         )
         for member, codes in enumerate(self.codes):
-            OPS.apply(sent[None], codes, self.part, without=member)
+            code_ops.apply(sent[None], codes, self.part, without=member)
         return [int(change.count) for change in changes]
 
     def check(self) -> None:
@@ -114,7 +111,7 @@ def test_a_gather_reads_them_as_one_message() -> None:
     ranks.publish()
     codes, out = ranks.codes[0], torch.empty(ROWS * 256)
     reference_message = codes.held[: BlockSpec(8, BLOCK).nbytes(out.numel())]
-    Quantizer("reference", reference).dequantize(reference_message, BlockSpec(8, BLOCK), out)
+    ops.dequantize(reference_message, BlockSpec(8, BLOCK), out)
     error = (out.view(ROWS, 256)[:, :200] - ranks.masters[:, 7:207]).abs().max()
     assert error <= held(codes, 0)[1].max() * 0.5001
 
@@ -129,6 +126,6 @@ def test_bytes_of_a_message() -> None:
         assert sizes == sorted(sizes), "the largest message of a hop has room for the others"
     ranks = Ranks(5)
     with pytest.raises(ValueError, match="are not 2 of 3"):
-        OPS.assess(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
+        code_ops.assess(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
     with pytest.raises(ValueError, match="FP32"):
-        OPS.assess(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))
+        code_ops.assess(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))

@@ -20,10 +20,10 @@ from tests.kernels import c_types, golden_codes
 from tests.kernels import gpu_library as gpu
 from tests.kernels.golden_codes import FATES, FILLING, OPS, RAGGED, SINGLE, Case, assert_same, ragged, single
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.operators import serving_module
 from zero_topo.quant import code_reference
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
-from zero_topo.quant.native import Native
 from zero_topo.quant.trits import TritSpec
 
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
@@ -54,9 +54,9 @@ def test_all_bytes_that_trits_may_come_in(library: ctypes.CDLL) -> None:
 
 def test_codes_through_the_binding() -> None:
     """What an engine on a GPU calls."""
-    native = Native(gpu.bound(source_dir()), lambda: 0)
-    for layout in (RAGGED[2], single(69)):
-        golden_codes.check_codes(native, layout, "mixed")
+    with serving_module(gpu.bound(source_dir())) as native:
+        for layout in (RAGGED[2], single(69)):
+            golden_codes.check_codes(native, layout, "mixed")
 
 
 def far(numel: int, dtype: torch.dtype) -> Tensor:

@@ -19,9 +19,9 @@ from op_builder.jit import cache_dir
 from tests.kernels import c_types, golden, golden_members
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
+from tests.kernels.operators import Operators, serving_module
 from zero_topo.quant import reference
 from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.native import Native
 from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
 
@@ -45,9 +45,10 @@ def library() -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def native() -> Native:
-    """The torch module that an engine on a GPU calls, over the emulated kernels."""
-    return Native(gpu.bound(source_dir()), lambda: 0)
+def native() -> Iterator[Operators]:
+    """The torch module that an engine on a GPU loads, over the emulated kernels."""
+    with serving_module(gpu.bound(source_dir())) as served:
+        yield served
 
 
 @pytest.mark.parametrize("chosen", BOTH)
@@ -154,7 +155,7 @@ def test_cast_messages_of_every_alignment(library: ctypes.CDLL, spec: Cast, widt
     assert torch.equal(made[1, 3:], made[0, 3:])
 
 
-def test_the_binding_for_torch(native: Native) -> None:
+def test_the_binding_for_torch(native: Operators) -> None:
     """Arguments arrive in the kernels as they were given."""
     golden_members.check_many(native, 130, 77)
     golden_members.check_members(native, golden.CAST_FORMATS[-1])
@@ -162,16 +163,16 @@ def test_the_binding_for_torch(native: Native) -> None:
     golden.check_a_little(native)
 
 
-def test_tables_are_uploaded_once_for_a_layout(native: Native) -> None:
+def test_tables_are_uploaded_once_for_a_layout(native: Operators) -> None:
     """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is made again."""
-    fresh = Native(native._module, lambda: 0)
-    spec, x, count = BlockSpec(8, 64), golden.calm(400, torch.bfloat16), lambda: len(fresh._tables)
+    spec, x, count = BlockSpec(8, 64), golden.calm(400, torch.bfloat16), gpu.bound(source_dir()).tables
+    before = count()
     layouts = [[Piece(x[i:], 1, 1, 1)] * 65 for i in range(300)]
     for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
-        golden.same_message(fresh, pieces, spec)
-    assert count() == 2
+        golden.same_message(native, pieces, spec)
+    assert count() == before + 2
     for pieces in (*layouts, layouts[0]):
-        golden.same_message(fresh, pieces, spec)
+        golden.same_message(native, pieces, spec)
     assert count() == 256
 
 

@@ -14,9 +14,10 @@ import torch
 
 from tests.device import DEVICE, ON_GPU
 from tests.kernels import golden, golden_codes, golden_members
+from tests.kernels.operators import Operators
+from zero_topo.quant import operators, ops
 from zero_topo.quant.messages import from_sources, to_members
-from zero_topo.quant.native import Native, load
-from zero_topo.quant.ops import BackendUnavailable, Quantizer
+from zero_topo.quant.operators import BackendUnavailable
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.quant.spec import BlockSpec, Cast, Total
 
@@ -26,12 +27,14 @@ LARGE = 2**31 + 2**20 if ON_GPU and "ZERO_TOPO_TEST_SMALL" not in os.environ els
 
 
 @pytest.fixture(scope="module")
-def native() -> Native:
+def native() -> Iterator[Operators]:
     """The kernels for this processor; compiled here if no one has yet."""
     try:
-        return load(DEVICE)
+        before = operators.use("native", DEVICE)
     except BackendUnavailable as reason:
         pytest.skip(str(reason))
+    yield Operators()
+    operators.use(before, DEVICE)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -44,27 +47,27 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("fmt", [*SOME, *golden.CAST_FORMATS[::4]], ids=str)
-def test_every_operation_gives_the_references_bits(native: Native, fmt: golden.Format) -> None:
+def test_every_operation_gives_the_references_bits(native: Operators, fmt: golden.Format) -> None:
     """Arguments arrive in the kernels as they were given."""
     golden.check_operations(native, fmt, DEVICE.type, sources=(3,))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("fmt", [golden.FORMATS[0], golden.FORMATS[-1], *golden.CAST_FORMATS[1::3]], ids=str)
-def test_all_members_are_served_in_one_call(native: Native, fmt: golden.Format) -> None:
+def test_all_members_are_served_in_one_call(native: Operators, fmt: golden.Format) -> None:
     """Tables, strides and what is left out arrive as they were given."""
     golden_members.check_members(native, fmt, DEVICE.type)
 
 
 @pytest.mark.parametrize("spec", [BlockSpec(8), BlockSpec(4, 64), Cast("fp16")], ids=str)
-def test_sums_are_quantized_again(native: Native, spec: BlockSpec) -> None:
+def test_sums_are_quantized_again(native: Operators, spec: BlockSpec) -> None:
     """As the operation above, without a detour through memory."""
     golden.check_requantize(native, spec, DEVICE.type)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: torch.dtype) -> None:
+def test_threads_share_the_work_without_changing_a_bit(native: Operators, dtype: torch.dtype) -> None:
     """Large enough to be split: several million values, an odd number."""
     golden.check_quantize(native, golden.Format(BlockSpec(4), dtype), DEVICE.type, numels=[3_000_001])
     golden.check_dequantize(native, golden.Format(BlockSpec(8, 2048), dtype), DEVICE.type, numels=[2_000_003])
@@ -73,7 +76,7 @@ def test_threads_share_the_work_without_changing_a_bit(native: Native, dtype: to
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_sparse_operations_give_the_references_values(native: Native) -> None:
+def test_the_sparse_operations_give_the_references_values(native: Operators) -> None:
     """Masks, picks and sketches."""
     golden.check_sparse(native, DEVICE.type)
     x = golden.values(300_001, torch.float32, 2).to(DEVICE)
@@ -84,7 +87,7 @@ def test_the_sparse_operations_give_the_references_values(native: Native) -> Non
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("fate", golden_codes.FATES)
-def test_codes_have_the_references_bits(native: Native, fate: str) -> None:
+def test_codes_have_the_references_bits(native: Operators, fate: str) -> None:
     """Tables, parts and what is left out arrive as they were given; enough blocks to be split."""
     for layout in (*golden_codes.RAGGED, *golden_codes.SINGLE, golden_codes.single(1283)):
         golden_codes.check_codes(native, layout, fate, DEVICE.type)
@@ -92,28 +95,28 @@ def test_codes_have_the_references_bits(native: Native, fate: str) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_nothing_is_limited_by_its_number(native: Native) -> None:
+def test_nothing_is_limited_by_its_number(native: Operators) -> None:
     """Messages of 9,408 nodes but this rank's own, 5,000 pieces, 1,000 members."""
     golden_members.check_many(native, 9408, 5000, DEVICE.type)
     golden_members.check_many_pieces(native, 5000, DEVICE.type)
     golden_members.check_many_members(native, 1000, DEVICE.type)
 
 
-def test_large_tensors(native: Native) -> None:
+def test_large_tensors(native: Operators) -> None:
     """On a GPU more values than 32 bits count."""
     golden.check_large(native, LARGE, DEVICE.type)
 
 
-def test_large_codes(native: Native) -> None:
+def test_large_codes(native: Operators) -> None:
     """On a GPU more codes than 32 bits count."""
     golden_codes.check_large(native, LARGE, DEVICE.type)
 
 
-def test_what_the_kernels_refuse_is_an_error(native: Native) -> None:
+def test_what_the_kernels_refuse_is_an_error(native: Operators) -> None:
     """A message of the wrong size is not read: the binding says which rule it breaks."""
     short = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(RuntimeError, match="zero_topo kernels: "):
         out = to_members(short.new_zeros(384))
         native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, Total(3))
     with pytest.raises(ValueError, match="384 contiguous bytes"):
-        Quantizer("native", native).dequantize(short, BlockSpec(8), torch.empty(3, device=DEVICE))
+        ops.dequantize(short, BlockSpec(8), torch.empty(3, device=DEVICE))

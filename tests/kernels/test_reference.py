@@ -15,7 +15,7 @@ import torch
 from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.golden import Spec
 from zero_topo.quant import reference
-from zero_topo.quant.code_ops import Masters
+from zero_topo.quant.codes import Masters
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import BlockSpec, Reduce

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT
-from zero_topo.quant.code_ops import Change, Codes, Masters, Part
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages, from_sources, to_members
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total

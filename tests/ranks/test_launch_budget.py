@@ -140,7 +140,7 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
     def launched(nodes: int) -> list[int]:
         found = Launches()
         parameters = matrices(numels(8 * nodes, 64))
-        with fake_world(8 * nodes), found.kernels():
+        with fake_world(8 * nodes):
             engine = bare_engine(on(SCHEMES[name], nodes), parameters, torch.bfloat16, frozen=parameters)
             engine.restart()
             engine.restart_frozen()

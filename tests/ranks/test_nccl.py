@@ -17,8 +17,8 @@ from tests.nccl import RuleError, nccl_rules
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, World, shuffled, world
 from zero_topo import AdamS
-from zero_topo.collectives.exchange import to_all, to_each_uneven
-from zero_topo.mesh import Hop, Mesh
+from zero_topo.collectives.transport import Gloo, Group
+from zero_topo.mesh import Mesh
 from zero_topo.topology.presets import emulated
 
 NUMELS = (5, 64, 501, 512, 512)
@@ -89,52 +89,51 @@ def test_a_step_keeps_the_rules(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
-def early(hop: Hop, rank: int) -> None:
+def early(hop: Group, rank: int) -> None:
     """Changes what is sent before it has waited."""
     message = torch.zeros(4)
-    work = to_all(hop, message)
+    work = hop._all_gather(message)
     message += 1
     work.wait()
 
 
-def longer(hop: Hop, rank: int) -> None:
+def longer(hop: Group, rank: int) -> None:
     """One rank's message is longer than the others'."""
-    to_all(hop, torch.zeros(4 + rank // 3)).wait()
+    hop._all_gather(torch.zeros(4 + rank // 3)).wait()
 
 
-def other_order(hop: Hop, rank: int) -> None:
+def other_order(hop: Group, rank: int) -> None:
     """One rank begins with what the others do last."""
     for count in (1, 2) if rank else (2, 1):
-        to_all(hop, torch.zeros(count)).wait()
+        hop._all_gather(torch.zeros(count)).wait()
 
 
-def other_type(hop: Hop, rank: int) -> None:
+def other_type(hop: Group, rank: int) -> None:
     """One rank sends another type."""
-    to_all(hop, torch.zeros(2, dtype=torch.float32 if rank else torch.int32)).wait()
+    hop._all_gather(torch.zeros(2, dtype=torch.float32 if rank else torch.int32)).wait()
 
 
-def unexpected(hop: Hop, rank: int) -> None:
+def unexpected(hop: Group, rank: int) -> None:
     """One rank expects a row less from itself and one more from the next than are sent."""
-    to_each_uneven(hop, torch.zeros(4, 2), [1, 1, 1, 1], [0, 2, 1, 1] if rank == 0 else [1, 1, 1, 1]).wait()
+    hop._all_to_all_uneven(torch.zeros(4, 2), [1, 1, 1, 1], [0, 2, 1, 1] if rank == 0 else [1, 1, 1, 1]).wait()
 
 
-def apart(hop: Hop, rank: int) -> None:
+def apart(hop: Group, rank: int) -> None:
     """Sends every second element as it lies."""
-    to_all(hop, torch.zeros(8)[::2]).wait()
+    hop._all_gather(torch.zeros(8)[::2]).wait()
 
 
-def forgotten(hop: Hop, rank: int) -> None:
+def forgotten(hop: Group, rank: int) -> None:
     """Nobody waits."""
-    to_all(hop, torch.zeros(2))
+    hop._all_gather(torch.zeros(2))
 
 
-def one_by_one(hop: Hop, rank: int) -> None:
+def one_by_one(hop: Group, rank: int) -> None:
     """As on gloo."""
-    with patch("zero_topo.collectives.exchange._point_to_point", lambda _: True):
-        to_all(hop, torch.zeros(2)).wait()
+    Gloo(hop.lo, hop.hi, hop.index, hop.slots, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
 
 
-BREAKS: dict[Callable[[Hop, int], None], str] = {
+BREAKS: dict[Callable[[Group, int], None], str] = {
     early: "changed before",
     longer: "one says all-gather of",
     other_order: "one says all-gather of",
@@ -147,7 +146,7 @@ BREAKS: dict[Callable[[Hop, int], None], str] = {
 
 
 @pytest.mark.parametrize("program", BREAKS, ids=lambda program: program.__name__)
-def test_a_broken_rule_is_named(program: Callable[[Hop, int], None]) -> None:
+def test_a_broken_rule_is_named(program: Callable[[Group, int], None]) -> None:
     """Each of the rules is held."""
     config = world({"scheme": "zero3"}, emulated(1, 2, 2)).config
 

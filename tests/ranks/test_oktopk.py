@@ -15,7 +15,6 @@ from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
 from tests.ranks.worlds import World, synced
 from zero_topo.examples.gpt import GPT, GPTConfig
-from zero_topo.quant.sparse_ops import SparseOps
 from zero_topo.sync import oktopk
 from zero_topo.sync.picks import Picked, above, share
 
@@ -113,9 +112,9 @@ def test_a_spike_is_not_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nearly all of a gradient suddenly reaches the threshold, it is found anew: nobody holds all as picks."""
     taken: list[int] = []
 
-    def counted(x: Tensor, at: float, count: int, ops: SparseOps) -> Picked:
+    def counted(x: Tensor, at: float, count: int) -> Picked:
         taken.append(count)
-        return above(x, at, count, ops)
+        return above(x, at, count)
 
     monkeypatch.setattr(oktopk, "above", counted)
     w = sparse_world(DATA_PARALLEL, 2, "oktopk", (5000,), density=DENSITY, tau_prime=4)

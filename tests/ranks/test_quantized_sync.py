@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,15 +15,15 @@ from torch.nn.functional import pad
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
-from zero_topo.collectives.exchange import to_each
 from zero_topo.collectives.pack import merged, span_pieces
+from zero_topo.collectives.transport import Torch
+from zero_topo.collectives.wire import Wire
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.quant import reference
-from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.ops import Quantizer
+from zero_topo.quant.messages import to_members
 from zero_topo.quant.pieces import Piece, piece_of, read_all
-from zero_topo.quant.spec import BlockSpec, Format, Reduce
+from zero_topo.quant.spec import BlockSpec, Reduce
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -71,7 +70,7 @@ def train(
 
 def debts(w: World, rank: int, engine: Stage3) -> list[tuple[int, Tensor]]:
     """The members to which a rank owes something, and what."""
-    across = mode(engine).across
+    across = mode(engine).peers
     others = [member for member in w.config.plan.group(rank, across.lo, across.hi) if member != rank]
     return list(zip(others, residual(engine), strict=True))
 
@@ -149,16 +148,18 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     w, spec = world({**block(), "overlap": False}), BlockSpec(4, 64)
     sent: dict[int, list[Tensor]] = defaultdict(list)
 
-    def noted(hop: Any, send: Tensor) -> Any:
+    all_to_all = Torch._all_to_all
+
+    def noted(group: Torch, send: Tensor) -> Any:
         if send.dim() == 2:  # sync's; the scatter's are [members, destinations, bytes]
             sent[torch.distributed.get_rank()].append(send.clone())
-        return to_each(hop, send)
+        return all_to_all(group, send)
 
-    monkeypatch.setattr("zero_topo.collectives.peers.to_each", noted)
+    monkeypatch.setattr(Torch, "_all_to_all", noted)
 
     def rank_main(rank: int) -> tuple[Tensor, Tensor, Any]:
         engine, _ = train(w, rank, 4)
-        plan, other = w.config.plan, 1 - mode(engine).across.index
+        plan, other = w.config.plan, 1 - mode(engine).peers.index
         (owner,) = (member for member, _ in debts(w, rank, engine))
         domain = [(step, one) for step in range(4) for one in plan.group(rank, 1, plan.gradients)]
         given = torch.stack([w.own_columns(owner, w.grads(one, step)) for step, one in domain]).sum(0) / w.size
@@ -193,21 +194,16 @@ def test_overlap_changes_no_bit(setting: str) -> None:
     assert_changes_nothing(world(block(setting)), rank_main)
 
 
-class Coarse:
-    """A backend of two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
+class Coarse(Wire):
+    """Two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
 
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+    def encode(self, pieces: Sequence[Piece], messages: Tensor | None = None, without: int | None = None) -> Tensor:
         x = read_all(pieces)
-        if isinstance(spec, BlockSpec):
-            blocks = pad(x, (0, -x.shape[1] % spec.block_size)).unflatten(1, (-1, spec.block_size))
+        if isinstance(self.spec, BlockSpec):
+            blocks = pad(x, (0, -x.shape[1] % self.spec.block_size)).unflatten(1, (-1, self.spec.block_size))
             top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
             x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
-        whole = piece_of(x[:, None])
-        assert whole is not None
-        reference.quantize([whole], spec, out)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
+        return super().encode([piece_of(x[:, None])], messages, without)
 
 
 def test_two_bits_need_error_feedback() -> None:
@@ -218,7 +214,7 @@ def test_two_bits_need_error_feedback() -> None:
 
         def rank_main(rank: int, w: World = w) -> float:
             engine = w.engine()
-            mode(engine).wire = replace(mode(engine).wire, quantizer=Quantizer("coarse", Coarse()))
+            mode(engine).wire = Coarse(mode(engine).wire.spec)
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):

@@ -28,7 +28,7 @@ from zero_topo.collectives.pack import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
-from zero_topo.quant.registry import select_quantizer
+from zero_topo.quant import ops
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 from zero_topo.topology.presets import emulated
@@ -60,7 +60,7 @@ def test_unquantized_gathers_return_every_parameter_exactly(scheme: str, machine
 
 def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: BlockSpec | None) -> list[torch.Tensor]:
     """What a quantized gather over ``degree`` ranks must give, from whole parameters and the plan alone."""
-    plan, quantizer = w.config.plan, select_quantizer()
+    plan = w.config.plan
     assert spec is not None
     result = []
     for param in params:
@@ -68,8 +68,8 @@ def quantized_model(w: World, params: list[torch.Tensor], degree: int, spec: Blo
         out = torch.empty_like(parts)
         for rank in plan.groups(1, degree)[0]:
             rows = plan.rows(rank, degree)
-            piece = quantizer.quantize(parts[rows], spec)
-            out[rows] = quantizer.dequantize(piece, spec, torch.empty_like(parts[rows]))
+            piece = ops.quantize(parts[rows], spec)
+            out[rows] = ops.dequantize(piece, spec, torch.empty_like(parts[rows]))
         result.append(out.view(-1)[: param.numel()])
     return result
 

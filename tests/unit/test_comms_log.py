@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.collectives import peers as module
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Exchange, Meter
-from zero_topo.collectives.peers import Peers, as_bytes
+from zero_topo.collectives.transport import Torch, as_bytes
 from zero_topo.hook.monitor import NAMES, CommsLog, row
 
 GATHER = Exchange("all_gather", "gather_forward", "node", 4, 300, True)
@@ -57,14 +56,13 @@ def test_sizes_and_rates_are_those_deepspeed_would_log_in_a_world_of_that_size(
 def test_messages_that_may_differ_between_ranks_say_so() -> None:
     """Those of known sizes do; what all send alike does not."""
     told: list[Exchange] = []
-    meter = Meter()
+    meter, table = Meter(), torch.zeros(2, 3)
     meter.listener = SimpleNamespace(listens=told.append)
-    hop: Any = SimpleNamespace(size=2, index=0, domain="world")
-    peers, table = Peers(hop, Counted(meter, "sync")), torch.zeros(2, 3)
     sent = Handle(None, (), lambda: as_bytes(table).view(2, -1))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("to_all", "to_each", "to_each_uneven"):
-            patch.setattr(module, name, lambda *_: sent)
+        for name in ("_all_gather", "_all_to_all", "_all_to_all_uneven"):
+            patch.setattr(Torch, name, lambda *_: sent)
+        peers = Torch(1, 2, 0, (0, 1), "world", None).metered(Counted(meter, "sync"))
         peers.scatter(table)
         peers.gather(table[0])
         peers.scatter_known(table, [1, 1], [1, 1])

@@ -10,8 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from zero_topo.collectives.exchange import KEPT, to_all
-from zero_topo.mesh import Hop
+from zero_topo.collectives.transport import KEPT, Gloo
 
 
 class Done:
@@ -21,7 +20,7 @@ class Done:
         """At once."""
 
 
-def alive_after(hop: Hop, nbytes: int) -> int:
+def alive_after(group: Gloo, nbytes: int) -> int:
     """How many works are left of an exchange whose messages have so many bytes in all, once it has been waited for."""
     made: WeakSet[Done] = WeakSet()
 
@@ -30,23 +29,22 @@ def alive_after(hop: Hop, nbytes: int) -> int:
         made.add(work)
         return work
 
-    with patch("zero_topo.collectives.exchange.dist", MagicMock(isend=message, irecv=message)) as torchs:
-        torchs.get_backend.return_value = "gloo"
-        to_all(hop, torch.zeros(nbytes // (2 * (hop.size - 1)), dtype=torch.uint8)).wait()
+    with patch("zero_topo.collectives.transport.dist", MagicMock(isend=message, irecv=message)):
+        group._all_gather(torch.zeros(nbytes // (2 * (group.size - 1)), dtype=torch.uint8)).wait()
     gc.collect()
     return len(made)
 
 
 def test_short_works_are_kept_until_a_later_exchange() -> None:
     """Whoever destroys one at once waits for gloo's thread, which may take a scheduler's tick."""
-    hop = Hop(1, 3, 0, (0, 1, 2), "world", None)
-    assert alive_after(hop, 400) == 4
-    kept = list(hop.done)
-    assert alive_after(hop, 400) == 4 and not set(kept) & set(hop.done), "those of the last one take their place"
+    group = Gloo(1, 3, 0, (0, 1, 2), "world", None)
+    assert alive_after(group, 400) == 4
+    kept = list(group.done)
+    assert alive_after(group, 400) == 4 and not set(kept) & set(group.done), "those of the last one take their place"
 
 
 def test_works_with_long_messages_are_let_go() -> None:
     """They hold the messages, which is memory that no formula has."""
-    hop = Hop(1, 2, 0, (0, 1), "world", None)
-    assert alive_after(hop, KEPT) == 2
-    assert alive_after(hop, KEPT + 2) == 0
+    group = Gloo(1, 2, 0, (0, 1), "world", None)
+    assert alive_after(group, KEPT) == 2
+    assert alive_after(group, KEPT + 2) == 0

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_topo.quant.registry import BACKENDS
-from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant import sparse_ops
 from zero_topo.sync import picks
 from zero_topo.sync.picks import (
     TINY,
@@ -38,7 +37,6 @@ from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 VECTORS = st.lists(FLOATS, min_size=1, max_size=200).map(torch.tensor)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-OPS = SparseOps("reference", BACKENDS["reference"](torch.device("cpu")))  # type: ignore[arg-type]
 NORMAL = torch.randn(10_000, generator=torch.Generator().manual_seed(4))
 NUMELS = st.sampled_from([2**31, 2**31 + 5, 2**32, 2**32 + 1, 2**40])
 
@@ -111,13 +109,13 @@ def test_the_kth_largest_passes_k(x: Tensor, density: float) -> None:
     """At least k elements reach it, zeros aside, and fewer than k are above it."""
     k = share(density, x.numel())
     assert 1 <= k <= x.numel()
-    bound = kth_largest(x, k, OPS)
-    count = int(count_reaching(x, bound, OPS))
-    best = largest(x, k, OPS)
+    bound = kth_largest(x, k)
+    count = int(count_reaching(x, bound))
+    best = largest(x, k)
     with patch.object(picks, "_on_cpu", lambda _: False):
-        assert count == int(count_reaching(x, bound, OPS)) and bound == kth_largest(x, k, OPS)
-        assert torch.equal(best.values.abs().sort().values, largest(x, k, OPS).values.abs().sort().values)
-    passed = above(x, float(bound), count, OPS)
+        assert count == int(count_reaching(x, bound)) and bound == kth_largest(x, k)
+        assert torch.equal(best.values.abs().sort().values, largest(x, k).values.abs().sort().values)
+    passed = above(x, float(bound), count)
     assert len(passed) >= min(k, int((x.abs() >= TINY).sum()))
     assert bound == TINY or int((x.abs() > bound).sum()) < k
     assert best.indices.diff().gt(0).all() and torch.equal(best.values, x[best.indices])
@@ -132,13 +130,13 @@ def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
     x = NORMAL.clone()
     x[[7, 50, 9_000]] = bad
     with patch.object(picks, "_on_cpu", lambda _: on_cpu):
-        assert not largest(x, 5, OPS).values.isfinite().all()
-        assert int(count_reaching(x, torch.tensor(2.0), OPS)) == len(x) - int((x.abs() < 2).sum())
-        assert not above(x, 2.0, 999, OPS).values.isfinite().all()
-        bound = kth_largest(x, 3, OPS)
-        assert bound == torch.inf and int(count_reaching(x, bound, OPS)) == 3
-        assert above(x, float(bound), 3, OPS).indices.tolist() == [7]
-    mode: Any = SimpleNamespace(density=0.01, k=100, ops=OPS)
+        assert not largest(x, 5).values.isfinite().all()
+        assert int(count_reaching(x, torch.tensor(2.0))) == len(x) - int((x.abs() < 2).sum())
+        assert not above(x, 2.0, 999).values.isfinite().all()
+        bound = kth_largest(x, 3)
+        assert bound == torch.inf and int(count_reaching(x, bound)) == 3
+        assert above(x, float(bound), 3).indices.tolist() == [7]
+    mode: Any = SimpleNamespace(density=0.01, k=100)
     assert [float(found) for found in GaussianK.threshold(mode, x)] == [torch.inf, 3]
 
 
@@ -146,7 +144,7 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
     """As on a GPU: the same elements as of the whole, and the same threshold; 2**31 - 1 is pretended to be 200."""
     x = torch.randn(950, generator=torch.Generator().manual_seed(3))
     x[:100] = 0  # the whole of one part
-    whole, bound = largest(x, 120, OPS), kth_largest(x, 120, OPS)
+    whole, bound = largest(x, 120), kth_largest(x, 120)
     monkeypatch.setattr(picks, "LONGEST", 200)
     monkeypatch.setattr(picks, "_on_cpu", lambda _: False)
     topk, lengths = torch.topk, list[int]()
@@ -156,11 +154,11 @@ def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.Monk
         return topk(y, *rest, **more)
 
     monkeypatch.setattr(torch, "topk", counted)
-    few = largest(x, 20, OPS)
+    few = largest(x, 20)
     assert lengths == [200] * 4 + [150, 100] and set(few.indices.tolist()) <= set(whole.indices.tolist())
-    cut = largest(x, 120, OPS)
+    cut = largest(x, 120)
     assert torch.equal(cut.indices, whole.indices) and torch.equal(cut.values, whole.values)
-    assert torch.equal(kth_largest(x, 120, OPS), bound)
+    assert torch.equal(kth_largest(x, 120), bound)
 
 
 @given(VECTORS)
@@ -182,7 +180,7 @@ def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -
 )
 def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
     """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half above 4/3 k."""
-    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)), ops=OPS)
+    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)))
     bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
     for _ in range(FITTING_STEPS):
         passed = int((x.abs() >= bound).sum())
@@ -199,7 +197,7 @@ def test_the_largest_of_a_row_are_those_of_a_sort(x: Tensor, rows: int, data: st
     k = data.draw(st.integers(1, len(x)))
     sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
     wanted = [sorted(sorted(range(len(x)), key=lambda i, row=row: (-row[i], i))[:k]) for row in sizes.tolist()]  # type: ignore[misc]
-    assert OPS.row_largest(table, k).tolist() == wanted
+    assert sparse_ops.row_largest(table, k).tolist() == wanted
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=4), st.data())
@@ -217,15 +215,15 @@ def test_rows_are_of_a_table() -> None:
     """Of FP32, with as many elements in a row as are asked for."""
     for wrong, k in ((torch.ones(4), 1), (torch.ones(4, 4).T[:2], 1), (torch.ones(2, 4).half(), 1)):
         with pytest.raises(ValueError, match=r"must be|of each row"):
-            OPS.row_largest(wrong, k)
+            sparse_ops.row_largest(wrong, k)
     for k in (0, 5):
         with pytest.raises(ValueError, match=rf"{k} elements of each row of \(2, 4\)"):
-            OPS.row_largest(torch.ones(2, 4), k)
-    assert OPS.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
+            sparse_ops.row_largest(torch.ones(2, 4), k)
+    assert sparse_ops.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
 
 
 def test_sketches_are_of_vectors() -> None:
     """Of one, or of a row for each member."""
     for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
         with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
-            OPS.sketch(wrong, 1, 3)
+            sparse_ops.sketch(wrong, 1, 3)

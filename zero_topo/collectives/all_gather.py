@@ -10,9 +10,8 @@ from torch import Tensor
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.pack import members
-from zero_topo.collectives.peers import Peers
+from zero_topo.collectives.transport import Route
 from zero_topo.collectives.wire import Wire
-from zero_topo.mesh import Route
 from zero_topo.quant.ops import PLAIN
 from zero_topo.quant.pieces import Piece
 from zero_topo.quant.spec import Reduce
@@ -34,11 +33,11 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
     Returns:
         ``[outer, inner, numel]`` on ``wait``, a view: what member ``m`` sent is at ``[m // inner, m % inner]``.
     """
-    outer = Peers(route.hops[-1], counted).gather_later(message)
+    outer = route.hops[-1].metered(counted).gather_later(message)
     if len(route.hops) == 1:
-        return Handle(None, (), lambda: outer.wait()[None])
-    inner = Peers(route.hops[0], counted)
-    return Handle(None, (), lambda: inner.gather(outer.wait()).transpose(0, 1))
+        return outer.then(lambda came: came[None])
+    inner = route.hops[0].metered(counted)
+    return outer.then(lambda came: inner.gather(came).transpose(0, 1))
 
 
 def all_gather_pieces(route: Route, pieces: Sequence[Piece], wire: Wire, counted: Counted) -> Handle[None]:
@@ -53,7 +52,7 @@ def all_gather_pieces(route: Route, pieces: Sequence[Piece], wire: Wire, counted
         wire: the format.
         counted: meter and phase.
     """
-    message = wire.encoded([piece.member(route.index) for piece in pieces])
+    message = wire.encode([piece.member(route.index) for piece in pieces])
     return spread(route, message, pieces, wire, counted)
 
 
@@ -71,7 +70,7 @@ def spread(
         reduce: how decoded values meet what the pieces of the others hold; this rank's own are not touched.
     """
     handle = all_gather(route, message, counted)
-    return Handle(None, (), lambda: wire.decode(handle.wait(), pieces, reduce, without=route.index))
+    return handle.then(lambda messages: wire.decode(messages, pieces, reduce, without=route.index))
 
 
 def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from torch import Tensor
-
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Work(Protocol):
@@ -27,11 +26,15 @@ class Handle(Generic[T]):
         finish: what turns the received buffers into the result; runs once, in the first :meth:`wait`.
     """
 
-    def __init__(self, work: Work | None, buffers: tuple[Tensor, ...], finish: Callable[[], T]) -> None:
+    def __init__(self, work: Work | None, buffers: tuple[object, ...], finish: Callable[[], T]) -> None:
         self._work = work
         self._buffers = buffers
         self._finish: Callable[[], T] | None = finish
         self._result: T
+
+    def then(self, finish: Callable[[T], U]) -> Handle[U]:
+        """A handle whose result is that of a function of this one's."""
+        return Handle(None, (), lambda: finish(self.wait()))
 
     def wait(self) -> T:
         """The result; the second and later calls return it again."""

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch._C._profiler import _RecordFunctionFast
 
@@ -89,21 +89,22 @@ class Meter:
             self._step[phase, domain] += nbytes
             self.calls[phase] += 1
 
-    def exchange(self, exchange: Exchange, begin: Callable[[], Handle[T]]) -> Handle[T]:
+    def exchange(self, exchange: Exchange, begin: Callable[..., Handle[T]], *arguments: Any) -> Handle[T]:
         """Begin and count an exchange; if somebody listens, also finish it.
 
         Args:
             exchange: what it is.
             begin: starts it.
+            arguments: of ``begin``.
 
         Returns:
             What ``begin`` returned.
         """
         self.record(exchange.phase, exchange.domain, exchange.nbytes)
         if self.listener is None or not self.listener.listens(exchange):
-            return begin()
+            return begin(*arguments)
         with self.listener.timing(exchange):
-            handle = begin()
+            handle = begin(*arguments)
             handle.wait()
         return handle
 

@@ -9,16 +9,15 @@ a ring does, and the same code serves INT4, INT8, 16-bit and FP32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted
-from zero_topo.collectives.peers import Peers
+from zero_topo.collectives.transport import Group, Route
 from zero_topo.collectives.wire import Wire
-from zero_topo.mesh import Hop, Route
 from zero_topo.quant.ops import PLAIN
 from zero_topo.quant.pieces import Piece, at_blocks, total_numel
 from zero_topo.quant.spec import Cast, Reduce
@@ -58,26 +57,24 @@ def reduce_scatter(route: Route, parts: Sequence[Piece], wire: Wire, sums: Sums)
         Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
     """
     if route.size == 1:
-        exact = replace(wire, spec=Cast("fp32"))
-        exact.decode(exact.encoded(parts), sums.pieces, sums.reduce)
+        exact = Wire(Cast("fp32"))
+        exact.decode(exact.encode(parts), sums.pieces, sums.reduce)
         return Handle(None, (), lambda: None)
     pieces = at_blocks(sums.pieces, wire.block)
     first, numel = route.hops[0], total_numel(pieces)
     send = _empty(first, route.size, wire.nbytes(numel), pieces[0].flat.device)
     wire.encode(at_blocks(parts, wire.block), send.transpose(0, 1))
-    began = Peers(first, sums.counted).scatter_later(send)
 
-    def finish() -> None:
-        received = began.wait()
+    def finish(received: Tensor) -> None:
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], wire.nbytes(numel), received.device)
             wire.recode(received, send.transpose(0, 1), numel)
-            received = Peers(following, sums.counted).scatter_later(send).wait()
+            received = following.metered(sums.counted).scatter_later(send).wait()
         wire.reduce(received[:, 0], pieces, sums.reduce)
 
-    return Handle(None, (), finish)
+    return first.metered(sums.counted).scatter_later(send).then(finish)
 
 
-def _empty(hop: Hop, destinations: int, nbytes: int, device: torch.device) -> Tensor:
+def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
     """Room for the messages of a hop: ``[members, destinations behind each, bytes]``."""
     return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)

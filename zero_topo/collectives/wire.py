@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_topo.quant.ops import PLAIN, Quantizer
-from zero_topo.quant.pieces import DTYPES, Piece
-from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
+from zero_topo.quant import ops
+from zero_topo.quant.ops import PLAIN
+from zero_topo.quant.pieces import FLOATS, Piece
+from zero_topo.quant.spec import FLOAT_NAMES, BlockSpec, Cast, Format, Reduce, Total
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,9 @@ class Wire:
     """A format, and what is done with messages of it; each call is one launch, whatever the number of members.
 
     Attributes:
-        quantizer: packs and unpacks them.
-        spec: their format.
+        spec: the format.
     """
 
-    quantizer: Quantizer
     spec: Format
 
     @property
@@ -40,36 +39,32 @@ class Wire:
         """Bytes of a message of ``numel`` values."""
         return self.spec.nbytes(numel)
 
-    def encode(self, pieces: Sequence[Piece], messages: Tensor, without: int | None = None) -> None:
-        """The concatenated pieces -> a message for each member but one; see :meth:`Quantizer.quantize`."""
-        self.quantizer.quantize(pieces, self.spec, messages, without)
-
-    def encoded(self, pieces: Sequence[Piece]) -> Tensor:
-        """The concatenated pieces, of one member -> one message, uint8 ``[nbytes]``."""
-        return self.quantizer.quantize(pieces, self.spec)
+    def encode(self, pieces: Sequence[Piece], messages: Tensor | None = None, without: int | None = None) -> Tensor:
+        """The concatenated pieces -> a message for each member but one; see :func:`~zero_topo.quant.ops.quantize`."""
+        return ops.quantize(pieces, self.spec, messages, without)
 
     def decode(
         self, messages: Tensor, pieces: Sequence[Piece], reduce: Reduce = PLAIN, without: int | None = None
     ) -> None:
         """A message of each member but one -> its pieces; see :class:`Reduce`."""
-        self.quantizer.dequantize(messages, self.spec, pieces, reduce, without)
+        ops.dequantize(messages, self.spec, pieces, reduce, without)
 
     def reduce(
         self, messages: Tensor, pieces: Sequence[Piece], reduce: Reduce = PLAIN, without: int | None = None
     ) -> None:
         """Sum of messages ``[sources, nbytes]`` but one in FP32, in the order given -> the pieces."""
-        self.quantizer.dequantize_reduce(messages, self.spec, pieces, reduce, without)
+        ops.dequantize_reduce(messages, self.spec, pieces, reduce, without)
 
     def recode(self, messages: Tensor, out: Tensor, numel: int) -> None:
         """Sums of messages ``[sources, members, nbytes]`` of ``numel`` values in FP32 -> a message for each member."""
-        self.quantizer.requantize(messages, self.spec, self.spec, out, Total(numel))
+        ops.requantize(messages, self.spec, self.spec, out, Total(numel))
 
 
-def wire_of(quantizer: Quantizer, spec: BlockSpec | None, dtype: torch.dtype) -> Wire:
+def wire_of(spec: BlockSpec | None, dtype: torch.dtype) -> Wire:
     """The format that a config asks for: quantized, or of a type."""
-    return Wire(quantizer, cast_to(dtype) if spec is None else spec)
+    return Wire(cast_to(dtype) if spec is None else spec)
 
 
 def cast_to(dtype: torch.dtype) -> Cast:
     """The format of values in a type."""
-    return Cast(next(name for name, known in DTYPES.items() if known == dtype))
+    return Cast(FLOAT_NAMES[FLOATS.index(dtype)])

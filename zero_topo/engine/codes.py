@@ -17,7 +17,8 @@ from zero_topo.collectives.meter import Counted
 from zero_topo.engine.publish import Begun, Planner, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
-from zero_topo.quant.code_ops import Change, CodeOps, Codes, Masters, Part
+from zero_topo.quant import code_ops
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.quant.trits import TritSpec
 
@@ -29,7 +30,6 @@ class CodeStore:
         layout: of all parameters.
         coded: which have codes.
         block: values that share a scale.
-        ops: the operations.
         device: where codes are.
         counted: meter and phase.
         planned: cuts updates into runs.
@@ -46,13 +46,12 @@ class CodeStore:
         layout: Layout,
         coded: Sequence[bool],
         block: int,
-        ops: CodeOps,
         device: torch.device,
         counted: Counted,
         planned: Planner,
         lane: Lane,
     ) -> None:
-        self._ops, self._counted, self._planned, self._lane = ops, counted, planned, lane
+        self._counted, self._planned, self._lane = counted, planned, lane
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
         blocks = [-(-width // block) for width in widths]
         self._rows = layout.plan.world_size // layout.plan.weights
@@ -99,8 +98,8 @@ class CodeStore:
         """
         self.buffers[slot].zero_()
         masters, part = Masters(rows, first, 0), self._part([slot], 1)
-        change = self._ops.assess(masters, self.codes, part)
-        self._ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
+        change = code_ops.assess(masters, self.codes, part)
+        code_ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
 
     def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
         """Begin to publish some updates; every rank of a route the changes of the rows that it owns.
@@ -114,7 +113,7 @@ class CodeStore:
         for slots, masters, first in runs:
             assert masters is not None
             own, part = Masters(masters, first, route.index), self._part(slots, route.size)
-            assessed.append((own, part, self._ops.assess(own, self.codes, part)))
+            assessed.append((own, part, code_ops.assess(own, self.codes, part)))
         counts = self._most(route, [change for *_, change in assessed])
         for (slots, *_), (own, part, change), escaped in zip(runs, assessed, counts, strict=True):
             most[slots[0]] = escaped
@@ -135,5 +134,5 @@ class CodeStore:
         return most
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        handle = all_gather(route, self._ops.emit(own, self.codes, part, change, nbytes), self._counted)
-        return Handle(None, (), lambda: self._ops.apply(handle.wait(), self.codes, part, route.index))
+        handle = all_gather(route, code_ops.emit(own, self.codes, part, change, nbytes), self._counted)
+        return Handle(None, (), lambda: code_ops.apply(handle.wait(), self.codes, part, route.index))

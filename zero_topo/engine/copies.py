@@ -60,7 +60,7 @@ def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
     sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
     ends = list(accumulate(sizes, initial=0))
     if any([copy.packed for copy in copies]):
-        parts = [c.data if c.packed else c.wire.encoded(span_pieces(c.data, [(0, c.data.shape[1])])) for c in copies]
+        parts = [c.data if c.packed else c.wire.encode(span_pieces(c.data, [(0, c.data.shape[1])])) for c in copies]
         return parts[0] if len(parts) == 1 else torch.cat(parts), ends
     buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
     for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
@@ -155,7 +155,7 @@ class Secondary:
             return
         route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
         like = shards[0].data
-        wire = wire_of(shards[0].wire.quantizer, spec, like.dtype)
+        wire = wire_of(spec, like.dtype)
         rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
         if spec is None:
             stored = like.new_zeros(layout.shape(degree)) if captured else like

@@ -178,7 +178,7 @@ class RowCodec:
             # What turns what all ranks hold into (almost) what the masters say.
             differ = rows - own[:, spans[0][0] : spans[-1][1]]
             differences += span_pieces(differ, places_of(spans), wire.block)
-        message = wire.encoded(differences)
+        message = wire.encode(differences)
         add = Reduce(accumulate=True)
         wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
         return spread(self._route, message, pieces, wire, self._counted, add)

@@ -26,8 +26,8 @@ from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, rest
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
+from zero_topo.quant.operators import select
 from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.registry import select_quantizer, sparse_ops
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
@@ -119,13 +119,13 @@ class Stage3:
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
         self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
-        self.quantizer = select_quantizer(like.device)
+        select(like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = None if config.sync.WHOLE else bucket_numel
         # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
         self._lane = Lane(like.device, config.overlap, ahead=1)
-        publish = wire_of(self.quantizer, config.publish.spec, self.publish_dtype)
+        publish = wire_of(config.publish.spec, self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
         self.weights = Weights(
             config, parameters, count, like, bucket_numel, publish, self.mesh, self.meter, self._lane
@@ -149,17 +149,15 @@ class Stage3:
             plan=config.plan,
             mesh=self.mesh,
             meter=self.meter,
-            quantizer=self.quantizer,
             dtype=self.sync_dtype,
             shard=like.new_zeros(self.layout.shape(config.plan.gradients), dtype=self.accumulation_dtype),
             loss_scaled=like.dtype == torch.float16,
-            sparse=sparse_ops(self.quantizer, like.device),
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
         )
         mode = build_mode(config.sync, context)
-        wire = wire_of(self.quantizer, config.gradients_spec, self.scatter_dtype)
+        wire = wire_of(config.gradients_spec, self.scatter_dtype)
         return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self.meter, self._lane)
 
     @property

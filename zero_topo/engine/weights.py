@@ -66,8 +66,6 @@ from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
-from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.registry import code_ops
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.sync import Parameter
 
@@ -135,9 +133,9 @@ class Weights:
         # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
         self._updated: torch.Event | None = None
         # By parameter, what exact gathers send and what those of a pass do.
-        route, exact = mesh.route(1, plan.weights), wire_of(publish.quantizer, None, like.dtype)
+        route, exact = mesh.route(1, plan.weights), wire_of(None, like.dtype)
         self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
-        sent = wire_of(publish.quantizer, config.weights_spec, like.dtype)
+        sent = wire_of(config.weights_spec, like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
         # Those that are whole when the step ends are published first, then as the model needs them.
         planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
@@ -149,7 +147,7 @@ class Weights:
         self.frozen_row = self.frozen_primary[layout.row(plan.weights)]
         codecs = [self._row_codec.begin]
         if int8 is not None:
-            self._build_int8(int8.block_size, publish.quantizer, planned, lane)
+            self._build_int8(int8.block_size, planned, lane)
             codecs = [self._begin_rows, self._begin_codes]
         self.own_row = self.own[layout.row(plan.optimizer)]
         self._publisher = Publisher(len(slots), codecs, meter)
@@ -158,7 +156,7 @@ class Weights:
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
-    def _build_int8(self, block: int, quantizer: Quantizer, planned: Planner, lane: Lane) -> None:
+    def _build_int8(self, block: int, planned: Planner, lane: Lane) -> None:
         """The codes, the exact rows beside them, and how both are published (Note [INT8 weights])."""
         plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
         split = layout.columns_of(self.trained).stop
@@ -170,9 +168,8 @@ class Weights:
         if self.frozen:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
-        ops = code_ops(quantizer, device)
-        self._store = store = CodeStore(layout, self.coded, block, ops, device, self._counted, planned, lane)
-        sent = Wire(quantizer, BlockSpec(8, block))
+        self._store = store = CodeStore(layout, self.coded, block, device, self._counted, planned, lane)
+        sent = Wire(BlockSpec(8, block))
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)

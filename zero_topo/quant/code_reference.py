@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.trits import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
-
-if TYPE_CHECKING:
-    from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 
 SMALLEST = 2.0**-100
 LEVELS = 127

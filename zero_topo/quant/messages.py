@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from zero_topo.quant.spec import ALIGNMENT, Format
 
 
 @dataclass(frozen=True)
@@ -51,21 +48,3 @@ def from_sources(messages: Tensor, without: int | None = None) -> Messages:
     """Messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for several members."""
     assert messages.dim() in (2, 3)
     return Messages(messages[:, None, None] if messages.dim() == 2 else messages[:, None], without_source=without)
-
-
-def check_messages(messages: Messages, spec: Format, numel: int, members: int) -> None:
-    """Refuse what does not hold ``numel`` values of a format for each of so many members.
-
-    Raises:
-        ValueError: for no source, another number of members, another size or type.
-    """
-    table, size = messages.table, spec.nbytes(numel)
-    if table.shape[0] - (messages.without_source is not None) < 1:
-        raise ValueError("nothing to reduce: give at least one message")
-    if messages.members != members:
-        raise ValueError(f"{messages.members} messages are not one for each of {members} members")
-    if table.dtype != torch.uint8 or table.shape[-1] != size or (size > 1 and table.stride(-1) != 1):
-        raise ValueError(
-            f"a {spec} message of {numel} values is {size} contiguous bytes of uint8 (a multiple of {ALIGNMENT} if "
-            f"quantized), not {table.shape[-1]} of {table.dtype}"
-        )

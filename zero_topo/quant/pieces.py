@@ -8,7 +8,7 @@ writes it where it belongs, so no pass over memory interleaves it (``zt_piece`` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLOATS = tuple(DTYPES.values())
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Piece:
     """A part of one message, or of the messages of all members of a group alike.
 
@@ -37,6 +37,9 @@ class Piece:
         member_stride: elements from one member's part to the next one's.
         present: columns that exist; the others read as zero and are never written, and fill a row up to whole blocks.
             None is all.
+        width: columns that exist.
+        numel: values that each message gets, those that do not exist included.
+        shape: the numbers that operators take: rows, columns, columns that exist, row stride, member stride.
 
     Raises:
         ValueError: for another dtype or shape of ``flat``, or rows that overlap.
@@ -49,27 +52,22 @@ class Piece:
     members: int = 1
     member_stride: int = 0
     present: int | None = None
+    width: int = field(init=False)
+    numel: int = field(init=False)
+    shape: tuple[int, int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        flat = self.flat
+        flat, width = self.flat, self.columns if self.present is None else self.present
+        self.width, self.numel = width, self.rows * self.columns
+        self.shape = self.rows, self.columns, width, self.stride, self.member_stride
         if flat.dtype not in FLOATS:
             raise ValueError(f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}")
         if flat.dim() != 1 or (flat.numel() > 1 and flat.stride(0) != 1):
             raise ValueError(f"a piece lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}")
-        if not 0 <= self.width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
-            raise ValueError(f"{self.members} x {self.rows} rows of {self.width} of {self.columns} elements: no piece")
-        if self.rows > 1 and self.stride < self.width:
-            raise ValueError(f"{self.rows} rows of {self.width} elements, {self.stride} apart, are not a piece")
-
-    @property
-    def width(self) -> int:
-        """Columns that exist."""
-        return self.columns if self.present is None else self.present
-
-    @property
-    def numel(self) -> int:
-        """Values that each message gets, those that do not exist included."""
-        return self.rows * self.columns
+        if not 0 <= width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
+            raise ValueError(f"{self.members} x {self.rows} rows of {width} of {self.columns} elements: no piece")
+        if self.rows > 1 and self.stride < width:
+            raise ValueError(f"{self.rows} rows of {width} elements, {self.stride} apart, are not a piece")
 
     def member(self, index: int) -> Piece:
         """What the message of one member gets."""
@@ -108,42 +106,50 @@ class Piece:
         self.flat.copy_(whole[: self.flat.numel()])
 
 
-Pieces = Tensor | Piece | Sequence[Tensor | Piece]
-
-
-def piece_of(tensor: Tensor, block: int = 1) -> Piece | None:
-    """A tensor as one piece, without a copy; None if its strides cannot be said in rows and columns.
+def piece_of(tensor: Tensor, block: int = 1) -> Piece:
+    """A tensor as one piece, without a copy.
 
     Args:
-        tensor: of one message, or ``[members, rows, columns]``.
+        tensor: contiguous or a matrix of adjacent columns, of one message; or ``[members, rows, columns]``.
         block: rows of three dimensions are filled up to whole blocks of so many elements.
 
     Raises:
-        ValueError: for a dtype that cannot be quantized.
+        ValueError: for a dtype that cannot be quantized, or strides that rows and columns cannot express.
     """
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"cannot quantize a tensor of dtype {tensor.dtype}; give one of {FLOATS}")
     if tensor.dim() < 3 and tensor.is_contiguous():
         return Piece(tensor.view(-1), 1, tensor.numel(), tensor.numel())
     if tensor.dim() not in (2, 3) or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-        return None
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not rows of adjacent columns; make it contiguous")
     table = tensor if tensor.dim() == 3 else tensor[None]
     (members, rows, columns), (member_stride, stride, _) = table.shape, table.stride()
-    if rows > 1 and stride < columns:
-        return None
     extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
     flat, filled = table.as_strided((extent,), (1,)), -(-columns // block) * block
     return Piece(flat, rows, filled, stride, members, member_stride, columns)
 
 
-def pieces_to_read(x: Pieces) -> list[Piece]:
-    """What to quantize, as pieces; a tensor of unusual strides is copied.
+Pieces = Tensor | Sequence[Piece]
+
+
+def described(x: Pieces) -> tuple[list[Tensor], list[int], int, int]:
+    """A tensor, or pieces one after the other, as operators take them.
+
+    Returns:
+        Their tensors, their shapes, how many members they have, and the values of one member's message.
 
     Raises:
-        ValueError: for a dtype that cannot be quantized.
+        ValueError: if the pieces do not have the same members, or the tensor is no piece.
     """
-    parts = [x] if isinstance(x, Tensor | Piece) else x
-    return [p if isinstance(p, Piece) else piece_of(p) or Piece(p.reshape(-1), 1, p.numel(), p.numel()) for p in parts]
+    pieces = [piece_of(x)] if isinstance(x, Tensor) else x
+    flats: list[Tensor] = []
+    shapes: list[int] = []
+    members, numel = pieces[0].members, 0
+    for piece in pieces:
+        if piece.members != members:
+            raise ValueError(f"pieces of {members} and {piece.members} members: all must have as many")
+        flats.append(piece.flat)
+        shapes += piece.shape
+        numel += piece.numel
+    return flats, shapes, members, numel
 
 
 def total_numel(pieces: Sequence[Piece]) -> int:

@@ -4,38 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zero_topo.quant.operators import OPS
 from zero_topo.quant.pieces import FLOATS
 from zero_topo.quant.sparse_reference import LANES
-
-
-class SparseBackend(Protocol):
-    """What a backend implements; see :mod:`zero_topo.quant.sparse_reference` for each."""
-
-    def mask_pack(self, mask: Tensor, bits: Tensor) -> None:
-        """Booleans -> bits."""
-
-    def mask_unpack(self, bits: Tensor, mask: Tensor) -> None:
-        """Bits -> booleans."""
-
-    def count_above(self, x: Tensor, threshold: float) -> Tensor:
-        """Count of large elements."""
-
-    def compact_above(self, x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
-        """Large elements."""
-
-    def row_largest(self, x: Tensor, indices: Tensor) -> None:
-        """Largest elements of each row."""
-
-    def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
-        """Vector -> count sketch."""
-
-    def sketch_peel(self, sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
-        """Count sketch -> vector."""
 
 
 @dataclass(frozen=True)
@@ -53,125 +28,120 @@ class Picks:
     found: Tensor
 
 
-class SparseOps:
-    """The operations by one backend.
+def pack(mask: Tensor) -> Tensor:
+    """Booleans ``[n]`` -> uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
 
-    Attributes:
-        name: the backend, as ``ZERO_TOPO_QUANT`` names it.
+    Raises:
+        ValueError: if ``mask`` is not 1-D bool and contiguous.
     """
+    _check("mask", mask, (torch.bool,))
+    bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+    if mask.numel():
+        OPS.mask_pack.default(mask, bits)
+    return bits
 
-    def __init__(self, name: str, backend: SparseBackend) -> None:
-        self.name = name
-        self._backend = backend
 
-    def pack(self, mask: Tensor) -> Tensor:
-        """Booleans ``[n]`` -> uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
+def unpack(bits: Tensor, numel: int) -> Tensor:
+    """The inverse of :func:`pack`.
 
-        Raises:
-            ValueError: if ``mask`` is not 1-D bool and contiguous.
-        """
-        _check("mask", mask, (torch.bool,))
-        bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
-        if mask.numel():
-            self._backend.mask_pack(mask, bits)
-        return bits
+    Raises:
+        ValueError: if ``bits`` is not the packed mask of ``numel`` elements.
+    """
+    _check("bits", bits, (torch.uint8,), -(-numel // 8))
+    mask = torch.empty(numel, dtype=torch.bool, device=bits.device)
+    if numel:
+        OPS.mask_unpack.default(bits, mask)
+    return mask
 
-    def unpack(self, bits: Tensor, numel: int) -> Tensor:
-        """The inverse of :meth:`pack`.
 
-        Raises:
-            ValueError: if ``bits`` is not the packed mask of ``numel`` elements.
-        """
-        _check("bits", bits, (torch.uint8,), -(-numel // 8))
-        mask = torch.empty(numel, dtype=torch.bool, device=bits.device)
-        if numel:
-            self._backend.mask_unpack(bits, mask)
-        return mask
+def count_above(x: Tensor, threshold: float) -> Tensor:
+    """How many ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
 
-    def count_above(self, x: Tensor, threshold: float) -> Tensor:
-        """How many ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
+    Raises:
+        ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16.
+    """
+    _check("x", x, FLOATS)
+    return OPS.count_above.default(x, threshold) if x.numel() else _zero(x)
 
-        Raises:
-            ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16.
-        """
-        _check("x", x, FLOATS)
-        return self._backend.count_above(x, threshold) if x.numel() else _zero(x)
 
-    def compact_above(self, x: Tensor, threshold: float, room: int) -> Picks:
-        """Those elements, at most ``room`` of them, in ascending order of index.
+def compact_above(x: Tensor, threshold: float, room: int) -> Picks:
+    """Those elements, at most ``room`` of them, in ascending order of index.
 
-        Raises:
-            ValueError: as :meth:`count_above`, and for a negative ``room``.
-        """
-        _check("x", x, FLOATS)
-        if room < 0:
-            raise ValueError(f"room for {room} elements: it cannot be negative")
-        indices = torch.empty(room, dtype=torch.int64, device=x.device)
-        values = torch.empty(room, dtype=x.dtype, device=x.device)
-        found = self._backend.compact_above(x, threshold, indices, values) if x.numel() else _zero(x)
-        return Picks(indices, values, found)
+    Raises:
+        ValueError: as :func:`count_above`, and for a negative ``room``.
+    """
+    _check("x", x, FLOATS)
+    if room < 0:
+        raise ValueError(f"room for {room} elements: it cannot be negative")
+    indices = torch.empty(room, dtype=torch.int64, device=x.device)
+    values = torch.empty(room, dtype=x.dtype, device=x.device)
+    found = OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x)
+    return Picks(indices, values, found)
 
-    def row_largest(self, x: Tensor, k: int) -> Tensor:
-        """The columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
 
-        Args:
-            x: FP32 ``[rows, n]``, contiguous; NaN is larger than all, and of equal ones the first are taken.
-            k: at most ``n``.
+def row_largest(x: Tensor, k: int) -> Tensor:
+    """The columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
 
-        Raises:
-            ValueError: for another dtype or layout, or a ``k`` that a row does not have.
-        """
-        _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
-        if x.dim() != 2 or not 1 <= k <= x.shape[1]:
-            raise ValueError(f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they have")
-        indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
-        if x.numel():
-            self._backend.row_largest(x, indices)
-        return indices
+    Args:
+        x: FP32 ``[rows, n]``, contiguous; NaN is larger than all, and of equal ones the first are taken.
+        k: at most ``n``.
 
-    def sketch(self, x: Tensor, seed: int, rows: int) -> Tensor:
-        """The count sketches of the rows of ``x``; those of one seed and size add up.
+    Raises:
+        ValueError: for another dtype or layout, or a ``k`` that a row does not have.
+    """
+    _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    if x.dim() != 2 or not 1 <= k <= x.shape[1]:
+        raise ValueError(f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they have")
+    indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
+    if x.numel():
+        OPS.row_largest.default(x, indices)
+    return indices
 
-        Args:
-            x: FP32 ``[members, n]``, or ``[n]`` of one; contiguous.
-            seed: of the hash.
-            rows: of a sketch.
 
-        Returns:
-            FP32 ``[members, rows, 1024]``, or ``[rows, 1024]``.
+def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
+    """The count sketches of the rows of ``x``; those of one seed and size add up.
 
-        Raises:
-            ValueError: if ``x`` is not FP32 and contiguous, or for fewer than three rows.
-        """
-        _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
-        _check_rows(rows)
-        sketch = torch.zeros(*x.shape[:-1], rows, LANES, device=x.device)
-        if x.numel():
-            self._backend.sketch_insert(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, LANES))
-        return sketch
+    Args:
+        x: FP32 ``[members, n]``, or ``[n]`` of one; contiguous.
+        seed: of the hash.
+        rows: of a sketch.
 
-    def peel(self, sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Recover a vector from its sketch and the packed mask of its non-zero elements.
+    Returns:
+        FP32 ``[members, rows, 1024]``, or ``[rows, 1024]``.
 
-        Args:
-            sketch: FP32 ``[rows, 1024]``; used up.
-            bits: as :meth:`pack` makes them.
-            seed: that of :meth:`sketch`.
-            numel: elements of the vector.
+    Raises:
+        ValueError: if ``x`` is not FP32 and contiguous, or for fewer than three rows.
+    """
+    _check("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_rows(rows)
+    sketch = torch.zeros(*x.shape[:-1], rows, LANES, device=x.device)
+    if x.numel():
+        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, LANES))
+    return sketch
 
-        Returns:
-            The vector, FP32 ``[numel]``, and how many elements are only estimates, int64 ``[1]``.
 
-        Raises:
-            ValueError: for tensors of other shapes or dtypes.
-        """
-        _check("bits", bits, (torch.uint8,), -(-numel // 8))
-        if sketch.dim() != 2 or sketch.shape[1] != LANES:
-            raise ValueError(f"a sketch is [rows, {LANES}], not {tuple(sketch.shape)}")
-        _check_rows(sketch.shape[0])
-        _check("sketch", sketch.view(-1), (torch.float32,))
-        out = torch.empty(numel, device=sketch.device)
-        return out, self._backend.sketch_peel(sketch, bits, seed, out) if numel else _zero(out)
+def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Recover a vector from its sketch and the packed mask of its non-zero elements.
+
+    Args:
+        sketch: FP32 ``[rows, 1024]``; used up.
+        bits: as :func:`pack` makes them.
+        seed: that of :func:`sketch`.
+        numel: elements of the vector.
+
+    Returns:
+        The vector, FP32 ``[numel]``, and how many elements are only estimates, int64 ``[1]``.
+
+    Raises:
+        ValueError: for tensors of other shapes or dtypes.
+    """
+    _check("bits", bits, (torch.uint8,), -(-numel // 8))
+    if sketch.dim() != 2 or sketch.shape[1] != LANES:
+        raise ValueError(f"a sketch is [rows, {LANES}], not {tuple(sketch.shape)}")
+    _check_rows(sketch.shape[0])
+    _check("sketch", sketch.view(-1), (torch.float32,))
+    out = torch.empty(numel, device=sketch.device)
+    return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
 
 
 def _zero(x: Tensor) -> Tensor:

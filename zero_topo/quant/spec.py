@@ -12,12 +12,15 @@ collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` is the same ari
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 ALIGNMENT = 128
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048)
 SCALE_BYTES = 4
+FLOAT_NAMES = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class BlockSpec:
         """Bytes of one block's values."""
         return self.block_size * self.bits // 8
 
+    @cached_property
+    def code(self) -> tuple[int, int, int]:
+        """The format as operators take it: bits, block size, type of floats."""
+        return self.bits, self.block_size, 0
+
     def blocks(self, numel: int) -> int:
         """Blocks that hold ``numel`` values."""
         return -(-numel // self.block_size)
@@ -61,7 +69,9 @@ class BlockSpec:
 
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values; 0 for none."""
-        return self.scales_offset(numel) + padded(self.blocks(numel) * SCALE_BYTES)
+        blocks = -(-numel // self.block_size)
+        values, scales = blocks * self.block_size * self.bits // 8, blocks * SCALE_BYTES
+        return ALIGNMENT * (-(-values // ALIGNMENT) + -(-scales // ALIGNMENT))
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block_size}"
@@ -83,6 +93,11 @@ class Cast:
         """Bits of a value."""
         return 32 if self.dtype == "fp32" else 16
 
+    @cached_property
+    def code(self) -> tuple[int, int, int]:
+        """The format as operators take it: bits, block size, place in ``FLOAT_NAMES``."""
+        return self.bits, 1, FLOAT_NAMES.index(self.dtype)
+
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of ``numel`` values."""
         return numel * self.bits // 8
@@ -93,6 +108,12 @@ class Cast:
 
 Format = BlockSpec | Cast
 """How values travel."""
+
+
+def format_of(code: Sequence[int]) -> Format:
+    """The format that has this code."""
+    bits, block_size, dtype = code
+    return Cast(FLOAT_NAMES[dtype]) if block_size == 1 else BlockSpec(bits, block_size)
 
 
 @dataclass(frozen=True)

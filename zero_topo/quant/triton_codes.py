@@ -7,19 +7,17 @@ size of a model is compiled in.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
 from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
 from zero_topo.quant.triton_sparse import launch
 from zero_topo.quant.trits import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
-
-if TYPE_CHECKING:
-    from zero_topo.quant.code_ops import Change, Codes, Masters, Part
 
 LEVELS = tl.constexpr(127.0)
 FIVE = tl.constexpr(GROUP)

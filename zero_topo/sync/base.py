@@ -18,8 +18,6 @@ from zero_topo.collectives.pack import Span, merged
 from zero_topo.config import AGED_REFUSED
 from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import Plan
-from zero_topo.quant.ops import Quantizer
-from zero_topo.quant.sparse_ops import SparseOps
 from zero_topo.sync.aged_adamw import AgedAdamW
 
 
@@ -78,11 +76,9 @@ class SyncContext:
         plan: the degrees.
         mesh: holds the routes ``(gradients, world)`` and ``(optimizer, world)``.
         meter: counts the bytes sent under phase "sync".
-        quantizer: block quantization, for modes that use it.
         dtype: type in which dense values travel.
         shard: ``[N / G, F]``, the rank's gradient shard, zero at first.
         loss_scaled: whether a loss scaler multiplies the gradients, and skips steps as a matter of course (FP16).
-        sparse: element-wise operations, for modes that use them.
         parameters: all of them, in the order of their columns.
         moments: what the optimizer remembers now; empty before its first step.
         mpi: whether MPI carries what crosses gradient domains.
@@ -91,11 +87,9 @@ class SyncContext:
     plan: Plan
     mesh: Mesh
     meter: Meter
-    quantizer: Quantizer
     dtype: torch.dtype
     shard: Tensor
     loss_scaled: bool
-    sparse: SparseOps
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
     mpi: bool

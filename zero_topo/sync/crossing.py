@@ -12,10 +12,9 @@ from torch import Tensor
 
 from zero_topo.collectives.all_gather import all_gather_pieces
 from zero_topo.collectives.pack import Span, members, merged, places_of, rows_of, span_pieces
-from zero_topo.collectives.peers import Peers
 from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
 from zero_topo.collectives.wire import Wire, wire_of
-from zero_topo.mesh import Hop, Route
+from zero_topo.mesh import Route
 from zero_topo.quant.pieces import total_numel
 from zero_topo.sync.base import Owed, SyncContext, SyncMode
 
@@ -27,20 +26,18 @@ class Crossing(SyncMode):
 
     Attributes:
         peers: the ranks that hold the same elements.
-        across: their hop.
     """
 
     def __init__(self, context: SyncContext, dense_wire: Wire) -> None:
         super().__init__(context)
         hops = context.across(context.plan.gradients).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
-        self.across: Hop = hops[-1]
-        self.peers = Peers(self.across, context.counted)
+        self.peers = hops[-1].metered(context.counted)
         self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
 
     def members(self) -> list[int]:
         """The peers' ranks."""
-        return self.context.plan.group(self.context.mesh.rank, self.across.lo, self.across.hi)
+        return self.context.plan.group(self.context.mesh.rank, self.peers.lo, self.peers.hi)
 
     @abstractmethod
     def owed_rows(self) -> Tensor | None:
@@ -116,7 +113,7 @@ class Crossing(SyncMode):
 
 def exact(context: SyncContext) -> Wire:
     """The format of values that nothing is taken from: FP32."""
-    return wire_of(context.quantizer, None, torch.float32)
+    return wire_of(None, torch.float32)
 
 
 def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], route: Route, wire: Wire) -> None:

@@ -32,7 +32,7 @@ class Dense(SyncMode):
         self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
-        self._wire = wire_of(context.quantizer, None, context.dtype)
+        self._wire = wire_of(None, context.dtype)
 
     def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
         """Begin the reduction; the way back to the ranks that need more follows when waited for."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero_topo.quant import sparse_ops
 from zero_topo.sync.picks import positions
 from zero_topo.sync.sparse import Outcome, Sparse, State
 
@@ -52,12 +53,12 @@ class Masked(Sparse[State]):
 
     def packed(self, mask: Tensor) -> Tensor:
         """Bool ``[C]`` as bits, uint8 ``[ceil(C / 8)]``."""
-        return self.ops.pack(mask)
+        return sparse_ops.pack(mask)
 
     def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
         """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, end - begin]``, all columns by default."""
         end = self._columns if end is None else end
         first, past = begin // 8, -(-end // 8)
         part = bits[:, first:past].contiguous()
-        rows = self.ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
+        rows = sparse_ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
         return rows[:, begin - 8 * first : end - 8 * first]

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import OkTopkSync
+from zero_topo.quant import sparse_ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     TINY,
@@ -155,21 +156,21 @@ class OkTopk(Sparse[OkTopkState]):
         Also the local threshold for the next step, and whether it was found anew. One look, or two.
         """
         if not exact:
-            at, low, ops, k = state.local, max(state.local / NEAR, TINY), self.ops, self.picks
+            at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
             room = 5 * k // 4
-            reach = ops.compact_above(total, at, min(room, self.numel))
-            found, near = self.look(reach.found, ops.count_above(total, low))
+            reach = sparse_ops.compact_above(total, at, min(room, self.numel))
+            found, near = self.look(reach.found, sparse_ops.count_above(total, low))
             few = 5 * found < 4 * k
             count = near if few else found
             if k <= near and count <= MOST_TAKEN * k:
                 picked = Picked(reach.indices[:count], reach.values[:count])
                 if few or count > room:
-                    picked = above(total, low if few else at, count, ops)
-                    picked = picked.where(largest(picked.values, k, ops).indices)
+                    picked = above(total, low if few else at, count)
+                    picked = picked.where(largest(picked.values, k).indices)
                 return picked.rounded(self.dtype), max(at * _moved(found / k), TINY), False
-        bound = kth_largest(total, self.picks, self.ops)
-        threshold, reaching = self.look(bound, count_reaching(total, bound, self.ops))
-        return above(total, threshold, int(reaching), self.ops).rounded(self.dtype), threshold, True
+        bound = kth_largest(total, self.picks)
+        threshold, reaching = self.look(bound, count_reaching(total, bound))
+        return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
         """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
@@ -206,7 +207,7 @@ class OkTopk(Sparse[OkTopkState]):
         if world is None:
             counts = self.look(self.peers.gather(sums.count_nonzero()))
             everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
-            threshold = kth_largest(everything.values, self.k, self.ops)
+            threshold = kth_largest(everything.values, self.k)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
             own, counts, threshold = self._reused(sums, world)
@@ -221,8 +222,8 @@ class OkTopk(Sparse[OkTopkState]):
         One look.
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
-        ops, mine, low = self.ops, self.peers.index, max(threshold / near_by, TINY)
-        reach = self.look(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
+        mine, low = self.peers.index, max(threshold / near_by, TINY)
+        reach = self.look(self.peers.gather(torch.cat([sparse_ops.count_above(sums, at) for at in (threshold, low)])))
         found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
@@ -232,9 +233,9 @@ class OkTopk(Sparse[OkTopkState]):
         else:
             counts = (found if total <= most else most * found // total).tolist()
         own = reach[2 * mine + few]
-        picked = above(sums, low if few else threshold, own, ops)
+        picked = above(sums, low if few else threshold, own)
         if counts[mine] < own:
-            picked = picked.where(largest(picked.values, counts[mine], ops).indices)
+            picked = picked.where(largest(picked.values, counts[mine]).indices)
         after = max(threshold * _moved(total / self.k), TINY)
         return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
@@ -259,8 +260,8 @@ class OkTopk(Sparse[OkTopkState]):
         """As :meth:`_choose`, each on its owner; Note [Sharded]. One look, or none."""
         if world is None:
             most = min(self.k, CROWDED * -(-self.k // self.peers.size))
-            magnitudes = largest(sums, most, self.ops).values.abs()
-            threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k, self.ops)
+            magnitudes = largest(sums, most).values.abs()
+            threshold = kth_largest(self.peers.gather(magnitudes).view(-1), self.k)
             mask = (sums.abs() < threshold).logical_not_()
         else:
             own, _, threshold = self._reused(sums, world)

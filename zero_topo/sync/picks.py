@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config.sparse_config import index_bytes
-from zero_topo.quant.sparse_ops import SparseOps
+from zero_topo.quant import sparse_ops
 
 TINY = 1e-45  # below every other positive FP32: a threshold that passes all but zeros
 LONGEST = 2**31 - 1
@@ -114,21 +114,21 @@ def share(density: float, numel: int) -> int:
     return min(numel, max(1, math.ceil(density * numel)))
 
 
-def kth_largest(x: Tensor, k: int, ops: SparseOps) -> Tensor:
+def kth_largest(x: Tensor, k: int) -> Tensor:
     """The ``k``-th largest magnitude, but never zero, FP64 ``[]``; ``TINY`` if there are fewer elements.
 
     Infinity, which NaN reaches, if NaN is among the largest.
     """
     if x.numel() < k or not k:
         return torch.full((), TINY, dtype=torch.float64, device=x.device)
-    magnitudes = largest(x, k, ops).values.abs() if _on_cpu(x) else _topk(x, k)[0]
+    magnitudes = largest(x, k).values.abs() if _on_cpu(x) else _topk(x, k)[0]
     return magnitudes.min().double().clamp_(min=TINY).nan_to_num_(torch.inf, torch.inf)
 
 
-def largest(x: Tensor, k: int, ops: SparseOps) -> Picked:
+def largest(x: Tensor, k: int) -> Picked:
     """The ``k`` elements of largest magnitude, some of which may be zero; see Note [Selection]."""
     k = min(k, x.numel())
-    indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
+    indices = sparse_ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
     return Picked(indices, x[indices])
 
 
@@ -162,16 +162,16 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.values, indices[best.indices]
 
 
-def count_reaching(x: Tensor, threshold: Tensor, ops: SparseOps) -> Tensor:
+def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
     """How many magnitudes reach a threshold that is on the device (``[]``), as NaN does; int64 ``[]``."""
     if _on_cpu(x):
-        return ops.count_above(x, float(threshold))[0]
+        return sparse_ops.count_above(x, float(threshold))[0]
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
-def above(x: Tensor, threshold: float, count: int, ops: SparseOps) -> Picked:
+def above(x: Tensor, threshold: float, count: int) -> Picked:
     """The elements whose magnitude reaches a threshold, known to be so many; of those that are not finite one."""
-    found = ops.compact_above(x, threshold, count if math.isfinite(threshold) else min(count, 1))
+    found = sparse_ops.compact_above(x, threshold, count if math.isfinite(threshold) else min(count, 1))
     return Picked(found.indices, found.values.float())
 
 

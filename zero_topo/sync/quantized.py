@@ -57,9 +57,9 @@ class Quantized(Crossing):
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
-        super().__init__(context, wire_of(context.quantizer, None, context.dtype))
+        super().__init__(context, wire_of(None, context.dtype))
         self._down = context.across(context.plan.optimizer)
-        self.wire = wire_of(context.quantizer, config.spec, context.dtype)
+        self.wire = wire_of(config.spec, context.dtype)
         self._owing = config.error_feedback and self.peers.size > 1
         self.owes_in_shard = self._owing and not context.loss_scaled
         self.residual: Tensor | None = None

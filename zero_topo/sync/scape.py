@@ -34,7 +34,6 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.pack import Span
-from zero_topo.collectives.peers import Peers
 from zero_topo.config import ScapeSync
 from zero_topo.sync.adams import AdamS
 from zero_topo.sync.base import Moment, SyncContext, build_mode
@@ -65,7 +64,7 @@ class Scape(Masked[ScapeState]):
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         hops = context.across(context.plan.gradients).hops
-        self._inside = Peers(hops[0], context.counted) if len(hops) > 1 else None
+        self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +93,7 @@ class Scape(Masked[ScapeState]):
             parts, count = self.shares(density, 1)
             return largest_of_each(score, *parts), count
         count = share(density, self._columns)
-        chosen = largest(score, count, self.ops).indices
+        chosen = largest(score, count).indices
         return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:

@@ -90,7 +90,6 @@ class Sparse(Crossing, Generic[State]):
         numel: ``n``, elements of the table.
         active: whether there is anything to exchange.
         dtype: of values on the wire.
-        ops: the element-wise operations.
         residual: FP32 ``[P * C]``, or empty without error feedback: what this rank still owes.
     """
 
@@ -99,7 +98,6 @@ class Sparse(Crossing, Generic[State]):
         super().__init__(context, exact(context))
         plan = context.plan
         self.dtype = DTYPES[config.value_dtype]
-        self.ops = context.sparse
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._taken = tuple(p for p in context.parameters if taken(p, config))

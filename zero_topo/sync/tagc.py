@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import TagcSync
+from zero_topo.quant import sparse_ops
 from zero_topo.quant.sparse_reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions, share
@@ -139,7 +140,7 @@ class Tagc(Sparse[int]):
     def _largest(self, total: Tensor) -> Picked:
         """The share that is picked, of all elements, or of each parameter's part of each row."""
         if not self.config.per_parameter:
-            return largest(total, share(self.density, self.numel), self.ops)
+            return largest(total, share(self.density, self.numel))
         parts, count = self.shares(self.density, self.peers.size)
         indices = positions(largest_of_each(total, *parts), count)
         return Picked(indices, total[indices])
@@ -157,11 +158,11 @@ class Tagc(Sparse[int]):
     def _bits(self, rows: Tensor) -> Tensor:
         """Bool ``[rows, C]`` -> uint8 ``[rows, ceil(C / 8)]``, each row by itself."""
         rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
-        return self.ops.pack(rows.reshape(-1)).view(len(rows), -1)
+        return sparse_ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
     def _masks(self, bits: Tensor) -> Tensor:
         """The inverse of :meth:`_bits`."""
-        return self.ops.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
+        return sparse_ops.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
 
     def _plain(self, picked: Picked, index: _Index, total: Tensor) -> _Sums:
         """Values in the order of the bits; what rounding takes away stays here. One look."""
@@ -187,12 +188,12 @@ class Tagc(Sparse[int]):
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # in the sketch they would not come apart
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
-        sketches = self.ops.sketch(table, SEED, rows)
+        sketches = sparse_ops.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = self.ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
+        own, left = sparse_ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
         if any(counts):
             own[stuck] = added_rows(beside.view(size, -1))
         return _Sums(own, len(stuck), left)
@@ -202,13 +203,13 @@ class Tagc(Sparse[int]):
 
         Note [Nothing is estimated]. A look for each attempt, of which all ranks make as many.
         """
-        ops, device = self.ops, index.bits.device
+        device = index.bits.device
         stuck = torch.zeros_like(index.union)
         for attempt in count():
             generator = torch.Generator(device).manual_seed(attempt)
             probe = torch.randint(1, PROBE, (self.width,), generator=generator, dtype=torch.float32, device=device)
             probe *= index.union
-            found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
+            found, left = sparse_ops.peel(sparse_ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
             stuck |= found != probe
             reached = stuck.sum()
             counts = self.look(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))

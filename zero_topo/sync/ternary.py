@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from zero_topo.config import TernarySync
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
+from zero_topo.quant import sparse_ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import added_rows
 from zero_topo.sync.sparse import Outcome, Sparse
@@ -77,7 +78,7 @@ class Ternary(Sparse[None]):
 
         And how many elements that are, int64 ``[]``.
         """
-        index = self.ops.row_largest(blocks, self.now.picks)
+        index = sparse_ops.row_largest(blocks, self.now.picks)
         sizes = blocks.gather(1, index).abs_()
         count = sizes.count_nonzero(dim=1)[:, None]
         scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
@@ -97,7 +98,7 @@ class Ternary(Sparse[None]):
         high = torch.zeros(len(index), config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
         lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
         flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
-        bits = self.ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
+        bits = sparse_ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Ternary(Sparse[None]):
         size, config, device = len(messages), self.now, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
-        flags = self.ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
+        flags = sparse_ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
         parts = (config.high_bits, picks * config.low_bits, picks)
         padding = flags.shape[1] - self._blocks * config.block_bits
         high, lows, signs, _ = flags.split([*(self._blocks * part for part in parts), padding], dim=1)

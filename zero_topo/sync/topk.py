@@ -48,7 +48,7 @@ class Stateless(Sparse[None]):
 
     def k_largest(self, total: Tensor) -> Picked:
         """Exactly ``k``, or all that are not zero; one look."""
-        picked = largest(total, self.k, self.ops)
+        picked = largest(total, self.k)
         (count,) = self.look(picked.values.count_nonzero())
         return picked.non_zero(count)
 
@@ -106,7 +106,7 @@ class GaussianK(AllGathered):
     def pick(self, total: Tensor) -> Picked:
         """Those above the threshold."""
         bound, count = self.look(*self.threshold(total))
-        return above(total, bound, int(count), self.ops)
+        return above(total, bound, int(count))
 
     def threshold(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """From mean and standard deviation, then corrected by counting; FP64 ``[]``, and how many reach it, ``[]``."""
@@ -115,11 +115,11 @@ class GaussianK(AllGathered):
         bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
         if self.density == 1:
             bound = torch.full_like(bound, TINY)
-        count = count_reaching(total, bound, self.ops)
+        count = count_reaching(total, bound)
         for _ in range(FITTING_STEPS if self.density < 1 else 0):  # what fits stays
             few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
             bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
-            count = count_reaching(total, bound, self.ops)
+            count = count_reaching(total, bound)
         return bound, count
 
 
@@ -184,7 +184,7 @@ class GTopk(Stateless):
 
     def exchange(self, total: Tensor, state: None) -> Outcome[None]:
         """Merge picks up a tree of peers, then hand the result down the same tree."""
-        picked = largest(total, self.k, self.ops)
+        picked = largest(total, self.k)
         total[picked.indices] -= picked.values
         steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
         for step in steps:
@@ -195,7 +195,7 @@ class GTopk(Stateless):
             if came is not None:
                 both = torch.cat([picked.indices, came.indices]), torch.cat([picked.values, came.values])
                 sums = in_runs(Picked(*both))
-                picked = self._kept(sums, sums.where(largest(sums.values, self.k, self.ops).indices), total)
+                picked = self._kept(sums, sums.where(largest(sums.values, self.k).indices), total)
         if self.peers.index == 0:
             picked = self._kept(picked, picked.rounded(self.dtype), total)
         for step in reversed(steps):

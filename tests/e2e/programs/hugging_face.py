@@ -103,8 +103,9 @@ def with_ulysses(folder: Path, plain: bool) -> dict[str, Any]:
     set_seed(0)
     model, windows = llama(), Windows(4096)
     positions = torch.arange(CONTEXT)
-    samples = DataLoader([{**window, "position_ids": positions} for window in windows], batch_size=1)
-    model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), samples)
+    samples: Any = [{**windows[index], "position_ids": positions} for index in range(len(windows))]
+    batches = DataLoader(samples, batch_size=1)
+    model, _, batches = accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3), batches)
     losses = [float(_whole_loss(accelerator, model, batch)) for _, batch in zip(range(SAVED), batches, strict=False)]
     return {"losses": losses, "topo": steps_of_engine(model)}
 

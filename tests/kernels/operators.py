@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The operators as a backend of the golden suite, and backends of the suite as kernels of the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant import code_ops, operators
+from zero_topo.quant.codes import Change, Codes, Masters, Part
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.operators import OPS
+from zero_topo.quant.pieces import Piece, described
+from zero_topo.quant.spec import Format, Reduce, Total
+
+
+class Operators:
+    """The functions of ``zero_topo.quant.reference``, by whatever backend serves the device of their arguments."""
+
+    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+        """Pieces -> messages."""
+        OPS.quantize.default(*described(pieces)[:2], spec.code, out.table, _index(out.without_member))
+
+    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+        """Sums of messages -> pieces."""
+        left_out = _index(messages.without_source), _index(messages.without_member)
+        given = described(pieces)[:2]
+        OPS.dequantize_reduce.default(messages.table, *left_out, spec.code, *given, reduce.factor, reduce.accumulate)
+
+    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+        """Sums of messages -> messages."""
+        sums, made = (messages.table, _index(messages.without_source)), (out.table, _index(out.without_member))
+        OPS.requantize.default(*sums, source.code, *made, spec.code, total.numel, total.factor)
+
+    def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+        """Scales, and which blocks escape."""
+        OPS.codes_assess.default(*code_ops._own(masters), *code_ops._held(codes, part), scales, escaped)
+
+    def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+        """Masters -> codes and message."""
+        made = change.scales, change.order, change.count, message
+        OPS.codes_emit.default(*code_ops._own(masters), *code_ops._held(codes, part), *made)
+
+    def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
+        """Messages -> codes."""
+        OPS.codes_apply.default(messages.table, _index(messages.without_member), *code_ops._held(codes, part))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(OPS, name).default
+
+
+@contextmanager
+def serving(backend: Any, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Within it a backend of the golden suite serves a device."""
+    if isinstance(backend, Operators):
+        yield
+        return
+    device = torch.device(device)
+    before = operators.use("reference", device)
+    withdraw = operators._serve_python(backend, device.type.upper())
+    try:
+        yield
+    finally:
+        withdraw()
+        operators.use(before, device)
+
+
+@contextmanager
+def serving_module(module: Any) -> Iterator[Operators]:
+    """Within it a module of ``csrc/zt_binding.cpp`` serves the CPU."""
+    before = operators.use("reference", operators.CPU)
+    module.serve("CPU")
+    try:
+        yield Operators()
+    finally:
+        module.serve("")
+        operators.use(before, operators.CPU)
+
+
+def _index(number: int | None) -> int:
+    return -1 if number is None else number

@@ -1,0 +1,124 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The operators: schemas that say what is written, and which backend serves: the best that loads, or a forced one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from zero_topo.quant import operators, ops
+from zero_topo.quant.codes import Codes
+from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
+from zero_topo.quant.pieces import piece_of
+from zero_topo.quant.spec import BlockSpec
+
+CPU = torch.device("cpu")
+
+
+def broken(device: torch.device) -> Serve:
+    """A backend that is not to be had."""
+    raise BackendUnavailable("there is no C++ compiler (install g++)")
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The best backend is not to be had, the next is."""
+    before = operators.use("reference", CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(operators, "BACKENDS", MappingProxyType({"native": broken, "reference": operators._reference}))
+        yield
+    operators.use(before, CPU)
+
+
+@pytest.mark.usefixtures("two")
+def test_a_missing_compiler_means_the_next_backend_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """No crash and no silence: the line names what serves and why the better one does not."""
+    with caplog.at_level(logging.INFO, "zero_topo"):
+        assert operators.select(CPU, {}) == "reference"
+    (line,) = caplog.messages
+    assert line == "zero_topo: kernels on cpu: reference; not native: there is no C++ compiler (install g++)"
+
+
+@pytest.mark.usefixtures("two")
+def test_a_forced_backend_is_taken_or_refused() -> None:
+    """ZERO_TOPO_QUANT never falls back: what was asked for, or an error that says why and what to do."""
+    assert operators.select(CPU, {"ZERO_TOPO_QUANT": "reference"}) == "reference"
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=native cannot serve cpu: there is no C.. compiler.*unset"):
+        operators.select(CPU, {"ZERO_TOPO_QUANT": "native"})
+    with pytest.raises(ValueError, match=r"ZERO_TOPO_QUANT=warp is no quantization backend.*native.*reference"):
+        operators.select(CPU, {"ZERO_TOPO_QUANT": "warp"})
+
+
+def test_a_triton_that_is_too_old_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of torch 2.6: the next backend serves, instead of an AttributeError."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name in ("zero_topo.quant.triton", "zero_topo.quant.triton_sparse"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("zero_topo.quant.triton", raising=False)
+    monkeypatch.delattr("triton.knobs", raising=False)
+    with pytest.raises(BackendUnavailable, match="older than"):
+        operators.BACKENDS["triton"](CPU)
+
+
+def test_every_backend_says_what_it_serves() -> None:
+    """Without its interpreter Triton serves no CPU, and native kernels exist for CPUs and GPUs only."""
+    with pytest.raises(BackendUnavailable, match="interpreter"):
+        operators.BACKENDS["triton"](CPU)
+    with pytest.raises(BackendUnavailable, match="no native kernels for meta"):
+        operators.BACKENDS["native"](torch.device("meta"))
+
+
+def test_a_tensor_that_is_no_piece_is_refused() -> None:
+    """Its strides cannot be said in rows and columns."""
+    with pytest.raises(ValueError, match="make it contiguous"):
+        piece_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
+
+
+def arguments() -> dict[str, tuple[Any, ...]]:
+    """Valid ones of each operator."""
+    x, spec = torch.randn(200), BlockSpec(8, 64)
+    table = ops.quantize(x, spec)[None, None, None]
+    pieces, code, floats = ([torch.zeros(200)], [1, 200, 200, 200, 0]), list(spec.code), torch.randn(2, 64)
+    mask, bits, number = torch.arange(16) % 3 == 0, torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    built = Codes.build([(0, 64)], 2, 64, CPU)
+    held = built.held, built.slots, built.slot_of, [64, 0, 1, 2, 1]
+    change = torch.zeros(2), torch.arange(2), number
+    return {
+        "quantize": (*pieces, code, torch.zeros_like(table), -1),
+        "dequantize_reduce": (table, -1, -1, code, *pieces, 0.5, True),
+        "requantize": (table, -1, code, torch.zeros_like(table), -1, code, 200, 1.0),
+        "mask_pack": (mask, bits),
+        "mask_unpack": (bits, mask),
+        "count_above": (x, 0.5),
+        "compact_above": (x, 0.5, torch.zeros(9, dtype=torch.int64), torch.zeros(9)),
+        "row_largest": (floats, torch.zeros(2, 3, dtype=torch.int64)),
+        "sketch_insert": (floats, 5, torch.zeros(2, 3, 1024)),
+        "sketch_peel": (torch.zeros(3, 1024), bits, 5, torch.zeros(16)),
+        "codes_assess": (floats, [0, 0], *held, torch.zeros(2), torch.zeros(2, dtype=torch.bool)),
+        "codes_emit": (floats, [0, 0], *held, *change, torch.zeros(1024, dtype=torch.uint8)),
+        "codes_apply": (torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), -1, *held),
+    }
+
+
+@pytest.mark.parametrize("name", arguments())
+def test_schemas_say_what_is_written(name: str) -> None:
+    """Only marked arguments change, no result is an alias of one, and fake tensors get results of the right shape."""
+    torch.library.opcheck(getattr(OPS, name).default, arguments()[name], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_profiles_and_fake_tensors_know_the_operators() -> None:
+    """A profile names them; nothing is computed for fake tensors."""
+    with torch.profiler.profile() as profile:
+        ops.quantize(torch.ones(3), BlockSpec(8))
+    assert "zero_topo::quantize" in {event.name for event in profile.events()}
+    with FakeTensorMode():
+        message = ops.quantize(torch.empty(1000), BlockSpec(8))
+        assert ops.dequantize(message, BlockSpec(8), torch.empty(1000)).shape == (1000,)

@@ -1,0 +1,246 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The operators ``torch.ops.zero_topo``: schemas, fake kernels, and which backend's kernels serve a device.
+
+Note [Operators]
+    torch finds a kernel by the device of the arguments, names it in profiles and runs the fake one for FakeTensors. The
+    reference serves every device that no other backend serves. An operator writes only to arguments that its schema
+    marks, and returns nothing or a fresh tensor: torch forbids to return an alias of an argument. Indexes that leave
+    out a source or a member are -1 for none. A process has one backend per device type: the last one selected.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Lock
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.quant import reference
+from zero_topo.quant.codes import Change, Codes, Masters, Part
+from zero_topo.quant.messages import Messages
+from zero_topo.quant.pieces import Piece
+from zero_topo.quant.spec import Reduce, Total, format_of
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ZERO_TOPO_QUANT"
+CPU = torch.device("cpu")
+OPS: Any = torch.ops.zero_topo
+
+_SKIP, _OWN, _CODES = (
+    "int without_source, int without_member",
+    "Tensor masters, int[] own",
+    "Tensor slots, Tensor slot_of, int[] part",
+)
+SCHEMAS = (
+    "quantize(Tensor[] flats, int[] shapes, int[] format, Tensor(a!) messages, int without_member) -> ()",
+    "dequantize_reduce(Tensor messages, int without_source, int without_member, int[] format, Tensor(a!)[] flats, "
+    "int[] shapes, float factor, bool accumulate) -> ()",
+    "requantize(Tensor messages, int without_source, int[] source, Tensor(a!) out, int without_member, int[] format, "
+    "int numel, float factor) -> ()",
+    "mask_pack(Tensor mask, Tensor(a!) bits) -> ()",
+    "mask_unpack(Tensor bits, Tensor(a!) mask) -> ()",
+    "count_above(Tensor x, float threshold) -> Tensor",
+    "compact_above(Tensor x, float threshold, Tensor(a!) indices, Tensor(b!) values) -> Tensor",
+    "row_largest(Tensor x, Tensor(a!) indices) -> ()",
+    "sketch_insert(Tensor x, int seed, Tensor(a!) sketch) -> ()",
+    "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
+    f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) escaped) -> ()",
+    f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor order, Tensor count, "
+    "Tensor(b!) message) -> ()",
+    f"codes_apply(Tensor messages, int without_member, Tensor(a!) held, {_CODES}) -> ()",
+)
+"""``own``: first column and member of `Masters`; ``part``: the block size, then the numbers of `Part`."""
+
+
+class BackendUnavailable(Exception):
+    """A backend cannot serve a device here; the message says why, in one line."""
+
+
+def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
+    """The kernels, by operator, of a backend that is a Python module with the functions of ``reference.py``."""
+
+    def quantize(flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int) -> None:
+        messages = Messages(table, None, _index(member))
+        backend.quantize(_pieces(flats, shapes, messages), format_of(code), messages)
+
+    def dequantize_reduce(
+        table: Tensor, source: int, member: int, code: list[int], flats: list[Tensor], shapes: list[int], *how: Any
+    ) -> None:
+        messages = Messages(table, _index(source), _index(member))
+        backend.dequantize_reduce(messages, format_of(code), _pieces(flats, shapes, messages), Reduce(*how))
+
+    def requantize(
+        table: Tensor, source: int, code: list[int], out: Tensor, member: int, to: list[int], *total: Any
+    ) -> None:
+        messages, made = Messages(table, _index(source)), Messages(out, None, _index(member))
+        backend.requantize(messages, format_of(code), format_of(to), made, Total(*total))
+
+    def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
+        *held, scales, escaped = arguments
+        backend.codes_assess(Masters(masters, *own), *_coded(*held), scales, escaped)
+
+    def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
+        *held, scales, order, count, message = arguments
+        change = Change(scales, order.new_empty(0), order, count)  # backends do not read which blocks escape
+        backend.codes_emit(Masters(masters, *own), *_coded(*held), change, message)
+
+    def codes_apply(table: Tensor, member: int, *held: Any) -> None:
+        backend.codes_apply(Messages(table, None, _index(member)), *_coded(*held))
+
+    same = {name: getattr(backend, name) for name in map(_name, SCHEMAS) if name not in locals()}
+    own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
+    return same | {kernel.__name__: kernel for kernel in own}
+
+
+def _name(schema: str) -> str:
+    return schema.partition("(")[0]
+
+
+def _index(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _coded(held: Tensor, slots: Tensor, slot_of: Tensor, part: Sequence[int]) -> tuple[Codes, Part]:
+    return Codes(held, slots, slot_of, part[0]), Part(*part[1:])
+
+
+def _pieces(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -> list[Piece]:
+    pieces = []
+    for i, flat in enumerate(flats):
+        rows, columns, present, stride, member_stride = shapes[5 * i : 5 * i + 5]
+        pieces.append(Piece(flat, rows, columns, stride, messages.members, member_stride, present))
+    return pieces
+
+
+_LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")  # registrations end when it is collected
+
+
+def _define() -> None:
+    for schema in SCHEMAS:
+        _LIBRARY.define(schema)
+        fake = _number if schema.endswith("-> Tensor") else _nothing
+        torch.library.register_fake(f"zero_topo::{_name(schema)}", fake, lib=_LIBRARY)
+    for name, kernel in kernels_of(reference).items():
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # gradients do not flow through operators
+
+
+def _nothing(*arguments: Any) -> None:
+    """The fake kernel of operators that only write to their arguments."""
+
+
+def _number(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(1, dtype=torch.int64)
+
+
+_define()
+
+Serve = Callable[[str], Callable[[], object]]
+"""Registers kernels for a dispatch key, and returns what takes them back."""
+
+
+def _native(device: torch.device) -> Serve:
+    from zero_topo.op_builder.builder import CPUBuilder, GPUBuilder
+    from zero_topo.op_builder.jit import BuildError
+
+    if device.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"there are no native kernels for {device.type}")
+    try:
+        module = (CPUBuilder if device.type == "cpu" else GPUBuilder)().load()
+    except BuildError as error:
+        raise BackendUnavailable(str(error)) from error
+    return partial(serve_native, module)
+
+
+def serve_native(module: Any, key: str) -> Callable[[], object]:
+    """Have a module of ``csrc/zt_binding.cpp`` register its kernels."""
+    module.serve(key)
+    return partial(module.serve, "")
+
+
+def _triton(device: torch.device) -> Serve:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise BackendUnavailable("Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1)")
+    try:
+        from zero_topo.quant import triton
+    except ImportError as error:
+        raise BackendUnavailable(f"triton is not installed: {error}") from error
+    except AttributeError as error:
+        raise BackendUnavailable(f"this triton is older than 3.4: {error}") from error
+    return partial(_serve_python, triton)
+
+
+def _serve_python(backend: Any, key: str) -> Callable[[], object]:
+    library = torch.library.Library("zero_topo", "IMPL")
+    for name, kernel in kernels_of(backend).items():
+        library.impl(name, kernel, key)
+    return library._destroy
+
+
+def _reference(device: torch.device) -> Serve:
+    return lambda key: lambda: None  # it serves wherever nothing else does
+
+
+# Best first.
+BACKENDS: Mapping[str, Callable[[torch.device], Serve]] = MappingProxyType(
+    {"native": _native, "triton": _triton, "reference": _reference}
+)
+
+
+class _Serving:
+    """Which backend serves each type of device, and what takes its kernels back; the reference at first."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[str, tuple[str, Callable[[], object]]] = {}
+        self._lock = Lock()
+
+    def use(self, name: str, device: torch.device) -> str:
+        """Have a backend serve a type of device, for the whole process; returns the one that served it before.
+
+        Raises:
+            BackendUnavailable: if it cannot; the one before goes on.
+        """
+        with self._lock:
+            before, withdraw = self._by_type.get(device.type, ("reference", lambda: None))
+            if name != before:
+                serve = BACKENDS[name](device)
+                withdraw()
+                self._by_type[device.type] = name, serve(device.type.upper())
+            return before
+
+
+use = _Serving().use
+
+
+def select(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> str:
+    """Use the best backend that loads for a device, or the one ``ZERO_TOPO_QUANT`` forces; logs one line for either.
+
+    Returns:
+        Its name.
+
+    Raises:
+        ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist or does not load.
+    """
+    forced = env.get(VARIABLE)
+    if forced and forced not in BACKENDS:
+        raise ValueError(f"{VARIABLE}={forced} is no quantization backend; unset it or choose one of {list(BACKENDS)}")
+    skipped = []
+    for name in [forced] if forced else BACKENDS:
+        try:
+            use(name, device)
+        except BackendUnavailable as reason:
+            if forced:
+                raise ValueError(f"{VARIABLE}={name} cannot serve {device.type}: {reason}; unset it") from reason
+            skipped.append(f"; not {name}: {reason}")
+            continue
+        why = f" ({VARIABLE})" if forced else "".join(skipped)
+        logger.info("zero_topo: kernels on %s: %s%s", device.type, name, why)
+        return name
+    raise AssertionError("the reference serves every device")
