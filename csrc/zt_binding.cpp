@@ -64,9 +64,15 @@ std::vector<zt_piece> pieces_of(Tensors flats, Numbers shapes, const at::Tensor 
     return pieces;
 }
 
+// How much work arguments make, by a product of theirs; none if they are nonsense, which the kernels then refuse.
+int64_t work_of(int64_t a, int64_t b) {
+    int64_t product = 0;
+    return a < 0 || b < 0 || __builtin_mul_overflow(a, b, &product) || product >> 56 ? 0 : product;
+}
+
 int64_t numel_of(const std::vector<zt_piece> &pieces) {
     return std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
-                           [](int64_t sum, const zt_piece &p) { return sum + p.rows * p.columns; });
+                           [](int64_t sum, const zt_piece &p) { return sum + work_of(p.rows, p.columns); });
 }
 
 // table: [sources, outer, inner, bytes]; a source and a member are left out, -1 for none.
@@ -166,7 +172,7 @@ template <class F> void split(int64_t total, int64_t each, const F &f) {
 
 // Wire blocks of all members.
 int64_t blocks_of(const zt_wire_spec &spec, int64_t numel, const zt_messages &messages) {
-    return zt_wire_blocks(spec, numel) * messages.members;
+    return work_of(zt_wire_blocks(spec, work_of(numel, 1)), messages.members);
 }
 
 void quantize(Tensors flats, Numbers shapes, Numbers format, const at::Tensor &out, int64_t without_member) {
@@ -209,7 +215,9 @@ zt_codes codes_of(const at::Tensor &held, const at::Tensor &slots, const at::Ten
 
 zt_part part_of(Numbers part) { return {part[1], part[2], part[3], part[4]}; }
 
-int64_t blocks_of(const zt_part &part) { return part.rows * (part.end - part.begin); }
+int64_t blocks_of(const zt_part &part) {
+    return part.begin < 0 || part.end < 0 ? 0 : work_of(part.rows, part.end - part.begin);
+}
 
 // own: the column of the slots that its first one is, and whose rows.
 zt_masters masters_of(const at::Tensor &table, Numbers own, const at::Tensor &held) {
@@ -244,7 +252,7 @@ void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tens
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
     ZT_STREAM(held);
-    ZT_ON(codes_apply, blocks_of(part) * part.members, codes.block, messages_of(table, -1, without_member), codes,
+    ZT_ON(codes_apply, work_of(blocks_of(part), part.members), codes.block, messages_of(table, -1, without_member), codes,
           part);
 }
 

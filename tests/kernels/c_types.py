@@ -7,15 +7,10 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
-import torch
-
 from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import DTYPES as NAMES
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Cast
-
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+from zero_topo.quant.pieces import FLOATS, Piece
+from zero_topo.quant.spec import Format
 
 
 class CSpec(Structure):
@@ -83,17 +78,14 @@ class CChange(Structure):
     _fields_ = [(name, c_void_p) for name in ("scales", "order", "count")]
 
 
-def c_spec(spec: BlockSpec | Cast) -> CSpec:
+def c_spec(spec: Format) -> CSpec:
     """The specification in C."""
-    if isinstance(spec, Cast):
-        return CSpec(spec.bits, 1, DTYPES[NAMES[spec.dtype]])
-    return CSpec(spec.bits, spec.block_size, 0)
+    return CSpec(*spec.code)
 
 
 def c_piece(p: Piece) -> CPiece:
     """A piece in C."""
-    shape = p.rows, p.columns, p.width, p.stride, p.member_stride, p.flat.numel()
-    return CPiece(p.flat.data_ptr(), *shape, DTYPES[p.flat.dtype])
+    return CPiece(p.flat.data_ptr(), *p.shape, p.flat.numel(), FLOATS.index(p.flat.dtype))
 
 
 def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:

@@ -1,26 +1,46 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels, compiled once."""
+"""The CPU kernels at each instruction set, with the work whole or split."""
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
-from tests.kernels import cpu_library
-from tests.kernels.cpu_library import LEVELS
+from op_builder.jit import BuildError
+from tests.kernels.operators import LEVELS, Operators, limited
 
 
 @pytest.fixture(scope="session")
-def library() -> ctypes.CDLL:
-    """The kernels, compiled once."""
-    return cpu_library.load(cpu_library.build())
+def module() -> ModuleType:
+    """The compiled module; compiled here if no one has yet."""
+    from op_builder.builder import CPUBuilder  # imports DeepSpeed
+
+    try:
+        return CPUBuilder().load()
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(params=LEVELS)
-def level(library: ctypes.CDLL, request: pytest.FixtureRequest) -> int:
+def level(module: ModuleType, request: pytest.FixtureRequest) -> int:
     """Each instruction set in turn."""
     number = LEVELS[request.param]
-    if number > library.zt_cpu_best_level():
+    if number > module.best_level():
         pytest.skip(f"this processor has no {request.param}")
     return number
+
+
+@pytest.fixture
+def whole(module: ModuleType, level: int) -> Iterator[Operators]:
+    """Each operation in one piece of work."""
+    with limited(module, level) as kernels:
+        yield kernels
+
+
+@pytest.fixture
+def split(module: ModuleType, level: int) -> Iterator[Operators]:
+    """Each operation in pieces of few values, for four threads."""
+    with limited(module, level, values=64, threads=4) as kernels:
+        yield kernels

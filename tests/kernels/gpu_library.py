@@ -27,7 +27,6 @@ from torch.utils import cpp_extension
 from op_builder import jit
 from tests.kernels import c_types
 from tests.kernels.c_types import (
-    DTYPES,
     CChange,
     CCodes,
     CMasters,
@@ -43,7 +42,7 @@ from tests.kernels.c_types import (
 from zero_topo.quant import sparse_reference
 from zero_topo.quant.codes import Change, Codes, Masters, Part
 from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import Piece
+from zero_topo.quant.pieces import FLOATS, Piece
 from zero_topo.quant.spec import Format, Reduce, Total
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
@@ -181,7 +180,7 @@ class GpuLibrary:
 
     def _partials(self, x: Tensor, threshold: float) -> Tensor:
         partial = torch.full((-(-x.numel() // CHUNK),), -1, device=x.device)
-        self.call("count_above", x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, partial.data_ptr())
+        self.call("count_above", x.data_ptr(), FLOATS.index(x.dtype), x.numel(), threshold, partial.data_ptr())
         return partial
 
     def count_above(self, x: Tensor, threshold: float) -> Tensor:
@@ -192,7 +191,7 @@ class GpuLibrary:
         """Which do."""
         partial = self._partials(x, threshold)
         offsets = partial.cumsum(0) - partial
-        c = x.data_ptr(), DTYPES[x.dtype], x.numel(), threshold, offsets.data_ptr()
+        c = x.data_ptr(), FLOATS.index(x.dtype), x.numel(), threshold, offsets.data_ptr()
         self.call("compact_above", *c, indices.numel(), indices.data_ptr(), values.data_ptr())
         return partial.sum().view(1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from zero_topo.quant.messages import Messages
 from zero_topo.quant.operators import OPS
 from zero_topo.quant.pieces import Piece, described
 from zero_topo.quant.spec import Format, Reduce, Total
+
+LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 
 
 class Operators:
@@ -67,6 +70,20 @@ def serving(backend: Any, device: torch.device | str = "cpu") -> Iterator[None]:
     finally:
         withdraw()
         operators.use(before, device)
+
+
+@contextmanager
+def limited(module: ModuleType, level: int = -1, values: int = 1 << 15, threads: int = 1) -> Iterator[Operators]:
+    """Within it the CPU's kernels serve, with these instructions, values per piece of work, and threads."""
+    before = torch.get_num_threads()
+    operators.use("native", operators.CPU)
+    module.limit(level, values)
+    torch.set_num_threads(threads)
+    try:
+        yield Operators()
+    finally:
+        torch.set_num_threads(before)
+        module.limit(-1, 1 << 15)
 
 
 @contextmanager

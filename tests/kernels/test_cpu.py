@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-
 import pytest
 import torch
 
-from tests.kernels import cpu_library, golden, golden_members
-from tests.kernels.cpu_library import LEVELS, CpuKernels
+from tests.kernels import golden, golden_members
+from tests.kernels.operators import Operators
 from zero_topo.quant.messages import to_members
 from zero_topo.quant.pieces import DTYPES, FLOATS, Piece
 from zero_topo.quant.spec import BlockSpec, Cast, Reduce
@@ -18,20 +15,8 @@ from zero_topo.quant.spec import BlockSpec, Cast, Reduce
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 
-@pytest.fixture
-def whole(library: ctypes.CDLL, level: int) -> CpuKernels:
-    """A backend that does each operation in one call."""
-    return CpuKernels(library, level)
-
-
-@pytest.fixture
-def split(library: ctypes.CDLL, level: int) -> CpuKernels:
-    """A backend that splits each operation at random places into four calls, in random order."""
-    return CpuKernels(library, level, cuts=4)
-
-
 @pytest.mark.parametrize("fmt", golden.FEW_FORMATS, ids=str)
-def test_quantize_and_dequantize(whole: CpuKernels, fmt: golden.Format) -> None:
+def test_quantize_and_dequantize(whole: Operators, fmt: golden.Format) -> None:
     """Messages, padding included, of every size and layout; values, and nothing besides them."""
     golden.check_quantize(whole, fmt)
     golden.check_dequantize(whole, fmt)
@@ -39,19 +24,19 @@ def test_quantize_and_dequantize(whole: CpuKernels, fmt: golden.Format) -> None:
 
 # One tile a block, and several.
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (64, 256)], ids=str)
-def test_reduce(whole: CpuKernels, fmt: golden.Format) -> None:
+def test_reduce(whole: Operators, fmt: golden.Format) -> None:
     """Sums of up to eight messages, scaled and accumulated."""
     golden.check_reduce(whole, fmt)
 
 
 @pytest.mark.parametrize("spec", golden.SPECS, ids=str)
-def test_requantize(whole: CpuKernels, spec: BlockSpec) -> None:
+def test_requantize(whole: Operators, spec: BlockSpec) -> None:
     """Messages of sums, to the same and to other bits."""
     golden.check_requantize(whole, spec)
 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS, ids=str)
-def test_casts(whole: CpuKernels, split: CpuKernels, fmt: golden.Format) -> None:
+def test_casts(whole: Operators, split: Operators, fmt: golden.Format) -> None:
     """Values that travel as floats, from and to every dtype, alone and summed."""
     golden.check_operations(whole, fmt, sources=(1, 2, 5))
     golden.check_operations(split, fmt, sources=(1, 2))
@@ -62,35 +47,31 @@ MEMBERS = [*[f for f in golden.FEW_FORMATS if f.spec.block_size != 256], *golden
 
 
 @pytest.mark.parametrize("fmt", MEMBERS, ids=str)
-def test_members(whole: CpuKernels, split: CpuKernels, fmt: golden.Format) -> None:
+def test_members(whole: Operators, split: Operators, fmt: golden.Format) -> None:
     """All members in one call, or the blocks of all split among calls; tables of one and of two levels."""
     golden_members.check_members(whole, fmt)
     golden_members.check_members(split, fmt, members=(5, 1))
 
 
-def test_more_than_a_few(split: CpuKernels) -> None:
+def test_more_than_a_few(split: Operators) -> None:
     """Sources, pieces and members."""
     golden_members.check_many(split, 129, 0)
     golden_members.check_many_pieces(split, 65)
     golden_members.check_many_members(split, 100)
 
 
-def test_nothing_is_limited_by_its_number(library: ctypes.CDLL) -> None:
-    """Messages of 9,408 nodes but this rank's own, 5,000 pieces, 1,000 members."""
-    backend = CpuKernels(library, cuts=4)
-    golden_members.check_many(backend, 9408, 5000)
-    golden_members.check_many_pieces(backend, 5000)
-    golden_members.check_many_members(backend, 1000)
+def test_sparse(whole: Operators) -> None:
+    """Masks to bits and back, picks above a threshold, count sketches and their inverse."""
+    golden.check_sparse(whole)
 
 
-@pytest.mark.parametrize("cuts", [1, 4], ids=["whole", "split"])
-def test_sparse(library: ctypes.CDLL, level: int, cuts: int) -> None:
-    """Masks to bits and back, picks above a threshold, count sketches and their inverse, with the work split or not."""
-    golden.check_sparse(CpuKernels(library, level, cuts))
+def test_sparse_work_that_is_split(split: Operators) -> None:
+    """The same by several threads."""
+    golden.check_sparse(split)
 
 
 @pytest.mark.parametrize("fmt", [f for f in golden.FORMATS if f.spec.block_size in (128, 512, 1024)][::5], ids=str)
-def test_split_work(split: CpuKernels, fmt: golden.Format) -> None:
+def test_split_work(split: Operators, fmt: golden.Format) -> None:
     """Any split of the blocks among calls, in any order, gives the same bytes."""
     golden.check_operations(split, fmt, sources=(1, 2))
     golden.check_requantize(split, fmt.spec, sources=(3,))
@@ -104,7 +85,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("dtype", "spec", "shape"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
-def test_millions(split: CpuKernels, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]) -> None:
+def test_millions(split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: tuple[int, int, int]) -> None:
     """Several million elements, where results go past the caches; the last row ends early."""
     rows, columns, stride = shape
     limit = rows * stride - (stride - columns) - columns // 2
@@ -115,7 +96,7 @@ def test_millions(split: CpuKernels, dtype: torch.dtype, spec: BlockSpec, shape:
 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
-def test_millions_of_casts(split: CpuKernels, fmt: golden.Format) -> None:
+def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
     """So many that results go past the caches, from and to addresses that are no multiple of a cache line's; rows that
     are short, long, filled up and end early, of two members.
     """
@@ -135,7 +116,7 @@ def test_millions_of_casts(split: CpuKernels, fmt: golden.Format) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_overflow_is_one_nan(whole: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) -> None:
     """A block with Inf inside becomes NaN of the same bits at every level (the golden suite accepts any NaN)."""
     spec = BlockSpec(bits, 64)
     x = torch.ones(70)
@@ -150,7 +131,7 @@ def test_overflow_is_one_nan(whole: CpuKernels, dtype: torch.dtype, bits: int) -
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_half_rounds_as_the_reference(whole: CpuKernels, dtype: torch.dtype) -> None:
+def test_every_half_rounds_as_the_reference(whole: Operators, dtype: torch.dtype) -> None:
     """Output roundings at all exponents: each scale of either sign, times each INT8 value, denormal results too."""
     spec = BlockSpec(8, 64)
     scales = torch.arange(0, 2**32, 2**32 // 4096 - 977)[:4096].to(torch.uint32).view(torch.float32)
@@ -163,7 +144,7 @@ def test_every_half_rounds_as_the_reference(whole: CpuKernels, dtype: torch.dtyp
 
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_half_is_cast_as_the_reference_does(whole: CpuKernels, dtype: torch.dtype, wire: str) -> None:
+def test_every_half_is_cast_as_the_reference_does(whole: Operators, dtype: torch.dtype, wire: str) -> None:
     """All FP16 and BF16 there are; FP32 on either side of every place where rounding to them changes."""
     bits = torch.arange(2**16, dtype=torch.int32)
     x = bits.to(torch.int16).view(dtype) if dtype != torch.float32 else None
@@ -172,29 +153,3 @@ def test_every_half_is_cast_as_the_reference_does(whole: CpuKernels, dtype: torc
         x = torch.cat([places - 0x1000, *(places + off for off in range(-1, 2)), places + 0x1000]).view(torch.float32)
     pieces = [golden.whole(x)]
     golden.same_values(whole, golden.same_message(whole, pieces, Cast(wire)), Cast(wire), pieces)
-
-
-def test_clang_builds_the_same_kernels() -> None:
-    """Another compiler raises instruction sets in its own way; nothing else changes."""
-    if shutil.which("clang++") is None:
-        pytest.skip("clang++ is not installed")
-    library = cpu_library.load(cpu_library.build("clang++"))
-    for level in range(library.zt_cpu_best_level() + 1):
-        golden.check_a_little(CpuKernels(library, level))
-        golden_members.check_members(CpuKernels(library, level), golden.FORMATS[7])
-
-
-def test_other_processors_have_the_scalar_kernels() -> None:
-    """Where there are no x86 instructions, the plain kernels are the best and the others are refused."""
-    library = cpu_library.load(cpu_library.build(flags=["-DZT_X86=0"]))
-    assert library.zt_cpu_best_level() == LEVELS["scalar"]
-    golden.check_a_little(CpuKernels(library))
-    with pytest.raises(ValueError, match="lacks the instructions"):
-        golden.check_a_little(CpuKernels(library, LEVELS["avx2"]))
-
-
-def test_every_status_has_a_sentence(library: ctypes.CDLL) -> None:
-    """zt_error_text says something of its own for each status of the header, and something for any other number."""
-    texts = [library.zt_error_text(status).decode() for status in range(9)]
-    assert len(set(texts)) == 9 and "an unknown error" not in texts
-    assert library.zt_error_text(-5) == library.zt_error_text(99) == b"an unknown error"

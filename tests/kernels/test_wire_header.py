@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from op_builder import source_dir
 from tests.kernels import golden
-from tests.kernels.c_types import c_spec
 from zero_topo.quant import code_reference
 from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
 from zero_topo.quant.trits import TritSpec
@@ -100,8 +99,7 @@ def compiled(compiler: str, directory: Path, text: str = PROGRAM) -> Path:
 
 def check(program: Path, cases: Sequence[Case]) -> None:
     """The header's numbers are those of zero_topo.quant.spec, with 1 for a valid specification."""
-    specs = [c_spec(spec) for spec, _ in cases]
-    given = [(s.bits, s.block_size, s.dtype, n) for s, (_, n) in zip(specs, cases, strict=True)]
+    given = [(*spec.code, n) for spec, n in cases]
     for (spec, n), (valid, blocks, *offsets, nbytes) in zip(cases, asked(program, given), strict=True):
         assert (valid, nbytes) == (1, spec.nbytes(n)), spec
         if isinstance(spec, BlockSpec):
@@ -171,3 +169,20 @@ def test_header_of_trits_agrees(tmp_path: Path) -> None:
     edges = [n for n in [*EDGES, *LARGE] if n < 2**41]
     check_trits(program, [(b, n, e) for b in BLOCK_SIZES for n in edges for e in {0, n // 3, n - n % 5, n}])
     assert all(asked(program, [(b, 1, 0, 0, 0)])[0][0] == 0 for b in (1, 32, 100, 4096, -64, 0))
+
+
+TEXTS = r"""
+#include <stdio.h>
+#include "zt_error.cpp"
+
+int main(void) {
+    for (int status = -1; status < 10; ++status) puts(zt_error_text(status));
+    return 0;
+}
+"""
+
+
+def test_every_status_has_a_sentence(tmp_path: Path) -> None:
+    """zt_error_text says something of its own for each status of the header, and something for any other number."""
+    before, *texts, after = subprocess.check_output([compiled("g++", tmp_path, TEXTS)], text=True).splitlines()
+    assert len(set(texts)) == 9 and before == after == "an unknown error" not in texts
