@@ -191,3 +191,10 @@ def test_deepspeed_agrees_about_batch_sizes(batch: dict[str, Any], ranks: int) -
         finally:
             logging.disable(logging.NOTSET)
     assert bool(refused) == (said is not None), (config, refused, said)
+
+
+def test_an_answer_belongs_to_its_caller() -> None:
+    """Two commands of one process get the same answer, whatever the first adds to it."""
+    config = {"zero_optimization": {"stage": 3}}
+    setting_refusals(config).append("a line of the caller's own")
+    assert setting_refusals(config) == []

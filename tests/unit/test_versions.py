@@ -74,7 +74,7 @@ def test_pip_and_make_go_by_the_same_table() -> None:
     assert f'"deepspeed=={SUPPORTED["deepspeed"].pinned}"' in text
     make = (ROOT / "Makefile").read_text()
     assert f"TORCH_VERSION := {SUPPORTED['torch'].pinned}." in make
-    assert f"GPU_BUILT := deepspeed=={SUPPORTED['deepspeed'].pinned} " in make
+    assert f"GPU_BUILT := deepspeed=={SUPPORTED['deepspeed'].pinned}\n" in make
 
 
 def test_the_docs_name_the_same_releases() -> None:

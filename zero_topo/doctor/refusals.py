@@ -49,7 +49,7 @@ def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
         return []
     config = _without_auto(translate(ds_config).config)
     config = {key: value for key, value in config.items() if key not in BATCHES}
-    return _ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True))
+    return list(_ask(json.dumps({**config, MICRO_BATCH: 1}, sort_keys=True)))
 
 
 def unasked() -> str | None:
@@ -80,12 +80,12 @@ def _program() -> tuple[subprocess.Popen[str], str | None]:
 
 
 @cache
-def _ask(config: str) -> list[str]:
+def _ask(config: str) -> tuple[str, ...]:  # kept for the next question, so nobody may add to it
     program, _ = _program()
     assert program.stdin and program.stdout
     try:
         print(config, file=program.stdin, flush=True)
-        answer: list[str] = json.loads(program.stdout.readline())
+        answer = tuple(map(str, json.loads(program.stdout.readline())))
     except (BrokenPipeError, ValueError):
         raise ValueError("DeepSpeed ended while it read this config; see zero-topo doctor") from None
     return answer
