@@ -15,6 +15,7 @@ import pytest
 
 import zero_topo
 from benchmarks import faults, faults_report, soak, soak_report
+from tests import deepspeed_suite
 from tests.commands import Run
 from tests.documents import DOCUMENTS, README, commands, record, row, tables
 from tests.launching import ROOT
@@ -91,6 +92,24 @@ def fault_rows() -> list[str]:
     return [row(cells) for cells in faults_report.rows(record("faults")["results"])]
 
 
+def suite_rows() -> list[str]:
+    """How DeepSpeed's own tests ended, from the record committed."""
+    known, ways = json.loads(deepspeed_suite.EXPECTED.read_text()), ("passed", "refused", "failed", "hung")
+    found = known["results"].items()
+    return [row([f"`{name}`", of["when"], *(str(of.get(way, 0)) for way in ways)]) for name, of in found]
+
+
+def suite_reasons() -> list[str]:
+    """Why some do not pass, each of which is in the list."""
+    known = json.loads(deepspeed_suite.EXPECTED.read_text())
+    counts = [sum(bool(re.search(reason["ids"], id)) for id in known["tests"]) for reason in known["reasons"]]
+    assert all(counts)
+    return [
+        row([str(count), ", ".join(f"`{name}`" for name in reason["blocks"]), reason["why"]])
+        for count, reason in zip(counts, known["reasons"], strict=True)
+    ]
+
+
 def soak_rows() -> list[str]:
     """The table of the long run, from the record committed."""
     return [row(cells[:-1]) for cells in soak_report.rows(record("soak")["results"])]
@@ -152,6 +171,8 @@ def refusal(changed: dict[str, Any]) -> str:
         ("refusals", refusal_rows),
         ("faults", fault_rows),
         ("soak", soak_rows),
+        ("deepspeed suite", suite_rows),
+        ("deepspeed suite, reasons", suite_reasons),
         ("features", feature_rows),
         ("features, refused", refused_feature_rows),
         *TABLES.items(),
