@@ -42,9 +42,13 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
 }
 """By name: unmodified DeepSpeed; the same shards; nested shards in full precision; the defaults with their INT8 and
 INT4."""
-REFUSED = re.compile(r"(ValueError|ImportError): .*zero_topo|zero_topo[^\n]*(not supported|refused)|ValueError: the ")
+REFUSED = re.compile(
+    r"(ValueError|ImportError|RuntimeError): .*zero_topo|zero_topo[^\n]*(not supported|refused)|ValueError: the "
+)
 BLOCK, MARK, RESULTS = "ZERO_TOPO_SUITE_BLOCK", "ZERO_TOPO_SUITE_MARK", "ZERO_TOPO_SUITE_RESULTS"
 SECONDS = 120  # of a test
+CHANCE = "TestDynamicOffloadStates"
+"""Tests that compare the memory of a process before and after, which on a CPU is anything."""
 
 
 def tree_of(ranks: int) -> dict[str, int]:
@@ -179,7 +183,8 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copytree(Path(checkout, "tests"), copy)
         if "--select" in words:
             stock = run(copy, "stock", FOLDERS)
-            known["tests"] = [id for id, row in stock.items() if row["stage3"] and row["outcome"] == "passed"]
+            passed = [id for id, row in stock.items() if row["stage3"] and row["outcome"] == "passed"]
+            known["tests"] = [id for id in passed if CHANCE not in id]
             EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
             return 0
         bad = [held(run(copy, name, known["tests"]), name, known) for name in words or BLOCKS if name != "stock"]
