@@ -33,7 +33,7 @@ def paper_volume_table(nodes: int, ranks_per_node: int = 8, ranks_per_gpu: int =
     Args:
         nodes: the paper's ``N``.
         ranks_per_node: its ``P``.
-        ranks_per_gpu: dies of a GPU; 2 on an MI250X.
+        ranks_per_gpu: ranks on each GPU; 2 on an MI250X, one per GCD.
 
     Returns:
         Row name -> terms, in units of ``M``.
@@ -65,7 +65,7 @@ def paper_memory_table(
         parameters: ``psi``.
         nodes: the paper's ``N``.
         ranks_per_node: its ``P``.
-        ranks_per_gpu: dies of a GPU; 2 on an MI250X.
+        ranks_per_gpu: ranks on each GPU; 2 on an MI250X, one per GCD.
 
     Returns:
         Row name -> role -> bytes.

@@ -67,7 +67,7 @@ class Mirrored(Group):
 
 @contextmanager
 def mirrored(size: int) -> Iterator[None]:
-    """This process is rank 0 of so many, and its peers are like it; sums go the way that they go on a GPU."""
+    """This process is rank 0 of a world whose other ranks send what it sends; sums take the path of a GPU."""
     with (
         fake_world(size),
         patch.object(transport, "transport", lambda: Mirrored),

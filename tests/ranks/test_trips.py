@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """How far a weight or a gradient travels through the code: files and Python calls below the hook, with limits.
 
-Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 dies, the second time that something is done. The limits
-are what it takes today, so a layer more on the path of a step is seen. Lower them when the path gets shorter.
+Counted by the interpreter on rank 0 of 2 nodes x 2 GPUs x 2 GCDs, when an operation runs for the second time. The
+limits are today's counts, so the test fails if the path of a step gets a layer more. Lower them when it gets shorter.
 """
 
 from __future__ import annotations

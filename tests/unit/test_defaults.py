@@ -190,8 +190,10 @@ def test_a_plan_that_holds_clearly_less_wins_within_two_percent(slower: float, w
     fastest = ranking.fastest
     assert fastest.seconds == 1.0 and (ranking.best.candidate.config.plan.weights == 8) == wins
     assert (ranking.best.held < 0.9 * fastest.held) == wins
-    told = f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but holds {fastest.held / GB:.2f} GB"
-    assert (told in explain(ranking)[0]) == wins
+    reason = (
+        f"{fastest.candidate.name} would take {1 - 1 / (1 + slower):.1%} less, but holds {fastest.held / GB:.2f} GB"
+    )
+    assert (reason in explain(ranking)[0]) == wins
 
 
 # -- named plans -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def config(path: Path, count: int, **block: Any) -> str:
 def test_commands_agree(
     machine: str, nodes: int, model: str, count: int, overlap: tuple[str, ...], run: Run, tmp_path: Path
 ) -> None:
-    """Of the plan that is recommended, as check is told it, and of a scheme, as all of them are."""
+    """The commands agree on the recommended plan, which check gets as a block, and on a named scheme."""
     ranks, of = str(nodes * NODES[machine]), ("--machine", machine, "--model", model, *overlap)
     batches = ("--micro-batches", str(count))
     best = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")["recommended"]

@@ -286,7 +286,7 @@ def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit()
 
 def test_unknown_links_memory_and_rates_are_assumed_and_said() -> None:
     text = "\n".join(explain(rank_plans(ASKED, request(TREE))))
-    assert "memory is not known, so nothing was dropped" in text
+    assert "memory is not known, so plans that shard weights over less than a node were left out" in text
     assert "bandwidth of gpu, node, world is not known: frontier's is assumed" in text
     assert "how fast a rank of tree computes is not known" in text
 

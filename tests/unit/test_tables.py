@@ -100,7 +100,7 @@ def suite_rows() -> list[str]:
 
 
 def suite_reasons() -> list[str]:
-    """Why some do not pass, each of which is in the list."""
+    """The reasons why some of its tests do not pass; every reason explains at least one."""
     known = json.loads(deepspeed_suite.EXPECTED.read_text())
     counts = [sum(bool(re.search(reason["ids"], id)) for id in known["tests"]) for reason in known["reasons"]]
     assert all(counts)

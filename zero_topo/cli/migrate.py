@@ -41,7 +41,7 @@ from zero_topo.cost.explain import setting
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Job
 from zero_topo.cost.volume import loco_bytes, stock_config
-from zero_topo.doctor.refusals import setting_refusals
+from zero_topo.doctor.refusals import setting_refusals, unasked
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
@@ -91,7 +91,7 @@ def migrate(options: MigrateOptions) -> None:
     costs = _costs(options, active, block, loaded)
     if options.output is not None:
         options.output.write_text(json.dumps(found.config, indent=2) + "\n", encoding="utf-8")
-    told = [*differences(active, block), *deepspeed_hints(found.config)]
+    told = [*differences(active, block), *deepspeed_hints(found.config), *filter(None, [unasked()])]
     if options.as_json:
         print_json(
             {

@@ -336,7 +336,7 @@ def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    """Groups of rows, so many each (int64, on the host), in another order."""
+    """Consecutive groups of rows in another order; ``sizes`` are the rows of each (int64, on the host)."""
     lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
     shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
     shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])

@@ -98,7 +98,7 @@ def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring
     domains = list(dict.fromkeys(_domain(row) for row in rows))
     large = {(_domain(row), row.nbytes) for row in rows if row.nbytes / row.ranks > small}
     if any(sum(name == domain for name, _ in large) < 2 for domain in domains):
-        small = 0  # too few long messages to tell a bandwidth
+        small = 0  # too few long messages to fit a bandwidth
     steps = [False, True] if any(row.nbytes / row.ranks <= small for row in rows) else [False]
     # Columns: seconds of a step, of a small message's step, then of a byte in each domain.
     matrix = [

@@ -188,12 +188,14 @@ def _advice(best: Priced, request: Request) -> list[str]:
     if not kept.fits:
         return [f"without checkpointing it would need {held}, which does not fit"]
     share = 1 - kept.step.seconds / best.price.step.seconds
-    return [f"without checkpointing (--no-checkpointing) it needs {held} and takes {share:.0%} less time"]
+    return [f"without checkpointing (--set checkpointing=false) it needs {held} and takes {share:.0%} less time"]
 
 
 def _memory_line(best: Priced, request: Request) -> str:
     if request.limit is None:
-        return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so nothing was dropped"
+        sharded = best.candidate.config.plan.weights >= request.topology.ranks_per_node > 1
+        why = "plans that shard weights over less than a node were left out" if sharded else "nothing was left out"
+        return f"it needs {format_bytes(best.held)} on each rank, whose memory is not known, so {why}"
     return (
         f"it needs {format_bytes(best.held)} of the {format_bytes(request.limit)} on each rank "
         f"({request.reserve:.0%} of the memory is kept in reserve)"
