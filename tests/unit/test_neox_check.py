@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
+from zero_topo.doctor import refusals
 from zero_topo.neox.__main__ import main
 from zero_topo.neox.check import problems
 from zero_topo.neox.config import deepspeed_config, known_keys, load_configs
@@ -140,3 +141,13 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert len(lines) > 3 and all(line.startswith("zero_topo.neox: ") for line in lines)
     assert main(["check", write(tmp_path / "block.yml", config.read_text().replace('"scheme"', '"sceme"'))]) == 2
     assert "scheme" in capsys.readouterr().err
+
+
+def test_the_command_says_that_deepspeed_was_not_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is not installed, as on a login node; the rest is checked all the same."""
+    monkeypatch.setattr(refusals, "installed", lambda _: None)
+    assert main(["check", str(ROOT / "neox_configs/frontier-20b.yml")]) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("ok: ") and "DeepSpeed is not installed here" in out.err

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_topo.cli.output import plain_output
+from zero_topo.doctor.refusals import unasked
 from zero_topo.neox.check import check
 from zero_topo.neox.config import Options
 from zero_topo.strict import cut
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options) -> int:
     if options.command == "check":
         print(check(options))
+        if (note := unasked()) is not None:
+            print(f"zero_topo.neox: {note}", file=sys.stderr)
         return 0
     if options.command == "launch":
         from zero_topo.neox.launch import launch
