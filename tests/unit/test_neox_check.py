@@ -149,5 +149,5 @@ def test_the_command_says_that_deepspeed_was_not_asked(
     """Where it is not installed, as on a login node; the rest is checked all the same."""
     monkeypatch.setattr(refusals, "installed", lambda _: None)
     assert main(["check", str(ROOT / "neox_configs/frontier-20b.yml")]) == 0
-    out = capsys.readouterr()
-    assert out.out.startswith("ok: ") and "DeepSpeed is not installed here" in out.err
+    out, err = capsys.readouterr()
+    assert out.startswith("ok: ") and "- DeepSpeed is not installed here" in out and not err

@@ -35,7 +35,7 @@ def _run(options: Options) -> int:
     if options.command == "check":
         print(check(options))
         if (note := unasked()) is not None:
-            print(f"zero_topo.neox: {note}", file=sys.stderr)
+            print(f"- {note}")
         return 0
     if options.command == "launch":
         from zero_topo.neox.launch import launch
