@@ -271,14 +271,14 @@ def scale_command(options: ScaleOptions) -> None:
 class FaultsOptions(Outputs):
     """Of ``benchmarks faults``."""
 
-    rounds: Annotated[int, typer.Option(min=1, help="Faults, one after the other.")] = 20
+    rounds: Annotated[int, typer.Option(min=1, help="Faults, one after the other.")] = 28
     seed: Annotated[int, typer.Option(help="Of their phases, steps and ranks.")] = 0
 
 
 @app.command("faults")
 @taking(FaultsOptions)
 def faults_command(options: FaultsOptions) -> None:
-    """Kill, stop, slow down, cut off ranks of an emulated cluster: who says so, and are the bits equal (needs root)?"""
+    """Kill, stop, slow down, cut off ranks, raise in them: who reports it, and are the bits equal (needs root)?"""
     network.require()
     content = measure(options, faults_report, options.rounds, partial(faults.run, options.rounds, options.seed))
     if not all(row["equal"] for row in content["results"]):

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks faults``: ranks die, hang, slow down, compute NaN, nodes lose their network; then what?
+"""``python -m benchmarks faults``: ranks die, raise, hang, slow down, compute NaN, nodes lose their network; then what?
 
 Each round trains on an emulated cluster of two nodes with two ranks each, started by a launcher on each node, and
 meets one fault. It measures how long the others take to say so, and compares what the run, or its restart from the
@@ -20,6 +20,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from benchmarks.ranks import Address, environment, place
 from benchmarks.records import GrowingRecord, Tick, record
 
 SPEC = Spec("pairs", 2, 1, 2, LinkRates(800, 800, 400))
-KINDS = ("killed", "stopped", "killed", "cut", "killed", "nan", "killed", "slow")
+ANYWHERE = ("killed", "stopped", "raised")
+KINDS = (*ANYWHERE, "cut", *ANYWHERE, "nan", *ANYWHERE, "cut", *ANYWHERE, "slow")
+ENDED = ("killed", "raised")  # the rank, and then its node's launch
 PHASES = ("forward", "backward", "gather_forward", "scatter", "sync", "publish", "save")
 STEPS = (1, 2, 3)  # of five: after, before and after a checkpoint
 WATCH_S = 2.0
@@ -37,7 +40,10 @@ CUT_S = 5.0
 PATIENCE_S = 900.0
 PORT = 29500
 SAID = re.compile("the run .*did not answer|rank 0, .*(does not answer|has not answered)")
-SLOW = re.compile("every rank answers; .*faulty_training")  # at the line that sleeps
+OF_KIND = {
+    "slow": re.compile("every rank answers; .*faulty_training"),  # at the line that sleeps
+    "raised": re.compile("(every rank answers; .*ended by|cannot be written:) RuntimeError: a fault"),
+}
 Steps = dict[int, list[Any]]
 
 
@@ -59,13 +65,12 @@ class Fault:
 
 
 def drawn(rounds: int, seed: int) -> list[Fault]:
-    """The kinds by turns, the rest at random."""
+    """The kinds by turns, the phases of each by turns in a random order, the rest at random."""
     dice = random.Random(seed)
-    kinds = [KINDS[number % len(KINDS)] for number in range(rounds)]
-    phases = [("forward",) if kind in ("nan", "slow") else PHASES for kind in kinds]
+    phases = {kind: cycle(dice.sample(PHASES, len(PHASES))) for kind in ("cut", *ANYWHERE)}
     return [
-        Fault(kind, dice.choice(known), dice.choice(STEPS), dice.randrange(SPEC.world_size))
-        for kind, known in zip(kinds, phases, strict=True)
+        Fault(kind, next(phases.get(kind, cycle(("forward",)))), dice.choice(STEPS), dice.randrange(SPEC.world_size))
+        for kind in islice(cycle(KINDS), rounds)
     ]
 
 
@@ -114,9 +119,9 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
     """One round.
 
     Returns:
-        Of a fault that others can see ``told_s``: the seconds until each rank said so, by rank (of a killed one those
-        of the other node, of a cut all); ``ended_s``, until the launch of a killed rank had ended by itself, else None;
-        ``restarted``, and whether what was computed in the end is ``equal``.
+        ``told_s``: by rank, the seconds until it reported the fault, if others can see one; where a rank ended,
+        those of the other node have to. ``ended_s``: seconds until the launch of a rank that ended had ended, else
+        None. ``restarted``, and whether what was computed in the end is ``equal``.
 
     Raises:
         RuntimeError: if the launch ends as it must not, or a rank says nothing.
@@ -134,13 +139,13 @@ def meet(nodes: Cluster, folder: Path, fault: Fault, undisturbed: Steps) -> dict
             os.kill(int((folder / "faulty").read_text()), signal.SIGCONT)
         for _ in looks:
             pass
-    launch.check(int(fault.kind == "killed"))
-    ended_s = time.time() - launch.happened if fault.kind == "killed" else None
+    launch.check(int(fault.kind in ENDED))
+    ended_s = time.time() - launch.happened if fault.kind in ENDED else None
     if fault.kind == "nan":
         (folder / "latest").write_text(f"global_step{fault.step // 2 * 2}")
         if fault.step < 2:
             (folder / "latest").unlink()
-    restarted = fault.kind in ("killed", "nan")
+    restarted = fault.kind in ("nan", *ENDED)
     found = whole(nodes, folder) if restarted else steps(folder)
     return {"told_s": launch.told, "ended_s": ended_s, "restarted": restarted, "equal": found == undisturbed}
 
@@ -249,7 +254,7 @@ class Launch:
         kind, ranks = self._fault.kind, range(SPEC.world_size)
         silent = {rank for rank in ranks if kind not in ("none", "nan") and rank not in self.told}
         node = self._fault.rank // SPEC.ranks_per_node
-        excused = {rank for rank in ranks if kind == "killed" and rank // SPEC.ranks_per_node == node}
+        excused = {rank for rank in ranks if kind in ENDED and rank // SPEC.ranks_per_node == node}
         excused |= {self._fault.rank} if kind == "stopped" else set()
         if self.statuses() != [str(status)] * SPEC.nodes or silent > excused:
             told = f"{self._fault}: launchers ended with {self.statuses()}, ranks {silent} said nothing"
@@ -261,5 +266,5 @@ class Launch:
             return
         self.happened = faulty.stat().st_mtime
         for rank in set(range(SPEC.world_size)) - set(self.told):
-            if (SLOW if self._fault.kind == "slow" else SAID).search(self.said(rank)):
+            if OF_KIND.get(self._fault.kind, SAID).search(self.said(rank)):
                 self.told[rank] = time.time() - self.happened

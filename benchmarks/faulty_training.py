@@ -47,6 +47,8 @@ def fault(kind: str, directory: Path) -> Callable[[], None]:
         path.write_text(str(os.getpid()))
         if kind == "slow":
             time.sleep(SLOW_S)
+        elif kind == "raised":
+            raise RuntimeError("a fault")
         elif kind == "cut":
             while not (directory / "cut").exists():  # whoever started us takes the network down
                 time.sleep(0.01)
