@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_topo
+from tests.e2e.programs.fabric import AsCuda, OverGloo
 from zero_topo.examples.process import leave
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
@@ -34,35 +35,14 @@ BLOCK = {
 }
 
 
-class Cpus(CUDAAccelerator):
-    """Passes for CUDA."""
-
-    def setup_device(self, device: torch.device) -> None: ...
+class Cpus(AsCuda, CUDAAccelerator):
+    """Lightning's."""
 
     def setup(self, trainer: pl.Trainer) -> None: ...
 
-    def teardown(self) -> None: ...
 
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
-        return list(range(int(devices)))
-
-    @staticmethod
-    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("cpu", index) for index in devices]
-
-
-class Strategy(DeepSpeedStrategy):
-    """Over gloo."""
-
-    root_device = torch.device("cpu", 0)
-
-    def _get_process_group_backend(self) -> str:
-        return "gloo"
+class Strategy(OverGloo, DeepSpeedStrategy):
+    """Lightning's."""
 
 
 class Net(pl.LightningModule):

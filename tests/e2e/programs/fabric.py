@@ -1,0 +1,103 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What each rank of ``test_clients.py`` runs with Lightning Fabric: three trainings, as ``clients.py`` has them.
+
+Fabric's DeepSpeed strategy asks for CUDA devices; here CPUs answer. All else is Fabric's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_fabric import Fabric
+from lightning_fabric.accelerators import CUDAAccelerator
+from lightning_fabric.plugins.environments import TorchElasticEnvironment
+from lightning_fabric.strategies import DeepSpeedStrategy
+from torch import nn
+
+import zero_topo
+from tests.e2e.programs.blocks import BLOCKS, STEPS
+from zero_topo.examples.process import leave
+
+
+class AsCuda:
+    """An accelerator of CPUs that passes for CUDA."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(int(devices)))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cpu", index) for index in devices]
+
+
+class OverGloo:
+    """A strategy of CPUs."""
+
+    root_device = torch.device("cpu", 0)
+
+    def _get_process_group_backend(self) -> str:
+        return "gloo"
+
+
+class Cpus(AsCuda, CUDAAccelerator):
+    """Fabric's."""
+
+
+class Strategy(OverGloo, DeepSpeedStrategy):
+    """Fabric's."""
+
+
+def run(block: dict[str, Any] | None) -> dict[str, Any]:
+    """Losses of a training, mean over ranks, and how many of its steps zero_topo took."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False}
+    config: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    config |= {} if block is None else {"zero_topo": block}
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy, started = Strategy(config=config), TorchElasticEnvironment()
+    fabric = Fabric(accelerator=Cpus(), devices=ranks, strategy=strategy, plugins=[started])
+    fabric.launch()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    numbers = torch.Generator().manual_seed(fabric.global_rank)
+    losses = []
+    for _ in range(STEPS):
+        x = torch.randn(8, 32, generator=numbers)
+        loss = nn.functional.mse_loss(model(x), torch.sin(x[:, :8]))
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+    try:
+        return {"losses": losses, "topo": zero_topo.stats(model._forward_module).steps}
+    except ValueError:
+        return {"losses": losses, "topo": None}
+
+
+def main(folder: Path) -> None:
+    """The three trainings; rank 0 writes their losses."""
+    found = {name: run(block) for name, block in BLOCKS.items()}
+    if dist.get_rank() == 0:
+        (folder / "fabric.json").write_text(json.dumps(found))
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))

@@ -1,0 +1,41 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Trainers of other libraries on four ranks: unquantized as under stock ZeRO-3, by default near it.
+
+Each builds its engine in its own way: from a path, with a reference model, with adapters, with `generate` in training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LaunchSettings, launch
+
+PROGRAMS = Path(__file__).parent / "programs"
+CLOSE, NEAR = 1e-6, 0.05
+CLIENTS = {
+    **dict.fromkeys(("sft", "dpo", "dpo_lora", "kto", "reward", "grpo"), "trl"),
+    "fabric": "lightning_fabric",
+    "seq2seq": "transformers",
+    "sentences": "sentence_transformers",
+}
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_it_trains_as_under_stock_zero3(client: str, tmp_path: Path) -> None:
+    """Six steps from the same weights on the same data."""
+    for name in {"datasets", CLIENTS[client]}:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'zero-topo[clients]'")
+    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    program = PROGRAMS / ("fabric.py" if client == "fabric" else "clients.py")
+    done = launch([str(program), client, str(tmp_path)], LaunchSettings(tmp_path / "logs", 4, timeout_s=600, env=env))
+    assert done.returncode == 0, done.tails()
+    found = json.loads((tmp_path / f"{client}.json").read_text())
+    assert [found[name]["topo"] for name in ("plain", "topo", "default")] == [None, 6, 6]
+    assert found["topo"]["losses"] == pytest.approx(found["plain"]["losses"], rel=0, abs=CLOSE)
+    assert found["default"]["losses"] == pytest.approx(found["plain"]["losses"], rel=0, abs=NEAR)
