@@ -40,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "removed": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention = .*DeepSpeed would refuse"),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning = .*would refuse"),
     "precision": ({"fp16": {"enabled": True}}, 'precision = "bfloat16", but fp16 is enabled: .*; set it to "fp16"'),
+    "fp16": ({"precision": "fp16"}, 'precision = "fp16" without an fp16 block: .*; add "fp16"'),
     "no optimizer": ({"optimizer": None}, "optimizer must name a type and params; write"),
     "one bit": ({"optimizer": {"type": "OneBitAdam", "params": {}}}, '"OneBitAdam": .*; use "Adam" or "AdamS"'),
     "scape": ({"deepspeed_extra_args": SCAPE}, 'optimizer.type = "Adam": .*scape.*set it to "AdamS"'),

@@ -37,7 +37,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
         source: a dict, the path of a JSON (or Hjson) file, or URL-safe base64 of its text.
 
     Raises:
-        ValueError: for a missing file, broken JSON, a repeated key, or JSON that is not an object.
+        ValueError: for a missing file, broken JSON, a repeated key, JSON that is not an object, Accelerate's own file.
     """
     if isinstance(source, Mapping):
         return dict(within_limits(source, "DeepSpeed config"))
@@ -113,6 +113,11 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}")
+    if "distributed_type" in value:  # a key of all of Accelerate's, and YAML often passes for Hjson
+        raise ValueError(
+            f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "
+            "deepspeed_config_file names, or write one: only there can the block stand"
+        )
     return dict(within_limits(value, name))
 
 

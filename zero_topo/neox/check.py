@@ -137,6 +137,11 @@ def _precision(merged: Mapping[str, Any]) -> Iterator[str]:
         part = merged.get(key)
         if isinstance(part, Mapping) and part.get("enabled") and precision not in (None, name):
             yield f'precision = {as_json(precision)}, but {key} is enabled: NeoX refuses both; set it to "{name}"'
+    if precision == "fp16" and not merged.get("fp16"):
+        yield (
+            'precision = "fp16" without an fp16 block: NeoX then writes {"type": "fp16"}, which DeepSpeed refuses; add '
+            '"fp16": {"enabled": true}'
+        )
 
 
 def _optimizer(merged: Mapping[str, Any]) -> Iterator[str]:
