@@ -154,6 +154,8 @@ def test_without_deepspeed_the_rest_is_checked_and_that_is_said(
     assert status == 0 and "- DeepSpeed is not installed here" in out and out.endswith("ok\n")
     file.write_text(json.dumps({**GOOD, **BATCH, "train_batch_size": 63}))
     assert run("check", str(file), "--world-size", "8", "--machine", "frontier")[0] == 2
+    status, out, _ = run("migrate", str(FILES / "hpz_empty_block.json"))
+    assert status == 0 and "DeepSpeed is not installed here" in out
 
 
 def test_a_deepspeed_that_does_not_start_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
