@@ -16,8 +16,8 @@ import torch.distributed as dist
 from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
-from zero_topo.collectives.all_gather import all_gather_rows
 from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology

@@ -31,8 +31,8 @@ def lanes_of_a_gpu() -> Iterator[None]:
     """Lanes queue what follows at once; nothing here has to be ordered among streams (tests/ranks/test_streams.py)."""
     streams = MagicMock()
     with (
-        patch("zero_topo.collectives.lane.torch", streams),
-        patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
+        patch("zero_topo.collectives.queue.torch", streams),
+        patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
         patch.object(Tensor, "record_stream", lambda *_: None),
     ):
         yield

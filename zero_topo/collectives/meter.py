@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch._C._profiler import _RecordFunctionFast
 
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 
 Key = tuple[str, str]
 Span = tuple[str, float, float]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.pack import rows_of
+from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
 from zero_topo.sync import Owed, SyncMode

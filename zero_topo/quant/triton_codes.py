@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights held as codes, as Triton kernels; Note [Codes] in ``code_ops.py`` says what they are.
+"""Weights held as codes, as Triton kernels; Note [Codes] in ``ops.py`` says what they are.
 
 A program works on whole blocks, ``[blocks, block]``. What blocks lie where is read from tables on the device, so no
 size of a model is compiled in.
@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
 from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
 from zero_topo.quant.triton_sparse import launch
-from zero_topo.quant.trits import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
 
 LEVELS = tl.constexpr(127.0)
 FIVE = tl.constexpr(GROUP)
@@ -103,7 +102,7 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
         raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
     tiles = triton.cdiv(n, _tile(codes))
-    skipped = messages.members if messages.without_member is None else messages.without_member
+    skipped = messages.members if messages.without_member < 0 else messages.without_member
     programs = tiles * (messages.members - (skipped < messages.members))
     if programs:
         numbers = tiles, skipped, table.shape[-1], spec.before_offset(n), spec.scales_offset(n)

@@ -16,14 +16,6 @@ LANES = tl.constexpr(1024)
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
 
 
-class _Picks(NamedTuple):
-    """Where selected elements go: the running count at each chunk's end, and room for so many."""
-
-    ends: Tensor
-    indices: Tensor
-    room: int
-
-
 class _Places(NamedTuple):
     """Rows (int32) and signs (FP32) of a sketch's blocks, ``[3, blocks]``."""
 
@@ -39,13 +31,6 @@ class _Peeling(NamedTuple):
     unresolved: Tensor
     found: Tensor
     left: Tensor
-
-
-class _Sorted(NamedTuple):
-    """Which of the places are in each row, blocks ascending: ``order[starts[row] : starts[row + 1]]``."""
-
-    order: Tensor
-    starts: Tensor
 
 
 def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
@@ -77,7 +62,7 @@ def count_above(x: Tensor, threshold: float) -> Tensor:
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
     """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
     ends = _counts(x, threshold).cumsum(0)
-    launch(_compact_above, ends.numel(), values, x, x.numel(), threshold, _Picks(ends, indices, indices.numel()))
+    launch(_compact_above, ends.numel(), values, indices, ends, x, x.numel(), threshold, indices.numel())
     return ends[-1:]
 
 
@@ -91,7 +76,7 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     found, order = places.rows.view(-1).sort(stable=True)
     starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=found.dtype, device=x.device))
     for own, made in zip(x, sketch, strict=True):
-        launch(_sketch_insert, rows, made, own, own.numel(), places, _Sorted(order, starts))
+        launch(_sketch_insert, rows, made, own, own.numel(), places, order, starts)
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
@@ -184,13 +169,15 @@ def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> N
 
 
 @triton.jit
-def _compact_above(kept: tl.tensor, x: tl.tensor, n: int, threshold: float, picks: _Picks) -> None:
-    """A chunk's large elements, to where those of the chunks before end."""
+def _compact_above(
+    kept: tl.tensor, indices: tl.tensor, ends: tl.tensor, x: tl.tensor, n: int, threshold: float, room: int
+) -> None:
+    """A chunk's large elements, to where those of the chunks before end; ``ends`` are the running counts."""
     element, values, large = _above(x, n, threshold)
-    begin = tl.load(picks.ends + tl.program_id(0)) - tl.sum(large, axis=0)
+    begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
-    writes = (large != 0) & (place < picks.room)
-    tl.store(picks.indices + place, element, mask=writes)
+    writes = (large != 0) & (place < room)
+    tl.store(indices + place, element, mask=writes)
     tl.store(kept + place, values, mask=writes)
 
 
@@ -216,13 +203,15 @@ def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) ->
 
 
 @triton.jit
-def _sketch_insert(sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, by_row: _Sorted) -> None:
-    """One row: the sum of its blocks, ascending."""
+def _sketch_insert(
+    sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, order: tl.tensor, starts: tl.tensor
+) -> None:
+    """One row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float32)
-    for position in tl.range(tl.load(by_row.starts + row), tl.load(by_row.starts + row + 1)):
-        place = tl.load(by_row.order + position)
+    for position in tl.range(tl.load(starts + row), tl.load(starts + row + 1)):
+        place = tl.load(order + position)
         element = place % places.blocks * LANES + lane
         total += tl.load(places.signs + place) * tl.load(x + element, mask=element < n, other=0.0)
     tl.store(sketch + row * LANES + lane, total)

@@ -8,25 +8,26 @@ Note [Rounding]
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from zero_topo.quant import sparse_ops
 from zero_topo.sync.picks import positions
-from zero_topo.sync.sparse import Outcome, Sparse, State
+from zero_topo.sync.sparse import Report, Sparse
 
 
-class Masked(Sparse[State]):
+class Masked(Sparse):
     """A sparse mode with a common mask, in which all rows hold equally many elements: no lengths travel either."""
 
-    def exchanged(self, total: Tensor) -> Outcome[State]:
+    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
         """What the mode makes of it; NaN if any rank has an element that is not finite, in the mask or not."""
         # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
         finite = torch.stack(total.aminmax()).isfinite().all()
-        outcome = super().exchanged(total)
+        reduced, state, report = super().exchanged(total)
         flags = self.peers.gather(finite.to(torch.uint8).view(1))
-        outcome.reduced.masked_fill_(flags.all().logical_not(), torch.nan)
-        return outcome
+        reduced.masked_fill_(flags.all().logical_not(), torch.nan)
+        return reduced, state, report
 
     def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
         """Sums over the peers of what the mask holds; collective.
@@ -50,15 +51,3 @@ class Masked(Sparse[State]):
             return self.zeros().index_copy_(0, held, sums)
         places = held.view(size, kept)[own] - own * self._columns
         return total.new_zeros(self._columns).index_copy_(0, places, sums)
-
-    def packed(self, mask: Tensor) -> Tensor:
-        """Bool ``[C]`` as bits, uint8 ``[ceil(C / 8)]``."""
-        return sparse_ops.pack(mask)
-
-    def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-        """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, end - begin]``, all columns by default."""
-        end = self._columns if end is None else end
-        first, past = begin // 8, -(-end // 8)
-        part = bits[:, first:past].contiguous()
-        rows = sparse_ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
-        return rows[:, begin - 8 * first : end - 8 * first]

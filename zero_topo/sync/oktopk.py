@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import OkTopkSync
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     TINY,
@@ -52,7 +52,7 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
-from zero_topo.sync.sparse import Outcome, Sparse, told
+from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
@@ -77,22 +77,12 @@ class OkTopkState:
     bounds: Tensor
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The result of step 3.
-
-    Attributes:
-        reduced: FP32 ``[n]``, or where sums stay with their owners ``[C]``.
-        count: of those that are not zero, int64 ``[]``.
-        threshold: for the next step, FP64 ``[]``.
-    """
-
-    reduced: Tensor
-    count: Tensor
-    threshold: Tensor
+_Chosen = tuple[Tensor, Tensor, Tensor]
+"""The result of step 3: FP32 ``[n]``, or where sums stay with their owners ``[C]``; how many of these are not zero,
+int64 ``[]``; the threshold for the next step, FP64 ``[]``."""
 
 
-class OkTopk(Sparse[OkTopkState]):
+class OkTopk(Sparse):
     """The largest of the sums of everybody's largest, by thresholds and regions that are reused."""
 
     config: OkTopkSync
@@ -113,7 +103,7 @@ class OkTopk(Sparse[OkTopkState]):
         """Of a rank."""
         return share(self.density, self._open)
 
-    def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
+    def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
         own = self._own(total)
@@ -123,23 +113,23 @@ class OkTopk(Sparse[OkTopkState]):
             bounds = self._balanced(picked)
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         if own is not None:
-            chosen = self._sharded(sums, None if exact else world)
+            reduced, count, after = self._sharded(sums, None if exact else world)
             # This rank does not know whose picks were chosen: owners keep the rest of the sums.
             total[picked.indices] -= picked.values
-            torch.sub(sums, chosen.reduced, out=total[begin : begin + len(sums)])
+            torch.sub(sums, reduced, out=total[begin : begin + len(sums)])
         else:
-            chosen = self._choose(sums, begin, None if exact else world)
-            total[picked.indices] -= torch.where(chosen.reduced[picked.indices] != 0, picked.values, 0.0)
+            reduced, count, after = self._choose(sums, begin, None if exact else world)
+            total[picked.indices] -= torch.where(reduced[picked.indices] != 0, picked.values, 0.0)
             if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
-                came = chosen.reduced[begin : begin + len(sums)]
-                total[begin : begin + len(sums)] += torch.where(came != 0, sums - came, 0.0)
-        report: dict[str, float | Tensor] = {
+                received = reduced[begin : begin + len(sums)]
+                total[begin : begin + len(sums)] += torch.where(received != 0, sums - received, 0.0)
+        report: Report = {
             "density_asked": self.density,
             "density": len(picked) / self._open,
-            "union": chosen.count.double() / self.numel,
+            "union": count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }
-        return Outcome(chosen.reduced, total, OkTopkState(threshold, chosen.threshold, bounds), report)
+        return reduced, OkTopkState(threshold, after, bounds), report
 
     def _own(self, total: Tensor) -> Tensor | None:
         """If sums stay with their owners, what this rank has of its row, ``[C]``, taken out of the total."""
@@ -158,18 +148,18 @@ class OkTopk(Sparse[OkTopkState]):
         if not exact:
             at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
             room = 5 * k // 4
-            reach = sparse_ops.compact_above(total, at, min(room, self.numel))
-            found, near = self.look(reach.found, sparse_ops.count_above(total, low))
+            indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
+            found, near = self.to_host(reaching, ops.count_above(total, low))
             few = 5 * found < 4 * k
             count = near if few else found
             if k <= near and count <= MOST_TAKEN * k:
-                picked = Picked(reach.indices[:count], reach.values[:count])
+                picked = Picked(indices[:count], values[:count])
                 if few or count > room:
                     picked = above(total, low if few else at, count)
                     picked = picked.where(largest(picked.values, k).indices)
                 return picked.rounded(self.dtype), max(at * _moved(found / k), TINY), False
         bound = kth_largest(total, self.picks)
-        threshold, reaching = self.look(bound, count_reaching(total, bound))
+        threshold, reaching = self.to_host(bound, count_reaching(total, bound))
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
@@ -190,23 +180,25 @@ class OkTopk(Sparse[OkTopkState]):
         sizes = picked.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
-        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values, own)), *others)
-        *_, begin, end, bits = seen
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values, own)), *others)
+        *_, begin, end, bits = numbers
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
-        message = self.peers.scatter_known(self._records.encode(picked), seen[:size], seen[size : 2 * size])
-        came = self._records.decode(message)
+        message = self.peers.scatter_known(self._records.encode(picked), numbers[:size], numbers[size : 2 * size])
+        received = self._records.decode(message)
         del picked, message
         if not self.config.sharded:
-            came.indices.sub_(begin)
-        zeros = partial(came.values.new_zeros, end - begin) if own is None else lambda: own
-        return begin, added(came, zeros), unpack("d", pack("q", bits))[0]
+            received.indices.sub_(begin)
+        zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
+        return begin, added(received, zeros), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
         """The largest sums, on all ranks, by a threshold or exactly; one look."""
         if world is None:
-            counts = self.look(self.peers.gather(sums.count_nonzero()))
-            everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
+            counts = self.to_host(self.peers.gather(sums.count_nonzero()))
+            indices = positions(sums != 0, counts[self.peers.index])
+            values = sums[indices]
+            everything = self._all(Picked(indices.add_(begin), values), counts)
             threshold = kth_largest(everything.values, self.k)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
@@ -214,7 +206,7 @@ class OkTopk(Sparse[OkTopkState]):
             own.indices.add_(begin)
             everything = self._all(*self._spread(own, counts))
         reduced = self.zeros().index_copy_(0, everything.indices, everything.values)
-        return _Chosen(reduced, everything.values.count_nonzero(), threshold)
+        return reduced, everything.values.count_nonzero(), threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
         """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
@@ -223,7 +215,7 @@ class OkTopk(Sparse[OkTopkState]):
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine, low = self.peers.index, max(threshold / near_by, TINY)
-        reach = self.look(self.peers.gather(torch.cat([sparse_ops.count_above(sums, at) for at in (threshold, low)])))
+        reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
         found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
@@ -253,8 +245,8 @@ class OkTopk(Sparse[OkTopkState]):
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
-        came = self.peers.scatter_known(self._records.encode(own), sizes, expected)
-        return self._records.decode(came), ends.diff().tolist()
+        received = self.peers.scatter_known(self._records.encode(own), sizes, expected)
+        return self._records.decode(received), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
         """As :meth:`_choose`, each on its owner; Note [Sharded]. One look, or none."""
@@ -266,7 +258,7 @@ class OkTopk(Sparse[OkTopkState]):
         else:
             own, _, threshold = self._reused(sums, world)
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
-        return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
+        return torch.where(mask, sums, 0.0), mask.sum(), threshold
 
     def fresh(self) -> OkTopkState:
         """No threshold, regions of equal size."""
@@ -291,11 +283,6 @@ class OkTopk(Sparse[OkTopkState]):
 def _moved(share: float) -> float:
     """By what a threshold is multiplied whose count was this share of k."""
     return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
-
-
-def _at(sums: Tensor, indices: Tensor, begin: int) -> Picked:
-    """Some sums of a region, by their places in the vector."""
-    return Picked(indices + begin, sums[indices])
 
 
 build_mode.register(OkTopkSync, OkTopk)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config.sparse_config import index_bytes
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 
 TINY = 1e-45  # below every other positive FP32: a threshold that passes all but zeros
 LONGEST = 2**31 - 1
@@ -128,7 +128,7 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 def largest(x: Tensor, k: int) -> Picked:
     """The ``k`` elements of largest magnitude, some of which may be zero; see Note [Selection]."""
     k = min(k, x.numel())
-    indices = sparse_ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
+    indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
     return Picked(indices, x[indices])
 
 
@@ -165,14 +165,15 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
     """How many magnitudes reach a threshold that is on the device (``[]``), as NaN does; int64 ``[]``."""
     if _on_cpu(x):
-        return sparse_ops.count_above(x, float(threshold))[0]
+        return ops.count_above(x, float(threshold))[0]
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
 def above(x: Tensor, threshold: float, count: int) -> Picked:
     """The elements whose magnitude reaches a threshold, known to be so many; of those that are not finite one."""
-    found = sparse_ops.compact_above(x, threshold, count if math.isfinite(threshold) else min(count, 1))
-    return Picked(found.indices, found.values.float())
+    room = count if math.isfinite(threshold) else min(count, 1)
+    indices, values, _ = ops.compact_above(x, threshold, room)
+    return Picked(indices, values.float())
 
 
 def positions(mask: Tensor, count: int) -> Tensor:

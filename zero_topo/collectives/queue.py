@@ -25,20 +25,45 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-
 T = TypeVar("T")
+U = TypeVar("U")
 
 
-class _Run(Generic[T]):
-    """Work that has begun; ``event`` says on a GPU that it has ended."""
+class Handle(Generic[T]):
+    """Owns the buffers of a collective until it is waited for, then finishes it once.
 
-    def __init__(self, handle: Handle[T]) -> None:
-        self.handle = handle
-        self.event: torch.Event | None = None
+    Args:
+        wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended; None if nothing moves.
+        buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
+        finish: what turns the received buffers into the result; runs once, in the first :meth:`wait`.
+    """
+
+    # Recorded on the queue's stream after `finish`, by a queue on a GPU; a reader's stream waits for it.
+    event: torch.Event | None = None
+
+    def __init__(self, wait: Callable[[], object] | None, buffers: tuple[object, ...], finish: Callable[[], T]) -> None:
+        self._wait = wait
+        self._buffers = buffers
+        # None once the first `wait` has called it; the result is stored then.
+        self._finish: Callable[[], T] | None = finish
+        self._result: T
+
+    def then(self, finish: Callable[[T], U]) -> Handle[U]:
+        """A handle whose result is that of a function of this one's."""
+        return Handle(None, (), lambda: finish(self.wait()))
+
+    def wait(self) -> T:
+        """The result; the second and later calls return it again."""
+        if self._finish is not None:
+            if self._wait is not None:
+                self._wait()
+            finish, self._finish = self._finish, None
+            self._result = finish()
+            self._buffers, self._wait = (), None
+        return self._result
 
 
-class Lane:
+class OrderedQueue:
     """Runs work beside the computation, or at once if overlap is off.
 
     Args:
@@ -54,8 +79,10 @@ class Lane:
         self.overlaps = overlap
         self._ahead = ahead
         self._on_gpu = on_gpu(device)
+        # On a GPU with overlap, where all work of this queue is queued; it waits for the caller's stream first.
         self._stream = torch.Stream(device) if overlap and self._on_gpu else None
-        self._begun: deque[_Run[Any]] = deque()
+        # Begun and not ended, oldest first: ended in this order on all ranks; see Note [In order].
+        self._begun: deque[Handle[Any]] = deque()
 
     def run(self, start: Callable[[], Handle[T]], reads: Sequence[Tensor] = ()) -> Handle[T]:
         """Begin ``start()``; the handle it returns, finished already unless this lane overlaps.
@@ -67,11 +94,11 @@ class Lane:
         if self._stream is not None:
             for tensor in reads:
                 tensor.record_stream(self._stream)
-        run = _Run(self._beside(start))
-        self._begun.append(run)
+        begun = self._beside(start)
+        self._begun.append(begun)
         if not self.overlaps or self._on_gpu:
             self._end(self._ahead if self.overlaps else 0)
-        return Handle(None, (), partial(self._wait, run))
+        return Handle(None, (), partial(self._wait, begun))
 
     def flush(self) -> None:
         """End on a GPU what has begun; nobody waits."""
@@ -82,20 +109,20 @@ class Lane:
         """End all that has begun; on a GPU nobody waits."""
         self._end(0)
 
-    def _wait(self, run: _Run[T]) -> T:
-        if run in self._begun:
-            self._end(len(self._begun) - 1 - self._begun.index(run))
-        if run.event is not None:
-            run.event.wait()
-        return run.handle.wait()
+    def _wait(self, begun: Handle[T]) -> T:
+        if begun in self._begun:
+            self._end(len(self._begun) - 1 - self._begun.index(begun))
+        if begun.event is not None:
+            begun.event.wait()
+        return begun.wait()
 
     def _end(self, left: int) -> None:
         """End the oldest runs until so many are left."""
         while len(self._begun) > left:
-            run = self._begun.popleft()
-            self._beside(run.handle.wait)
+            oldest = self._begun.popleft()
+            self._beside(oldest.wait)
             if self._on_gpu:
-                run.event = (self._stream or torch.accelerator.current_stream()).record_event()
+                oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _beside(self, work: Callable[[], T]) -> T:
         """Do something where the caller is, or queue it on this lane's stream, after what the caller has queued.
