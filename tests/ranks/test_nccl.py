@@ -130,7 +130,7 @@ def forgotten(hop: Group, rank: int) -> None:
 
 def one_by_one(hop: Group, rank: int) -> None:
     """As on gloo."""
-    Gloo(hop.lo, hop.hi, hop.index, hop.slots, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
+    Gloo(hop.lo, hop.hi, hop.index, hop.group_ranks, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
 
 
 BREAKS: dict[Callable[[Group, int], None], str] = {

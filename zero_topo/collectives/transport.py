@@ -10,7 +10,7 @@ Note [Point to point on gloo]
     instead, all at once. Other backends use their own collectives.
 
 Note [Group order]
-    Backends count a group's members by global rank (``Group.slots``). Where that is not the tree's order, what a
+    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the tree's order, what a
     collective sends and receives is reordered by one copy on the device, by an index that stays there; messages from
     point to point need none.
 
@@ -50,7 +50,8 @@ class Group:
         hi: degree of the smaller shard.
         size: number of members.
         index: this rank's place among the members, in tree order.
-        slots: ``slots[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree may not.
+        group_ranks: ``group_ranks[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree
+            may not.
         members: the member that each group rank is.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
@@ -59,12 +60,12 @@ class Group:
     """
 
     def __init__(
-        self, lo: int, hi: int, index: int, slots: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
+        self, lo: int, hi: int, index: int, group_ranks: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
     ) -> None:
         self.lo, self.hi, self.size, self.index = lo, hi, hi // lo, index
-        self.slots, self.domain, self.group = slots, domain, group
-        self.members = tuple(sorted(range(len(slots)), key=slots.__getitem__))
-        self.in_order = slots == tuple(range(len(slots)))
+        self.group_ranks, self.domain, self.group = group_ranks, domain, group
+        self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
+        self.in_order = group_ranks == tuple(range(len(group_ranks)))
         self.done: list[dist.Work] = []
         self.counted: Counted
         self._metered: dict[Counted, Self] = {}
@@ -72,8 +73,8 @@ class Group:
     def metered(self, counted: Counted) -> Self:
         """This group with its exchanges counted by a meter and a phase; made once for each."""
         if counted not in self._metered:
-            made = self._metered[counted] = copy(self)
-            made.counted = counted
+            metered = self._metered[counted] = copy(self)
+            metered.counted = counted
         return self._metered[counted]
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
@@ -81,8 +82,12 @@ class Group:
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
         shape = self.size, *x.shape
-        came = self._begin("all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x))
-        return came if x.dtype == torch.uint8 and x.dim() == 1 else came.then(lambda b: b.view(x.dtype).view(shape))
+        received = self._begin("all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x))
+        return (
+            received
+            if x.dtype == torch.uint8 and x.dim() == 1
+            else received.then(lambda b: b.view(x.dtype).view(shape))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """As :meth:`gather_later`, waited for."""
@@ -101,8 +106,8 @@ class Group:
 
     def scatter(self, table: Tensor) -> Tensor:
         """As :meth:`scatter_later`, of any type, waited for."""
-        came = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
-        return came.view(-1).view(table.dtype).view(table.shape)
+        received = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
+        return received.view(-1).view(table.dtype).view(table.shape)
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
@@ -124,8 +129,8 @@ class Group:
         if self.size == 1:
             return rows
         table = rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
-        came = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
-        return came.view(-1).view(rows.dtype).view(len(came), *rows.shape[1:])
+        received = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
+        return received.view(-1).view(rows.dtype).view(len(received), *rows.shape[1:])
 
     def _begin(
         self,
@@ -175,7 +180,7 @@ class Torch(Group):
         """On ``wait``, what came in the order of the members."""
         in_order = self.in_order
         return Handle(
-            work.wait, (sent,), lambda: received if in_order else received[_index(self.slots, received.device)]
+            work.wait, (sent,), lambda: received if in_order else received[_index(self.group_ranks, received.device)]
         )
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
@@ -188,7 +193,7 @@ class Torch(Group):
         due, send = torch.tensor(expected)[members], _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
-        return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.slots, cpu)))
+        return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
 
 
 class Gloo(Group):
@@ -217,7 +222,7 @@ class Gloo(Group):
 
         Empty messages are not sent.
         """
-        members, size, own = self.members, self.size, self.slots[self.index]
+        members, size, own = self.members, self.size, self.group_ranks[self.index]
         places[self.index].copy_(parts[self.index])
         works: list[Any] = []
         nbytes = 0
@@ -252,7 +257,7 @@ class Mpi(Group):
     """
 
     def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.slots, like.domain, like.group)
+        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group)
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
@@ -376,9 +381,9 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
     """
     outer = route.hops[-1].metered(counted).gather_later(message)
     if len(route.hops) == 1:
-        return outer.then(lambda came: came[None])
+        return outer.then(lambda received: received[None])
     inner = route.hops[0].metered(counted)
-    return outer.then(lambda came: inner.gather(came).transpose(0, 1))
+    return outer.then(lambda received: inner.gather(received).transpose(0, 1))
 
 
 def all_gather_views(
@@ -426,8 +431,8 @@ def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: i
     for begin in range(0, rows.shape[1], width):
         by_member = members(rows[:, begin : begin + width], route.size)
         own = by_member[route.index].contiguous()
-        came = all_gather(route, own.view(-1), counted).wait()
-        by_member.unflatten(0, came.shape[:2]).copy_(came.unflatten(2, own.shape))
+        received = all_gather(route, own.view(-1), counted).wait()
+        by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
 
 
 def reduce_scatter(

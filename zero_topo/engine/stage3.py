@@ -246,7 +246,7 @@ class Stage3:
         self.weights.finish()
         held = self.weights.state_dict()
         sync = self.gradients.state_dict()
-        owed = self.gradients.mode.owed()
+        owed = self.gradients.mode.residual_owners()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
         if owed is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)

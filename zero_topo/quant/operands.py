@@ -189,12 +189,12 @@ Range = tuple[int, int]
 
 def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
     """The same columns in fewer ranges: neighbours are one where a block ends between them."""
-    found: list[Range] = []
+    fewer: list[Range] = []
     for begin, end in ranges:
-        if found and found[-1][1] == begin and (found[-1][1] - found[-1][0]) % block == 0:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return tuple(found)
+        if fewer and fewer[-1][1] == begin and (fewer[-1][1] - fewer[-1][0]) % block == 0:
+            begin = fewer.pop()[0]
+        fewer.append((begin, end))
+    return tuple(fewer)
 
 
 def packed_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:

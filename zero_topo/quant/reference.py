@@ -235,8 +235,8 @@ def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
 def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
     """Codes as FP32 ``[blocks, block]``, and scales: copies."""
     codes_at, scales_at = _offsets(codes, part, member)
-    found = codes.held[codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)]
-    return found.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
+    stored = codes.held[codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)]
+    return stored.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
 
 
 def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
@@ -283,11 +283,11 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
     Returns:
         How many there are, int64 ``[1]``; the rest of ``indices`` and ``values`` is left as it was.
     """
-    found = _above(x, threshold).nonzero()[:, 0]
-    kept = found[: indices.numel()]
+    reaching = _above(x, threshold).nonzero()[:, 0]
+    kept = reaching[: indices.numel()]
     indices[: kept.numel()] = kept
     values[: kept.numel()] = x[kept]
-    return torch.tensor([found.numel()], device=x.device)
+    return torch.tensor([reaching.numel()], device=x.device)
 
 
 def row_largest(x: Tensor, indices: Tensor) -> None:
@@ -297,11 +297,11 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
     """
     size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
     kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    taken, equal = size > kth, size == kth
+    largest, equal = size > kth, size == kth
     del size
     counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
-    taken |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - taken.sum(dim=1, keepdim=True))
-    indices.copy_(torch.nonzero_static(taken, size=indices.numel())[:, 1].view_as(indices))
+    largest |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - largest.sum(dim=1, keepdim=True))
+    indices.copy_(torch.nonzero_static(largest, size=indices.numel())[:, 1].view_as(indices))
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
@@ -329,7 +329,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
         pass
     left = int(peeling.unresolved.sum())
     peeling.guess()
-    out.copy_(peeling.found.view(-1)[: out.numel()])
+    out.copy_(peeling.values.view(-1)[: out.numel()])
     return torch.tensor([left], device=out.device)
 
 
@@ -338,7 +338,7 @@ class _Peeling:
 
     def __init__(self, table: Tensor, unresolved: Tensor, seed: int) -> None:
         self.table, self.unresolved = table, unresolved
-        self.found = torch.zeros(unresolved.shape)
+        self.values = torch.zeros(unresolved.shape)
         self.places = [_hashed_rows(seed, block, table.shape[0]) for block in range(unresolved.shape[0])]
         self.counts = torch.zeros(table.shape, dtype=torch.int32)
         for block, three in enumerate(self.places):
@@ -354,7 +354,7 @@ class _Peeling:
             return False
         chosen = alone.int().argmax(dim=0)
         values = torch.stack([sign * self.table[row] for row, sign in three]).gather(0, chosen[None])[0]
-        self.found[block] = torch.where(resolved, values, self.found[block])
+        self.values[block] = torch.where(resolved, values, self.values[block])
         self.unresolved[block] &= ~resolved
         for j, (row, sign) in enumerate(three):
             self.counts[row] -= resolved.int()
@@ -365,7 +365,7 @@ class _Peeling:
         """The median of its three rows for whatever is left."""
         for block, three in enumerate(self.places):
             guesses = torch.stack([sign * self.table[row] for row, sign in three]).median(dim=0).values
-            self.found[block] = torch.where(self.unresolved[block], guesses, self.found[block])
+            self.values[block] = torch.where(self.unresolved[block], guesses, self.values[block])
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:

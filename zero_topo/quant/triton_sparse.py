@@ -29,7 +29,7 @@ class _Peeling(NamedTuple):
 
     counts: Tensor
     unresolved: Tensor
-    found: Tensor
+    values: Tensor
     left: Tensor
 
 
@@ -73,10 +73,10 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     """
     rows = sketch.shape[1]
     places = _places(x[0], seed, rows)
-    found, order = places.rows.view(-1).sort(stable=True)
-    starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=found.dtype, device=x.device))
-    for own, made in zip(x, sketch, strict=True):
-        launch(_sketch_insert, rows, made, own, own.numel(), places, order, starts)
+    row_of, order = places.rows.view(-1).sort(stable=True)
+    starts = torch.searchsorted(row_of, torch.arange(rows + 1, dtype=row_of.dtype, device=x.device))
+    for own, sketched in zip(x, sketch, strict=True):
+        launch(_sketch_insert, rows, sketched, own, own.numel(), places, order, starts)
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
         element = tl.cast(block, tl.int64) * LANES + lane
         here = tl.load(state.unresolved + element).to(tl.int32)
         a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
-        tl.store(state.found + element, _middle(a, b, c), mask=here != 0)
+        tl.store(state.values + element, _middle(a, b, c), mask=here != 0)
         left += tl.sum(here, axis=0)
     tl.store(state.left + tl.program_id(0), left)
 
@@ -263,7 +263,7 @@ def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> t
             alone = here & ~known & (tl.load(state.counts + cell) == 1)
             value = tl.where(alone, sign * tl.load(sketch + cell), value)
             known = known | alone
-        tl.store(state.found + element, value, mask=known)
+        tl.store(state.values + element, value, mask=known)
         tl.store(state.unresolved + element, 0, mask=known)
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)

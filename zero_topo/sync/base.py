@@ -41,7 +41,7 @@ class Parameter:
     place: int = 0
 
 
-class Owed(NamedTuple):
+class ResidualOwners(NamedTuple):
     """Whose elements a residual ``[P, C]`` holds.
 
     Attributes:
@@ -211,12 +211,12 @@ class SyncMode:
         """What was chosen for the user, if anything was."""
         return None
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""
         return None
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of what the peers of another run still owed.
+        """Take a share of the residuals of another run's peers.
 
         Args:
             sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; alike on all ranks.
@@ -229,17 +229,17 @@ class SyncMode:
             "delete zero_topo_owed.pt from the checkpoint to lose what they hold"
         )
 
-    def take_over(self, residual: Tensor, owed: Owed) -> int:
-        """Take over what this rank owed under another plan of the same ranks, as far as it has a place here.
+    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
+        """Take over this rank's residual of another plan of the same ranks, as far as it has a place here.
 
         Args:
             residual: the entry "residual" of that plan's :meth:`state_dict`.
-            owed: whose rows they are.
+            saved: whose rows they are.
 
         Returns:
             How many rows have none, of those that are not zero.
         """
-        return int(residual.view(len(owed.owners), -1).any(1).sum())
+        return int(residual.view(len(saved.owners), -1).any(1).sum())
 
     def report(self) -> dict[str, float]:
         """What a user may want to know of the last step: densities, norms, counts; this rank's own."""

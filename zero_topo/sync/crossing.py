@@ -15,7 +15,7 @@ from zero_topo.mesh import Route
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
 from zero_topo.quant.ops import dequantize, quantize
 from zero_topo.quant.spec import Cast, Format
-from zero_topo.sync.base import Owed, SyncContext, SyncMode
+from zero_topo.sync.base import ResidualOwners, SyncContext, SyncMode
 
 logger = logging.getLogger(__name__)
 
@@ -42,44 +42,44 @@ class Crossing(SyncMode, ABC):
 
     @abstractmethod
     def residual_rows(self) -> Tensor | None:
-        """What is owed, a view: a row for each of the owners that :meth:`owed` names; None if that is None."""
+        """The residual, a view: a row for each owner of :meth:`residual_owners`; None if that is None."""
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of what the peers of another run owed, in the rows of the owners here: as many have such rows.
+        """Take a share of the residuals of another run, in the rows of the owners here: as many have such rows.
 
         Args:
-            sums: as in the base.
+            sums: by parameter, FP32 ``[numel]``, the sum over the peers of that run.
         """
-        owed, rows = self.owed(), self.residual_rows()
+        mine, rows = self.residual_owners(), self.residual_rows()
         if self.peers.size == 1:
             if self.context.mesh.rank == 0:
                 logger.warning(
                     "zero_topo: residuals of another run are dropped: here one gradient domain has all ranks"
                 )
             return
-        if owed is None or rows is None:
+        if mine is None or rows is None:
             return super().inherit(sums)
         plan = self.context.plan
-        positions = [plan.position(owner) for owner in owed.owners]
-        for name, (_, first, past) in owed.parameters.items():
+        positions = [plan.position(owner) for owner in mine.owners]
+        for name, (_, first, past) in mine.parameters.items():
             if name not in sums:
                 continue
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
 
-    def take_over(self, residual: Tensor, owed: Owed) -> int:
+    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
         """Take the rows of owners that are peers here too.
 
         Args:
-            residual: as in the base.
-            owed: the same.
+            residual: a row for each owner of ``saved``.
+            saved: the owners and parameters of a checkpoint's residual.
         """
-        mine, rows = self.owed(), self.residual_rows()
-        received = residual.view(len(owed.owners), -1)
+        mine, rows = self.residual_owners(), self.residual_rows()
+        received = residual.view(len(saved.owners), -1)
         left = received.any(1)
-        if mine is not None and rows is not None and mine.parameters == owed.parameters:
+        if mine is not None and rows is not None and mine.parameters == saved.parameters:
             place = {owner: row for row, owner in enumerate(mine.owners)}
-            fitting = [row for row, owner in enumerate(owed.owners) if owner in place]
-            rows[[place[owed.owners[row]] for row in fitting]] = received[fitting].to(rows)
+            fitting = [row for row, owner in enumerate(saved.owners) if owner in place]
+            rows[[place[saved.owners[row]] for row in fitting]] = received[fitting].to(rows)
             left[fitting] = False
         return int(left.sum())
 
@@ -121,5 +121,5 @@ def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], ro
     if route.size == 1:
         return
     step = route.lo // context.plan.gradients  # the rows of that shard are every step-th of the gradient shard
-    held = members(shard[context.own_row % step :: step], route.size)
-    all_gather_views(route, range_views(held, merged(ranges)), wire, context.counted).wait()
+    rows = members(shard[context.own_row % step :: step], route.size)
+    all_gather_views(route, range_views(rows, merged(ranges)), wire, context.counted).wait()

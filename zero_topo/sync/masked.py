@@ -43,11 +43,11 @@ class Masked(Sparse):
         size, own = self.peers.size, self.peers.index
         if kept == self._columns:
             return self.reduce_rows(total.view(size, kept))
-        held = positions(mask.reshape(-1), size * kept)
-        packed = total[held].view(size, kept)
+        indices = positions(mask.reshape(-1), size * kept)
+        packed = total[indices].view(size, kept)
         sums = self.reduce_rows(packed)
-        total[held] = packed.view(-1)
+        total[indices] = packed.view(-1)
         if self.everywhere:
-            return self.zeros().index_copy_(0, held, sums)
-        places = held.view(size, kept)[own] - own * self._columns
+            return self.zeros().index_copy_(0, indices, sums)
+        places = indices.view(size, kept)[own] - own * self._columns
         return total.new_zeros(self._columns).index_copy_(0, places, sums)

@@ -143,21 +143,21 @@ class OkTopk(Sparse):
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
 
-        Also the local threshold for the next step, and whether it was found anew. One look, or two.
+        Also the local threshold for the next step, and whether it was computed anew. One host synchronization, or two.
         """
         if not exact:
             at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
             room = 5 * k // 4
             indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
-            found, near = self.to_host(reaching, ops.count_above(total, low))
-            few = 5 * found < 4 * k
-            count = near if few else found
+            reached, near = self.to_host(reaching, ops.count_above(total, low))
+            few = 5 * reached < 4 * k
+            count = near if few else reached
             if k <= near and count <= MOST_TAKEN * k:
                 picked = Picked(indices[:count], values[:count])
                 if few or count > room:
                     picked = above(total, low if few else at, count)
                     picked = picked.where(largest(picked.values, k).indices)
-                return picked.rounded(self.dtype), max(at * _moved(found / k), TINY), False
+                return picked.rounded(self.dtype), max(at * _moved(reached / k), TINY), False
         bound = kth_largest(total, self.picks)
         threshold, reaching = self.to_host(bound, count_reaching(total, bound))
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
@@ -172,7 +172,8 @@ class OkTopk(Sparse):
         return bounds
 
     def _summed(self, picked: Picked, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
-        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look.
+        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one
+        host synchronization.
 
         To what this rank has of its own row they are added, in place.
         """
@@ -193,7 +194,7 @@ class OkTopk(Sparse):
         return begin, added(received, zeros), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
-        """The largest sums, on all ranks, by a threshold or exactly; one look."""
+        """The largest sums, on all ranks, by a threshold or exactly; one host synchronization."""
         if world is None:
             counts = self.to_host(self.peers.gather(sums.count_nonzero()))
             indices = positions(sums != 0, counts[self.peers.index])
@@ -209,21 +210,21 @@ class OkTopk(Sparse):
         return reduced, everything.values.count_nonzero(), threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
-        """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
+        """The sums that reach the old threshold, cut or filled up as in Note [Thresholds]; all counts; the next one.
 
-        One look.
+        One host synchronization.
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine, low = self.peers.index, max(threshold / near_by, TINY)
         reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
-        found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
+        reaching, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
             more = max(sum(reach[1::2]) - total, 1)
-            counts = torch.minimum(found + (near - found) * (self.k - total) // more, near).tolist()
+            counts = torch.minimum(reaching + (near - reaching) * (self.k - total) // more, near).tolist()
         else:
-            counts = (found if total <= most else most * found // total).tolist()
+            counts = (reaching if total <= most else most * reaching // total).tolist()
         own = reach[2 * mine + few]
         picked = above(sums, low if few else threshold, own)
         if counts[mine] < own:
@@ -249,7 +250,7 @@ class OkTopk(Sparse):
         return self._records.decode(received), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """As :meth:`_choose`, each on its owner; Note [Sharded]. One look, or none."""
+        """As :meth:`_choose`, each on its owner; Note [Sharded]. At most one host synchronization."""
         if world is None:
             most = min(self.k, CROWDED * -(-self.k // self.peers.size))
             magnitudes = largest(sums, most).values.abs()

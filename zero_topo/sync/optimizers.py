@@ -146,10 +146,10 @@ class AdamS(AdamLike):
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Parameters that one call over lists may update: of one device, type and step count."""
-        found: dict[tuple[Any, ...], list[Tensor]] = {}
+        batches: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in params:
-            found.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
-        return list(found.values())
+            batches.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
+        return list(batches.values())
 
     def _update_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
         (b1, b2), rate, count = group["betas"], float(group["lr"]), int(self.state[params[0]]["step"])

@@ -89,10 +89,10 @@ class Records:
     def decode(self, message: Tensor) -> Picked:
         """The inverse of :meth:`encode`, of any number of messages one after the other."""
         indices, values = message.split(self._words, dim=1)
-        found = indices.contiguous().view(-1).view(self._index).long()
+        places = indices.contiguous().view(-1).view(self._index).long()
         if self._index is torch.int32 and self.numel > LONGEST:
-            found.bitwise_and_(0xFFFFFFFF)
-        return Picked(found, values.contiguous().view(-1).view(self.dtype).float())
+            places.bitwise_and_(0xFFFFFFFF)
+        return Picked(places, values.contiguous().view(-1).view(self.dtype).float())
 
     @property
     def _index(self) -> torch.dtype:
@@ -153,8 +153,8 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
 def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest magnitudes, in any order, and where they are; Note [Selection]."""
     if x.numel() <= LONGEST:
-        found = torch.topk(x.abs(), k, sorted=False)
-        return found.values, found.indices
+        values, indices = torch.topk(x.abs(), k, sorted=False)
+        return values, indices
     parts = [torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)]
     values = torch.cat([part.values for part in parts])
     indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: what crosses between gradient domains is INT8 or INT4, and what that takes away is sent later.
+"""Quantized sync: gradients cross between gradient domains as INT8 or INT4, with error feedback.
 
 Note [Error feedback]
     Let ``g`` be this rank's gradient shard and ``e`` what earlier steps took away. It sends ``q = Q(g + e)`` to the
@@ -7,14 +7,14 @@ Note [Error feedback]
     minus the present ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). Its own row it adds without
     quantizing, so there is no ``e`` for it.
 
-Note [What is owed lies in the gradient shard]
+Note [The residual lies in the gradient shard]
     ``e`` needs no memory of its own: as soon as ``q`` is made it is subtracted where ``g + e`` lies, and the next
     step's gradients are added to that instead of to zero. The rounding of the gradient shard is then that of ``e``,
-    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of what is owed to
+    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of the residual of
     the same element adds nothing, so that an element that stays below 1e-4 of its block's largest may never be sent
     (FP32 loses half as many of them); ``"accumulation_dtype": "fp32"`` avoids that for 2 bytes an element more.
 
-    A step that is skipped, or gradients that ``zero_grad`` drops, take what is owed with them, for it is in them. In
+    A step that is skipped, or gradients that ``zero_grad`` drops, take the residual with them, for it is in them. In
     BF16 and FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps as a
     matter of course, and changes the scale: there ``e`` is copied to an FP32 residual when a step is known to count,
     without the scale, and added again when the run is started.
@@ -32,7 +32,7 @@ from zero_topo.collectives.queue import Handle
 from zero_topo.config import QuantizedSync
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
 from zero_topo.quant.ops import cast_to, dequantize, dequantize_reduce, quantize
-from zero_topo.sync.base import Owed, SyncContext, build_mode
+from zero_topo.sync.base import ResidualOwners, SyncContext, build_mode
 from zero_topo.sync.crossing import Crossing, spread_back
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Quantized(Crossing):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
     1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
-    2. rows, with what is owed in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
+    2. rows, with the residual in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
        stays in them. See Note [Error feedback];
     3. the owner adds the messages, in tree order, to its own row in FP32;
     4. if optimizer shards are replicated: gather hop back to them, unquantized.
@@ -112,11 +112,11 @@ class Quantized(Crossing):
         self._residual_added.add(ranges)
         self._scale, rows = scale, self.rows(shard)
         for begin, end in merged(ranges):
-            for others, owed in self._halves():
-                rows[others, begin:end].add_(self.residual[owed, begin:end], alpha=scale)
+            for others, kept in self._halves():
+                rows[others, begin:end].add_(self.residual[kept, begin:end], alpha=scale)
 
     def _restore_residual(self, shard: Tensor, ranges: tuple[Range, ...]) -> None:
-        """What is owed of a run is in its rows of the gradient shard, and nothing else is but for the own row."""
+        """Put the residual of a run back into its rows of the gradient shard; only the own row stays as it is."""
         left = self._saved_residuals.pop(ranges, None)
         if left is None:
             return
@@ -125,7 +125,7 @@ class Quantized(Crossing):
             self.deliver(shard, ranges, left, others)
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
-        """What was delivered stays in the own row; the others keep what is owed, if anything is.
+        """What was delivered stays in the own row; the others get the residual, if there is one.
 
         Args:
             shard: as in :meth:`start`.
@@ -137,14 +137,14 @@ class Quantized(Crossing):
             super().reopen(shard, ranges)
 
     def commit(self, skipped: bool) -> None:
-        """What is owed stays for the next step; of a skipped one only a residual does."""
+        """Keep the residual for the next step; after a skipped step only a separate residual buffer survives."""
         shard = self.context.shard
         for ranges in () if skipped else tuple(self._saved_residuals):
             self._restore_residual(shard, ranges)
         self._saved_residuals.clear()
         if self.residual is not None and self._residual_added and not skipped:
-            for others, owed in self._halves():
-                self.residual[owed] = self.rows(shard)[others]
+            for others, kept in self._halves():
+                self.residual[kept] = self.rows(shard)[others]
             self.residual.div_(self._scale)
         self._residual_added.clear()
         if self.residual_in_shard and not skipped:
@@ -154,8 +154,8 @@ class Quantized(Crossing):
         if self.residual_in_shard and not self._warned and self.context.mesh.rank == 0:
             self._warned = True
             logger.warning(
-                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and what quantized "
-                "sync owed of earlier steps with them, for it is among them"
+                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and with them what "
+                "quantized sync owed of earlier steps, for it is among them"
             )
 
     def note(self) -> str | None:
@@ -181,20 +181,20 @@ class Quantized(Crossing):
         """Of the gradient shard, the own one among them, or the residual."""
         return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """All peers of the one, those but this rank of the other."""
         if not self._feedback:
             return None
         owners = [rank for rank in self.members() if self.residual_in_shard or rank != self.context.mesh.rank]
-        return Owed(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
+        return ResidualOwners(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is owed; between steps."""
+        """The residual; between steps."""
         rows = self.residual_rows()
         return {} if rows is None else {"residual": rows.contiguous()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what is owed, or start with nothing owed; refuse another shape."""
+        """Restore the residual, or start with zeros; refuse another shape."""
         rows = self.residual_rows()
         if rows is None:
             return super().load_state_dict(state)

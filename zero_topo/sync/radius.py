@@ -118,7 +118,7 @@ class Radius(Masked):
                 self._choice.kept[index] = count
 
     def commit(self, skipped: bool) -> None:
-        """Take over the step; after one that resamples it is collective, and tells the peers the choice."""
+        """Take over the step; after one that resamples it is collective, and sends the peers the choice."""
         choice, self._choice = self._choice, None
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:

@@ -50,7 +50,7 @@ class ScapeState:
     Attributes:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
         kept: elements that it holds in each row; in a state that is not decided yet, those of ``chosen``.
-        chosen: this rank's own row of the mask after it, to be told to the others; None when it is on its way.
+        chosen: this rank's own row of the mask after it, to be sent to the others; None when it is on its way.
     """
 
     bits: Handle[Tensor]
@@ -112,14 +112,14 @@ class Scape(Masked):
 
         Neighbours are one.
         """
-        found: list[tuple[slice, slice]] = []
+        parts: list[tuple[slice, slice]] = []
         for (first, past), (low, high) in zip(self._ranges, self._places, strict=True):
             if begin <= first < begin + width:
-                if found and found[-1][0].stop == first - begin:
-                    columns, places = found.pop()
+                if parts and parts[-1][0].stop == first - begin:
+                    columns, places = parts.pop()
                     first, low = begin + columns.start, places.start
-                found.append((slice(first - begin, past - begin), slice(low, high)))
-        return found
+                parts.append((slice(first - begin, past - begin), slice(low, high)))
+        return parts
 
     def _of_table(self, rows: Tensor) -> Tensor:
         """Those rows of a gradient shard that the table has."""
@@ -145,7 +145,7 @@ class Scape(Masked):
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange what the mask holds that the last step chose."""
-        self.drain()  # inside a node that is collective: all ranks do it here, before they say anything else
+        self.drain()  # inside a node that is collective: all ranks do it here, before they send anything else
         return super().start(shard, ranges, scale)
 
     def drain(self) -> None:

@@ -5,22 +5,22 @@ Note [A sparse step]
     Let ``g`` be this rank's gradient shard, reduced inside the node, without the loss scale, and ``e`` its residual.
     The mode turns ``a = g + e`` into a sum over the peers, of which it brings to the optimizer what that needs, and
     into a new residual ``e'``, such that nothing is lost: summed over the peers, ``a = u + e'`` element by element,
-    where ``u`` is what the owner of the element gets. ``e'`` and whatever else a mode remembers (thresholds, regions,
-    counts) take effect only when the step is known not to be skipped; until then ``e`` stays as it was. If the run is
-    reopened instead, ``e'`` goes back to the gradients. ``e`` is in that: it is paid, and not added once more when the
-    run is started again in this step.
+    where ``u`` is what the owner of the element gets. ``e'`` and the mode's other state (thresholds, regions, counts)
+    take effect only when the step is known not to be skipped; until then ``e`` stays as it was. If the run is reopened
+    instead, ``e'`` goes back to the gradients. It contains ``e``, so ``e`` is not added again when the run is started
+    again in this step.
 
 Note [Not a number]
-    What is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that swallowed
-    it would train on. NaN is the largest of all and above every threshold, so picks hold what is not finite if there is
-    any, and nobody goes through a gradient for it, but for a row of which a rank picks nothing. Where ranks tell one
-    another how many picks they will send, a rank that has such ones says -1 in place of its counts: all stop there, and
-    all get NaN. Where messages have one length, the sums have it. Under a mask ranks say a flag, and the device puts
-    NaN into the sums.
+    A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that
+    dropped it would train on. NaN counts as the largest value and as above every threshold, so a rank that has values
+    that are not finite selects one of them. No mode therefore reads a whole gradient to check it, except a row from
+    which a rank selects nothing. Where ranks exchange the counts of their selected elements, such a rank sends -1 in
+    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. Where messages have one length,
+    the sums contain the value. Under a mask ranks exchange a flag, and the device writes NaN into the sums.
 
-Note [Looks]
+Note [Host synchronizations]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
-    it needs in few looks, whatever the number of peers.
+    it needs in few synchronizations (:meth:`Sparse.to_host`), however many peers there are.
 
 Note [Peers]
     Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
@@ -42,7 +42,7 @@ from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Range, packed_ranges
-from zero_topo.sync.base import Owed, Parameter, SyncContext
+from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
 from zero_topo.sync.picks import added_rows, share
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 class _NotFiniteError(Exception):
-    """Some rank has an element that is not finite: all ranks learn that in the same look."""
+    """Some rank has an element that is not finite; raised on all ranks, at the same host synchronization."""
 
 
 class Sparse(Crossing):
@@ -122,8 +122,8 @@ class Sparse(Crossing):
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, gradient plus residual, finite once a look has followed :func:`told`; on return
-                the new residual, what this rank did not deliver.
+            total: FP32 ``[P * C]``, gradient plus residual, finite once counts of :func:`counts_or_flag` have been read;
+                on return the new residual, what this rank did not deliver.
             state: what the mode remembers; must not be changed.
 
         Returns:
@@ -142,10 +142,10 @@ class Sparse(Crossing):
         return Handle(None, (), lambda: None if dense is None else dense.wait())
 
     def to_host(self, *numbers: Tensor) -> list[Any]:
-        """Numbers of the device, on the host: ints if all are; see Note [Looks].
+        """Read numbers of the device on the host: ints if all are; see Note [Host synchronizations].
 
         Args:
-            numbers: of any shape, one after the other; none negative but what peers say by :func:`told`.
+            numbers: of any shape, one after the other; none negative but flags of :func:`counts_or_flag`.
         """
         values: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
         if min(values, default=0) < 0:
@@ -226,7 +226,7 @@ class Sparse(Crossing):
         return self.peers.gather(counts_or_flag).float().view(-1)
 
     def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
-        """Put the sums into the shard, and where a node's ranks need more rows, tell them."""
+        """Put the sums into the shard, and gather them inside the node where its ranks need more rows."""
         own, size = self.peers.index, self.peers.size
         which = slice(None) if self.everywhere else slice(own, own + 1)
         table = reduced.view(-1, self._columns).expand(size, -1)  # the own row at every place, if it is alone
@@ -278,12 +278,14 @@ class Sparse(Crossing):
         """The residual; None without error feedback."""
         return self.residual.view(self.peers.size, -1) if self.residual.numel() else None
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """Owners and columns of the residual; None without error feedback."""
         if not self.residual.numel():
             return None
         places = zip(self._included, self._places, strict=True)
-        return Owed(self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places})
+        return ResidualOwners(
+            self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places}
+        )
 
     def report(self) -> dict[str, float]:
         """The mode's numbers of the last step, and the residual's norm."""
@@ -339,14 +341,14 @@ class Sparse(Crossing):
         return self.fresh()
 
 
-def counts_or_flag(counts: Tensor, *held: Tensor | None) -> Tensor:
-    """What to tell all peers in place of a step's first counts, int64; see Note [Not a number].
+def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:
+    """A step's first counts, or -1 in place of each if a value is not finite, int64; see Note [Not a number].
 
     Args:
         counts: int64.
-        held: among which is what is not finite on this rank, if it has any: its picks, and what it does not pick from.
+        values: contain every value of this rank that is not finite: its picks, and the values it does not pick from.
     """
-    ends = [end for part in held if part is not None and len(part) for end in part.aminmax()]
+    ends = [end for part in values if part is not None and len(part) for end in part.aminmax()]
     return torch.where(torch.stack(ends).isfinite().all(), counts, -1) if ends else counts
 
 

@@ -6,7 +6,7 @@ Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distr
 
 1. A rank picks the largest elements of its gradient plus residual; the residual keeps the rest.
 2. One bit per element says what it picked. The bits of each row go to the row's owner, who ORs them.
-3. Owners tell all peers how much the picks of all ranks cover, and all take the same compression.
+3. Owners send all peers how much the picks of all ranks cover, and all take the same compression.
 4. A count sketch of each row's values goes to the row's owner. Sketches add up, and the owner peels the sum.
 5. Where ranks need more than their own row, owners send the union and its values to all.
 
@@ -135,7 +135,7 @@ class Tagc(Sparse):
         return Picked(indices, total[indices])
 
     def _index(self, picked: Picked) -> _Index:
-        """The bits of every row at its owner; collective, and one look."""
+        """The bits of every row at its owner; collective, and one host synchronization."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
         mask[picked.indices] = True
         mask = mask.view(self.peers.size, -1)
@@ -150,9 +150,9 @@ class Tagc(Sparse):
         return ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
     def _plain(self, picked: Picked, index: _Index, total: Tensor) -> Tensor:
-        """Sums of the own row, FP32 ``[C]``: values travel in the order of the bits. One look.
+        """Sums of the own row, FP32 ``[C]``: values travel in the order of the bits.
 
-        What rounding takes away stays here.
+        What rounding takes away stays here. One host synchronization.
         """
         size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self.unpacked(index.received)
         numbers = self.to_host(index.mask.sum(dim=1), masks.sum(dim=1))
@@ -189,7 +189,8 @@ class Tagc(Sparse):
     def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:
         """Places in this rank's row, int64, that peeling does not reach, and how many there are in each row.
 
-        Note [Nothing is estimated]. A look for each attempt, of which all ranks make as many.
+        Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same number of
+        attempts.
         """
         device = index.bits.device
         stuck = torch.zeros_like(index.union)
@@ -197,8 +198,8 @@ class Tagc(Sparse):
             generator = torch.Generator(device).manual_seed(attempt)
             probe = torch.randint(1, PROBE, (self.width,), generator=generator, dtype=torch.float32, device=device)
             probe *= index.union
-            found, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
-            stuck |= found != probe
+            peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
+            stuck |= peeled != probe
             reached = stuck.sum()
             counts = self.to_host(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))
             if max(counts) <= self.width:

@@ -5,9 +5,9 @@
 2. Their mean magnitude is the block's scale; the owner gets it, the positions, and a sign for each.
 3. What was sent, ``+scale`` or ``-scale``, is taken from the residual: an element that is larger comes again soon, one
    that is smaller owes the other way.
-4. An owner adds what came to its own row of gradient plus residual, of which nothing had to travel, and tells the sums
-   in the same way: to all ranks, or to its own optimizer alone. What that leaves stays in its residual, so that an
-   element comes when the sum of all peers is large, and seldom: each peer's picks by themselves would come in many
+4. An owner adds what it receives to its own row of gradient plus residual, of which nothing had to travel, and sends
+   the sums in the same format: to all ranks, or to its own optimizer alone. The rest stays in its residual, so that an
+   element arrives when the sum of all peers is large, and seldom. Each peer's picks by themselves would arrive in many
    steps in small parts, and Adam would take each part for the whole.
 
 A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and
@@ -47,7 +47,7 @@ class Ternary(Sparse):
         return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
-        """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs again."""
+        """Signs go to the owners of their rows, who add them to what they have, and send the sums as signs again."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
         table = total.new_empty(size, self._blocks, BLOCK)
         rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
@@ -99,7 +99,7 @@ class Ternary(Sparse):
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
-        """What some rows' messages say, FP32 ``[rows, blocks of a row * 4096]``."""
+        """The values of some rows' messages, FP32 ``[rows, blocks of a row * 4096]``."""
         size, config, device = len(messages), self.now, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)

@@ -43,7 +43,7 @@ class Stateless(Sparse):
         return share(self.density, self.numel)
 
     def k_largest(self, total: Tensor) -> Picked:
-        """Exactly ``k``, or all that are not zero; one look."""
+        """Exactly ``k``, or all that are not zero; one host synchronization."""
         picked = largest(total, self.k)
         (count,) = self.to_host(picked.values.count_nonzero())
         return picked.non_zero(count)
@@ -167,7 +167,7 @@ class GTopk(Stateless):
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
     drops a sum on the way keeps it in its own residual, so that nothing is lost. Picks are always ``k``, zeros among
-    them if need be: all messages have one length, and nobody looks.
+    them if need be: all messages have one length, and no host synchronizes.
     """
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
