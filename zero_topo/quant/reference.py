@@ -324,48 +324,37 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     blocks = -(-out.numel() // LANES)
     present = torch.zeros(blocks * LANES, dtype=torch.bool)
     mask_unpack(bits.cpu(), present[: out.numel()])
-    peeling = _Peeling(sketch.cpu(), present.view(blocks, LANES), seed)
-    while any([peeling.visit(block) for block in range(blocks)]):
-        pass
-    left = int(peeling.unresolved.sum())
-    peeling.guess()
-    out.copy_(peeling.values.view(-1)[: out.numel()])
-    return torch.tensor([left], device=out.device)
+    # All lanes side by side: a lane does not depend on the others.
+    table, unresolved, values = sketch.cpu(), present.view(blocks, LANES), torch.zeros(blocks, LANES)
+    places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
+    counts = torch.zeros(table.shape, dtype=torch.int32)
+    for block, three in enumerate(places):
+        for row, _ in three:
+            counts[row] += unresolved[block]
 
-
-class _Peeling:
-    """The state of one peeling, all lanes side by side; lanes know nothing of one another."""
-
-    def __init__(self, table: Tensor, unresolved: Tensor, seed: int) -> None:
-        self.table, self.unresolved = table, unresolved
-        self.values = torch.zeros(unresolved.shape)
-        self.places = [_hashed_rows(seed, block, table.shape[0]) for block in range(unresolved.shape[0])]
-        self.counts = torch.zeros(table.shape, dtype=torch.int32)
-        for block, three in enumerate(self.places):
-            for row, _ in three:
-                self.counts[row] += unresolved[block]
-
-    def visit(self, block: int) -> bool:
+    def visit(block: int) -> bool:
         """Resolve what is alone in one of its rows, by the first such row; whether there was anything."""
-        three = self.places[block]
-        alone = torch.stack([self.counts[row] == 1 for row, _ in three]) & self.unresolved[block]
+        three = places[block]
+        alone = torch.stack([counts[row] == 1 for row, _ in three]) & unresolved[block]
         resolved = alone.any(dim=0)
         if not resolved.any():
             return False
         chosen = alone.int().argmax(dim=0)
-        values = torch.stack([sign * self.table[row] for row, sign in three]).gather(0, chosen[None])[0]
-        self.values[block] = torch.where(resolved, values, self.values[block])
-        self.unresolved[block] &= ~resolved
+        value = torch.stack([sign * table[row] for row, sign in three]).gather(0, chosen[None])[0]
+        values[block] = torch.where(resolved, value, values[block])
+        unresolved[block] &= ~resolved
         for j, (row, sign) in enumerate(three):
-            self.counts[row] -= resolved.int()
-            self.table[row] -= torch.where(resolved & (chosen != j), sign * values, 0.0)
+            counts[row] -= resolved.int()
+            table[row] -= torch.where(resolved & (chosen != j), sign * value, 0.0)
         return True
 
-    def guess(self) -> None:
-        """The median of its three rows for whatever is left."""
-        for block, three in enumerate(self.places):
-            guesses = torch.stack([sign * self.table[row] for row, sign in three]).median(dim=0).values
-            self.values[block] = torch.where(self.unresolved[block], guesses, self.values[block])
+    while any([visit(block) for block in range(blocks)]):
+        pass
+    for block, three in enumerate(places):  # the median of its three rows for whatever is left
+        guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
+        values[block] = torch.where(unresolved[block], guess, values[block])
+    out.copy_(values.view(-1)[: out.numel()])
+    return torch.tensor([int(unresolved.sum())], device=out.device)
 
 
 def _above(x: Tensor, threshold: float) -> Tensor:

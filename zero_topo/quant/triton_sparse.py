@@ -24,15 +24,6 @@ class _Places(NamedTuple):
     blocks: int
 
 
-class _Peeling(NamedTuple):
-    """The state of one peeling."""
-
-    counts: Tensor
-    unresolved: Tensor
-    values: Tensor
-    left: Tensor
-
-
 def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
     """Start programs on the device of their first argument, a tensor or what begins with one.
 
@@ -89,8 +80,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
     counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
     left = torch.empty(LANES.value // PART.value, dtype=torch.int64, device=out.device)
-    state = _Peeling(counts, unresolved, out.zero_(), left)
-    launch(_sketch_peel, left.numel(), sketch, state, places, warps=1)
+    launch(_sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1)
     return left.sum().view(1)
 
 
@@ -218,56 +208,60 @@ def _sketch_insert(
 
 
 @triton.jit
-def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
+def _sketch_peel(
+    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, left: tl.tensor, places: _Places
+) -> None:
     """Some lanes: count what is unresolved in each row, resolve in passes, estimate the rest.
 
     A barrier after each block: the next may share its rows, and a lane may change its thread.
     """
     lane = _lanes()
     for block in tl.range(places.blocks):
-        here = tl.load(state.unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
+        here = tl.load(unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
         for third in tl.static_range(3):
             cell, _ = _cell(places, third, block)
-            tl.store(state.counts + cell, tl.load(state.counts + cell) + here)
+            tl.store(counts + cell, tl.load(counts + cell) + here)
         tl.debug_barrier()
     resolved = 1
     while resolved > 0:
         resolved = 0
         for block in tl.range(places.blocks):
-            resolved = tl.maximum(resolved, _visit(sketch, state, places, block))
+            resolved = tl.maximum(resolved, _visit(sketch, counts, unresolved, values, places, block))
             tl.debug_barrier()
-    left = tl.cast(0, tl.int64)
+    guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
         element = tl.cast(block, tl.int64) * LANES + lane
-        here = tl.load(state.unresolved + element).to(tl.int32)
+        here = tl.load(unresolved + element).to(tl.int32)
         a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
-        tl.store(state.values + element, _middle(a, b, c), mask=here != 0)
-        left += tl.sum(here, axis=0)
-    tl.store(state.left + tl.program_id(0), left)
+        tl.store(values + element, _middle(a, b, c), mask=here != 0)
+        guessed += tl.sum(here, axis=0)
+    tl.store(left + tl.program_id(0), guessed)
 
 
 @triton.jit
-def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> tl.tensor:
+def _visit(
+    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, places: _Places, block: int
+) -> tl.tensor:
     """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; 1 if any is.
 
     The row that gave the value is not read again, so it does not matter that the value is taken out of it too.
     """
     lane = _lanes()
     element = tl.cast(block, tl.int64) * LANES + lane
-    here = tl.load(state.unresolved + element) != 0
+    here = tl.load(unresolved + element) != 0
     known = lane < 0
     if tl.max(here.to(tl.int32), axis=0) > 0:
         value = tl.zeros((PART,), tl.float32)
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)
-            alone = here & ~known & (tl.load(state.counts + cell) == 1)
+            alone = here & ~known & (tl.load(counts + cell) == 1)
             value = tl.where(alone, sign * tl.load(sketch + cell), value)
             known = known | alone
-        tl.store(state.values + element, value, mask=known)
-        tl.store(state.unresolved + element, 0, mask=known)
+        tl.store(values + element, value, mask=known)
+        tl.store(unresolved + element, 0, mask=known)
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)
-            tl.store(state.counts + cell, tl.load(state.counts + cell) - 1, mask=known)
+            tl.store(counts + cell, tl.load(counts + cell) - 1, mask=known)
             tl.store(sketch + cell, tl.load(sketch + cell) - sign * value, mask=known)
     return tl.max(known.to(tl.int32), axis=0)
 

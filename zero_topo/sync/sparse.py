@@ -122,8 +122,8 @@ class Sparse(Crossing):
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, gradient plus residual, finite once counts of :func:`counts_or_flag` have been read;
-                on return the new residual, what this rank did not deliver.
+            total: FP32 ``[P * C]``, gradient plus residual, finite once counts of :func:`counts_or_flag` are read; on
+                return the new residual, what this rank did not deliver.
             state: what the mode remembers; must not be changed.
 
         Returns:
