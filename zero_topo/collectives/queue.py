@@ -1,18 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Where collectives run beside the computation, and in which order they end.
+"""Asynchronous collectives: where they run beside the computation, and in which order they end.
 
 Note [Overlap]
-    On a CPU a collective progresses in the backend's threads; what follows it (decoding, a second hop) happens when
-    somebody needs the result. On a GPU it is queued on a stream of its own, and whoever needs the result makes its
-    stream wait for an event. Either way the same operations run on the same values: overlap changes when, not what.
+    On a CPU a collective progresses in the backend's threads; what follows it (decoding, a second hop) runs when the
+    result is needed. On a GPU both are queued on a stream of the queue's own, and the reader's stream waits for an
+    event. Either way the same operations run on the same values: overlap changes when they run, not what they do.
 
 Note [In order]
-    What follows a collective may be another one, so it has to follow in one order on all ranks. Who needs which result
-    first may differ between them (DeepSpeed waits in the order of a set): so whoever waits for one ends all that were
-    begun before it.
+    What follows a collective may be another one, so it has to follow in one order on all ranks. Ranks may need results
+    in different orders (DeepSpeed waits in the order of a set): waiting for one result therefore ends all work that
+    began before it.
 
 Note [One ahead]
-    A lane whose runs end as soon as the next has begun sends the next run's messages while it decodes this one's.
+    A queue that ends a run as soon as the next has begun sends the next run's messages while it decodes this one's.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class OrderedQueue:
         self._begun: deque[Handle[Any]] = deque()
 
     def run(self, start: Callable[[], Handle[T]], reads: Sequence[Tensor] = ()) -> Handle[T]:
-        """Begin ``start()``; the handle it returns, finished already unless this lane overlaps.
+        """Begin ``start()``; the handle it returns, finished already unless this queue overlaps.
 
         Args:
             start: begins the work.
@@ -101,12 +101,12 @@ class OrderedQueue:
         return Handle(None, (), partial(self._wait, begun))
 
     def flush(self) -> None:
-        """End on a GPU what has begun; nobody waits."""
+        """End on a GPU what has begun; the host does not wait."""
         if self._on_gpu:
             self.finish()
 
     def finish(self) -> None:
-        """End all that has begun; on a GPU nobody waits."""
+        """End all that has begun; on a GPU the host does not wait."""
         self._end(0)
 
     def _wait(self, begun: Handle[T]) -> T:
@@ -125,7 +125,7 @@ class OrderedQueue:
                 oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _beside(self, work: Callable[[], T]) -> T:
-        """Do something where the caller is, or queue it on this lane's stream, after what the caller has queued.
+        """Do something where the caller is, or queue it on this queue's stream, after what the caller has queued.
 
         That also keeps it from memory of this stream that the caller has freed, but still uses.
         """

@@ -15,9 +15,10 @@ Note [Group order]
     point to point need none.
 
 Note [Works that are kept]
-    Who destroys a work of gloo spins until gloo's thread has let go of it. Where ranks have no two cores each that may
-    wait for the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 where works that are done
-    are kept until a later exchange of the same group is waited for. They hold their messages: long ones go at once.
+    A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with fewer than two cores
+    each, that may take a quantum of the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 ms
+    where finished works are kept until a later exchange of the same group is waited for. Works hold their messages, so
+    those of long messages are released at once.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ class Group:
         self.group_ranks, self.domain, self.group = group_ranks, domain, group
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
+        # Shared by all copies of the group, for they share its process group: see Note [Works that are kept].
         self.done: list[dist.Work] = []
         self.counted: Counted
+        # One copy for each meter and phase, so that the path of a step makes none.
         self._metered: dict[Counted, Self] = {}
 
     def metered(self, counted: Counted) -> Self:
