@@ -57,7 +57,7 @@ def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: 
     return world(block, machine, numels)
 
 
-def mode_of(engine: Stage3) -> Sparse[Any]:
+def mode_of(engine: Stage3) -> Sparse:
     """The mode of an engine."""
     assert isinstance(engine.gradients.mode, Sparse)
     return engine.gradients.mode

@@ -9,22 +9,22 @@
 4. A rank's residual loses what it picked and all ranks chose.
 
 Note [Thresholds]
-    Exact ones cost a selection here, and a gather of all sums there, so they are found every ``tau_prime`` steps and
-    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. After a reuse a
-    threshold moves by the fourth root of its count over k, as if counts fell with its fourth power. A rank that finds
-    less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of what
-    it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
-    chosen, which bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than
-    4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks
-    have there; or five sixths, if sums are not of picks alone.
+    An exact local threshold costs a selection, an exact global one a gather of all sums. Both are computed every
+    ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change fast, every step
+    computes them. After a reuse a threshold is multiplied by the fourth root of its count over k, as if counts fell
+    with its fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k largest of
+    those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
+    over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, which bounds the words sent by
+    5 k (P - 1) / P: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global threshold, k
+    are chosen among those that reach two thirds of it, in proportion to the ranks' counts; or five sixths, if the sums
+    contain more than picks.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
-    and nothing of step 3 travels but counts, and magnitudes when the threshold is found: of each owner the largest, up
-    to four times its share of k. A rank then does not know which of its picks were chosen: its residual loses all of
-    them, and the owner keeps the sums it did not choose. Picks are of the others' rows, ``density`` of their elements.
-    Its own row a rank need not send: all of it is in the sums, so that an element is chosen when what its owner has and
-    owes and what came is large together.
+    and of step 3 only counts travel, and magnitudes when the threshold is computed: of each owner the largest, up to
+    four times its share of k. The sender cannot know which of its picks the owner chose. It therefore clears them all
+    from its residual, and the owner keeps the sums that it did not choose in its own. Picks are ``density`` of the
+    elements of the other ranks' rows. A rank need not send its own row: all of it, with its residual, is in the sums.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
 MOST_MOVED = 2.0  # a threshold in a step
-MOST_TAKEN = 8  # times k: of more than that the largest are found in place, which holds less
+MOST_TAKEN = 8  # times k: of more than that the largest are selected in place, which needs less memory
 # Times as low as a threshold: where more are if few reach it; of sums of picks most are zero.
 NEAR, NEAR_SUMS = 1.2, 1.5
 

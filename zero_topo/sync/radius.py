@@ -18,7 +18,7 @@ Note [One chooser]
     break differently on other devices, so none chooses for a row that is not its own. As slices of a parameter are
     equally wide in all rows, all rows of the mask hold equally many elements, and no lengths travel either.
 
-In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``masked.py``.
+In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``sparse.py``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from torch import Tensor
 from zero_topo.config import RadiusSync
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.masked import Masked
-from zero_topo.sync.sparse import Report
+from zero_topo.sync.sparse import Masked, Report
 
 
 @dataclass(frozen=True)

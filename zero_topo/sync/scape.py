@@ -37,10 +37,9 @@ from zero_topo.config import ScapeSync
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Range
 from zero_topo.sync.base import Moment, SyncContext, build_mode
-from zero_topo.sync.masked import Masked
 from zero_topo.sync.optimizers import AdamS
 from zero_topo.sync.picks import largest, largest_of_each, share
-from zero_topo.sync.sparse import Report
+from zero_topo.sync.sparse import Masked, Report
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ Note [Host synchronizations]
 Note [Peers]
     Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
     belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and all need all rows.
+
+Note [Rounding]
+    Where values are sent in 16 bits, a rank's residual keeps what rounding took from its values, and the owner's keeps
+    what rounding took from the sums.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from zero_topo.quant.operands import DTYPES, Range, packed_ranges
 from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.picks import added_rows, share
+from zero_topo.sync.picks import added_rows, positions, share
 
 Report = Mapping[str, float | Tensor]
 """A mode's numbers of one step; those of the device are read when somebody asks for them."""
@@ -339,6 +343,45 @@ class Sparse(Crossing):
     def restored(self, saved: Mapping[str, Tensor]) -> Any:
         """The inverse of :meth:`save`."""
         return self.fresh()
+
+
+class Masked(Sparse):
+    """A sparse mode whose mask all peers share: values travel packed, without indices.
+
+    All rows of the mask hold equally many elements, so no lengths travel either.
+    """
+
+    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
+        """What the mode makes of it; NaN if any rank has an element that is not finite, in the mask or not."""
+        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
+        finite = torch.stack(total.aminmax()).isfinite().all()
+        reduced, state, report = super().exchanged(total)
+        flags = self.peers.gather(finite.to(torch.uint8).view(1))
+        reduced.masked_fill_(flags.all().logical_not(), torch.nan)
+        return reduced, state, report
+
+    def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
+        """Sums over the peers of what the mask holds; collective.
+
+        Args:
+            total: FP32 ``[P * C]``; what rounding leaves takes the place of what is sent.
+            mask: bool ``[P, C]``.
+            kept: elements that it holds in each row.
+
+        Returns:
+            FP32, zero off the mask: ``[P * C]``, or the own row.
+        """
+        size, own = self.peers.size, self.peers.index
+        if kept == self._columns:
+            return self.reduce_rows(total.view(size, kept))
+        indices = positions(mask.reshape(-1), size * kept)
+        packed = total[indices].view(size, kept)
+        sums = self.reduce_rows(packed)
+        total[indices] = packed.view(-1)
+        if self.everywhere:
+            return self.zeros().index_copy_(0, indices, sums)
+        places = indices.view(size, kept)[own] - own * self._columns
+        return total.new_zeros(self._columns).index_copy_(0, places, sums)
 
 
 def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:

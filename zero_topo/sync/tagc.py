@@ -110,7 +110,8 @@ class Tagc(Sparse):
                 self.config.ratio,
                 f"takes {ratio}x" if ratio else "sends values without a sketch",
             )
-        stuck, estimated = 0, 0.0
+        stuck: int = 0
+        estimated: float | Tensor = 0.0
         if ratio is None:
             row = self._plain(picked, index, total)
         else:
