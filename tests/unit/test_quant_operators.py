@@ -75,7 +75,7 @@ def test_every_backend_says_what_it_serves() -> None:
         operators.BACKENDS["native"](torch.device("meta"))
 
 
-def test_a_tensor_that_is_no_piece_is_refused() -> None:
+def test_a_tensor_that_is_no_view_is_refused() -> None:
     """Its strides cannot be said in rows and columns."""
     with pytest.raises(ValueError, match="make it contiguous"):
         view_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))

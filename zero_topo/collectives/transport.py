@@ -483,7 +483,7 @@ def reduce_scatter(
     def finish(received: Tensor) -> None:
         for following in route.hops[1:]:
             send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
-            requantize(received, spec, spec, send.transpose(0, 1), numel)
+            requantize(received, spec, send.transpose(0, 1), numel)
             received = following.metered(counted).scatter_later(send).wait()
         dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
 

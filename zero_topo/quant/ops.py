@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
 from zero_topo.quant.operators import OPS
 from zero_topo.quant.reference import LANES
-from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, BlockSpec, Cast, Format, TritSpec
+from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, Format, TritSpec
 
 Target = TypeVar("Target", bound=Views)
 
@@ -98,29 +98,24 @@ def dequantize_reduce(
     return _reduced(from_sources(messages).table, (without, -1), spec, out, factor, accumulate)
 
 
-def requantize(messages: Tensor, source: Format, spec: Format, out: Tensor, numel: int, factor: float = 1.0) -> Tensor:
+def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tensor:
     """Sum the dequantized messages and quantize the sum, without a detour through memory; returns ``out``.
 
     Args:
         messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``numel`` values.
-        source: their format.
-        spec: the format of ``out``; its block size is that of ``source``.
-        out: ``[spec.nbytes(numel)]``, or ``[members, ...]``.
+        spec: their format, and that of ``out``.
+        out: ``[nbytes]``, or ``[members, nbytes]``.
         numel: values of a message.
-        factor: multiplies the sum.
 
     Raises:
-        ValueError: for no message, one of the wrong size, or formats whose blocks differ.
+        ValueError: for no message, or one of the wrong size.
     """
-    blocks = isinstance(source, BlockSpec) and isinstance(spec, BlockSpec) and source.block_size == spec.block_size
-    if not blocks and source != spec:
-        raise ValueError(f"cannot requantize {source} to {spec}: the block size must stay")
     sums, table = from_sources(messages).table, out[(None,) * (4 - out.dim())]
-    members = table.shape[1] * table.shape[2]
-    _check(sums, source, numel, source.nbytes(numel), members)
-    _check(table, spec, numel, spec.nbytes(numel), members)
+    members, nbytes = table.shape[1] * table.shape[2], spec.nbytes(numel)
+    _check(sums, spec, numel, nbytes, members)
+    _check(table, spec, numel, nbytes, members)
     if numel and members:
-        OPS.requantize.default(sums, -1, source.code, table, -1, spec.code, numel, factor)
+        OPS.requantize.default(sums, -1, spec.code, table, -1, spec.code, numel, 1.0)
     return out
 
 
