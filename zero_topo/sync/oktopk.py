@@ -29,7 +29,7 @@ Note [Sharded]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from struct import pack, unpack
@@ -94,13 +94,8 @@ class OkTopk(Sparse):
         self._open = self.numel - self._columns if config.sharded else self.numel  # elements that this rank picks of
 
     @property
-    def k(self) -> int:
-        """Picks of the sums."""
-        return share(self.density, self.numel)
-
-    @property
     def picks(self) -> int:
-        """Of a rank."""
+        """Elements that this rank picks; of the sums :attr:`k` are chosen."""
         return share(self.density, self._open)
 
     def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:
@@ -185,9 +180,8 @@ class OkTopk(Sparse):
         *_, begin, end, bits = numbers
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
-        message = self.peers.scatter_known(self._records.encode(picked), numbers[:size], numbers[size : 2 * size])
-        received = self._records.decode(message)
-        del picked, message
+        received = self._records.scatter(self.peers, picked, numbers[:size], numbers[size : 2 * size])
+        del picked
         if not self.config.sharded:
             received.indices.sub_(begin)
         zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
@@ -199,13 +193,13 @@ class OkTopk(Sparse):
             counts = self.to_host(self.peers.gather(sums.count_nonzero()))
             indices = positions(sums != 0, counts[self.peers.index])
             values = sums[indices]
-            everything = self._all(Picked(indices.add_(begin), values), counts)
+            everything = self._records.gather(self.peers, Picked(indices.add_(begin), values), counts)
             threshold = kth_largest(everything.values, self.k)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
             own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
-            everything = self._all(*self._spread(own, counts))
+            everything = self._records.gather(self.peers, *self._spread(own, counts))
         reduced = self.zeros().index_copy_(0, everything.indices, everything.values)
         return reduced, everything.values.count_nonzero(), threshold
 
@@ -232,10 +226,6 @@ class OkTopk(Sparse):
         after = max(threshold * _moved(total / self.k), TINY)
         return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
-    def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
-        """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
-        return self._records.decode(self.peers.gather_known(self._records.encode(own), counts))
-
     def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
         """Equal parts of what all ranks have, if one has much more than the others; else what it is. And how much."""
         size, total = self.peers.size, sum(counts)
@@ -246,8 +236,7 @@ class OkTopk(Sparse):
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
-        received = self.peers.scatter_known(self._records.encode(own), sizes, expected)
-        return self._records.decode(received), ends.diff().tolist()
+        return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
         """As :meth:`_choose`, each on its owner; Note [Sharded]. At most one host synchronization."""

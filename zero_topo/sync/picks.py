@@ -15,12 +15,13 @@ Note [Selection]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
 from zero_topo.quant import ops
 
@@ -93,6 +94,14 @@ class Records:
         if self._index is torch.int32 and self.numel > LONGEST:
             places.bitwise_and_(0xFFFFFFFF)
         return Picked(places, values.contiguous().view(-1).view(self.dtype).float())
+
+    def scatter(self, peers: Group, picked: Picked, sizes: Sequence[int], expected: Sequence[int]) -> Picked:
+        """Send the next ``sizes[p]`` picks to each peer ``p``; those that the peers send here, one after the other."""
+        return self.decode(peers.scatter_known(self.encode(picked), sizes, expected))
+
+    def gather(self, peers: Group, picked: Picked, counts: Sequence[int]) -> Picked:
+        """The picks of all peers, one after the other; all peers know how many each has."""
+        return self.decode(peers.gather_known(self.encode(picked), counts))
 
     @property
     def _index(self) -> torch.dtype:

@@ -197,6 +197,11 @@ class Sparse(Crossing):
         return self.config.density_at(self.steps)
 
     @property
+    def k(self) -> int:
+        """Elements that the density means."""
+        return share(self.density, self.numel)
+
+    @property
     def since_start(self) -> int:
         """Steps synced since those that reduce everything."""
         return self.steps - self.config.start

@@ -37,11 +37,6 @@ FITTING_STEPS = 4
 class Stateless(Sparse):
     """A mode that remembers nothing but the residual."""
 
-    @property
-    def k(self) -> int:
-        """Picks of a rank."""
-        return share(self.density, self.numel)
-
     def k_largest(self, total: Tensor) -> Picked:
         """Exactly ``k``, or all that are not zero; one host synchronization."""
         picked = largest(total, self.k)
@@ -79,7 +74,7 @@ class TopkA(Stateless):
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
         own = torch.full((1,), len(picked), device=total.device)
         counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
-        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.zeros)
+        reduced = added(records.gather(self.peers, picked, counts), self.zeros)
         total[picked.indices] -= picked.values
         return reduced, None, self.numbers(len(picked), reduced.count_nonzero())
 
@@ -124,20 +119,15 @@ class TopkDsa(Stateless):
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
         numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values)))
-        own = self._owned(picked, records, numbers)
+        sent = Picked(picked.indices % width, picked.values)
+        received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
+        del sent
+        own = added(received, partial(received.values.new_zeros, width))
+        del received
         total[picked.indices] -= picked.values
         union = own.count_nonzero()
         reduced = self._gathered(own, union, total) if self.everywhere else own
         return reduced, None, self.numbers(len(picked), union * size)
-
-    def _owned(self, picked: Picked, records: Records, sizes: list[int]) -> Tensor:
-        """The own row of all peers' picks, FP32 ``[C]``; ``sizes``: how many go to each member, and come from each."""
-        size = self.peers.size
-        message = records.encode(Picked(picked.indices % self._columns, picked.values))
-        message = self.peers.scatter_known(message, sizes[:size], sizes[size:])
-        received = records.decode(message)
-        del message
-        return added(received, partial(received.values.new_zeros, self._columns))
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
@@ -152,7 +142,7 @@ class TopkDsa(Stateless):
         indices = positions(own != 0, numbers[index])
         sums = Picked(indices, own[indices])
         total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
-        picks = records.decode(self.peers.gather_known(records.encode(sums), numbers[:size]))
+        picks = records.gather(self.peers, sums, numbers[:size])
         rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
         reduced = self.zeros().view(size, width)
         reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
