@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         if not splits:
             return even(received, sent, **kwargs)
         received.zero_()
-        return None
+        return SimpleNamespace(wait=lambda: None)
 
     try:
         with patch.object(dist, "all_to_all_single", all_to_all):

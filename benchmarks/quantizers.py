@@ -22,12 +22,10 @@ from torch import Tensor
 
 from benchmarks.peers import ROW, SOURCES, Op, keep_freed_memory, peers
 from benchmarks.records import GrowingRecord, Spread, Tick, record
-from zero_topo.quant import code_ops, ops
-from zero_topo.quant.codes import Codes, Masters, Part
+from zero_topo.quant import ops
+from zero_topo.quant.operands import DTYPES, Codes, Masters, Part
 from zero_topo.quant.operators import BACKENDS, BackendUnavailable, use
-from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.spec import BlockSpec
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant.spec import BlockSpec, TritSpec
 from zero_topo.units import GB
 
 PLACES = 3  # a copy begins where none was for two turns, so that no cache helps it
@@ -155,14 +153,24 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
     part = Part(0, len(codes.slot_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
     size = TritSpec(spec.block_size).nbytes(part.blocks, part.blocks)
-    code_ops.emit(before, codes, part, code_ops.assess(before, codes, part), size)
-    change = code_ops.assess(now, codes, part)
-    message = code_ops.emit(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
+    ops.encode_changes(before, codes, part, ops.assess_changes(before, codes, part), size)
+    change = ops.assess_changes(now, codes, part)
+    message = ops.encode_changes(now, codes, part, change, TritSpec(spec.block_size).nbytes(part.blocks, 0))
     kind = spec.bits, spec.block_size
     return [
-        Op("assess", lambda: code_ops.assess(now, codes, part), 5 * x.numel(), *kind),
-        Op("emit", lambda: code_ops.emit(now, codes, part, change, len(message)), 6 * x.numel() + len(message), *kind),
-        Op("apply", lambda: code_ops.apply(message[None, None], codes, part, -1), 2 * x.numel() + len(message), *kind),
+        Op("assess", lambda: ops.assess_changes(now, codes, part), 5 * x.numel(), *kind),
+        Op(
+            "emit",
+            lambda: ops.encode_changes(now, codes, part, change, len(message)),
+            6 * x.numel() + len(message),
+            *kind,
+        ),
+        Op(
+            "apply",
+            lambda: ops.apply_changes(message[None, None], codes, part, -1),
+            2 * x.numel() + len(message),
+            *kind,
+        ),
     ]
 
 

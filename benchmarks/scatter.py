@@ -21,14 +21,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from benchmarks.records import GrowingRecord, Tick, record
-from zero_topo.collectives.pack import shard_piece
+from zero_topo.collectives.transport import shard_view
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import BYTES
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.plan import Plan
 from zero_topo.quant import ops
+from zero_topo.quant.operands import View, at_blocks
 from zero_topo.quant.operators import select
-from zero_topo.quant.pieces import Piece, at_blocks
 from zero_topo.quant.spec import BlockSpec, Cast, Format
 
 INT4, BF16 = BlockSpec(4), Cast("bf16")
@@ -93,7 +93,7 @@ def sent(grads: Mapping[str, Tensor], ranks: int, way: str) -> dict[str, Any]:
     came = {name: torch.zeros_like(grad) for name, grad in grads.items()}
     plan, nbytes = Plan(ranks, 1, None, ranks, ranks), 0
     for names, spec in ((grads.keys() - small, INT4), (small, BF16)):
-        read, written = ([shard_piece(of[n].view(-1), plan, ranks) for n in of if n in names] for of in (grads, came))
+        read, written = ([shard_view(of[n].view(-1), plan, ranks) for n in of if n in names] for of in (grads, came))
         if names:
             nbytes += through(read, written, spec, 1 if way == "joined" else spec.block_size)
     return {"bytes": nbytes, **losses(grads, came)}
@@ -119,7 +119,7 @@ def losses(grads: Mapping[str, Tensor], came: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def through(read: Sequence[Piece], written: Sequence[Piece], spec: Format, block: int) -> int:
+def through(read: Sequence[View], written: Sequence[View], spec: Format, block: int) -> int:
     """Encode pieces and decode them into others; bytes of a message."""
     select(torch.device("cpu"))
     messages = ops.quantize(at_blocks(read, block), spec)

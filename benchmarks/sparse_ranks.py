@@ -176,7 +176,7 @@ def _wanted(engine: Stage3) -> Tensor:
     total = engine.gradients.buffer.double()
     mode = engine.gradients.mode
     if isinstance(mode, Sparse):
-        total += mode.debts()
+        total += mode.residual_table()
     dist.all_reduce(total)
     return total
 

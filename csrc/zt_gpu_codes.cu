@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Masters become INT8 codes on GPUs, and a message says what changed; zero_topo/quant/code_ops.py, Note [Codes], and
+ * Masters become INT8 codes on GPUs, and a message says what changed; zero_topo/quant/ops.py, Note [Codes], and
  * zt_trits.h say how.
  */
 #include "zt_gpu_codes.h"

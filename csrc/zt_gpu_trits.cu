@@ -1,6 +1,6 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
- * Messages of trits become codes on GPUs; zero_topo/quant/trits.py and zt_trits.h say what is in them.
+ * Messages of trits become codes on GPUs; zero_topo/quant/spec.py and zt_trits.h say what is in them.
  */
 #include "zt_gpu_codes.h"
 

@@ -1,7 +1,7 @@
 /* Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
  *
  * The C interface of the kernels. Needs neither torch nor Python; every backend behind it gives the bits of
- * zero_topo/quant/reference.py (Note [Arithmetic contract]) and zero_topo/quant/sparse_reference.py.
+ * zero_topo/quant/reference.py.
  *
  * Members. One call serves all ranks of a group, each with a message of its own: the operations below are those of one
  * member, repeated.
@@ -70,7 +70,7 @@ typedef struct zt_range {
     int64_t end;
 } zt_range;
 
-/* INT8 codes and block scales of parameters ("slots"); Note [Codes] in zero_topo/quant/code_ops.py. */
+/* INT8 codes and block scales of parameters ("slots"); Note [Codes] in zero_topo/quant/ops.py. */
 typedef struct zt_codes {
     uint8_t *held;          /* of each slot an INT8 message of all its rows, filled up to whole blocks */
     int64_t nbytes;         /* of held */

@@ -9,7 +9,7 @@
  *     [codes: int8, a block's values per escaped block]
  *     [trits: a block's bytes for five blocks that do not escape; padded to 128 bytes]
  *
- * zero_topo/quant/trits.py says what they mean; tests/kernels/test_wire_header.py holds the two equal.
+ * zero_topo/quant/spec.py says what they mean; tests/kernels/test_wire_header.py holds the two equal.
  */
 #ifndef ZT_TRITS_H
 #define ZT_TRITS_H

@@ -40,13 +40,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/data/mutants.json"
 ROOMS = {
     "plan": "plan.py",
-    "quant": "quant/[!t]*.py",  # not Triton's kernels, which the interpreter runs in minutes; and trits.py, below
+    "quant": "quant/[!t]*.py",  # not Triton's kernels, which the interpreter runs in minutes
     "collectives": "collectives/*.py",
     "sync": "sync/*.py",
     "engine": "engine/*.py",
     "hook": "hook/*.py",
 }
-ALSO = {"quant": "quant/trits.py"}
 SEED = 17
 TESTS = 60
 """At most so many tests for one mutant."""
@@ -88,7 +87,7 @@ def drawn(room: str, each: int) -> list[Mutant]:
     """A sample of a room: places in the code, each once, and one of the mutations there."""
     from cosmic_ray.commands.init import _all_work_items
 
-    files = sorted([*(ROOT / "zero_topo").glob(ROOMS[room]), *(ROOT / "zero_topo").glob(ALSO.get(room, "-"))])
+    files = sorted((ROOT / "zero_topo").glob(ROOMS[room]))
     places = defaultdict(list)
     for item in _all_work_items(files, {}):
         (spec,) = item.mutations

@@ -32,12 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
-from zero_topo.quant import code_reference, operators
-from zero_topo.quant.codes import Codes, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import Piece
+from zero_topo.quant import operators, reference
+from zero_topo.quant.operands import Codes, Messages, Part, View
 
 MAIN = "main"
 Numbers = NDArray[np.int64]
@@ -306,15 +304,15 @@ def _bytes(elements: Numbers, item: int) -> Numbers:
     return (np.unique(elements)[:, None] * item + np.arange(item)).reshape(-1)
 
 
-def _of_pieces(pieces: Sequence[Piece], messages: Messages) -> list[Booking]:
+def _of_pieces(pieces: Sequence[View], messages: Messages) -> list[Booking]:
     """What messages are made of, or become: the elements that exist of the members that are not left out."""
     return [(piece.flat.untyped_storage(), _of_piece(piece, messages.without_member)) for piece in pieces]
 
 
-def _of_piece(piece: Piece, without: int | None) -> Places:
+def _of_piece(piece: View, without: int) -> Places:
     shape, strides = (piece.members, piece.rows, piece.width), (piece.member_stride, piece.stride, 1)
     where = _elements(0, shape, strides)
-    where = where if without in (None, -1) else np.delete(where, without, 0)
+    where = where if without < 0 else np.delete(where, without, 0)
     return _bytes(where[where < piece.flat.numel()] + int(piece.flat.storage_offset()), piece.flat.element_size())
 
 
@@ -323,14 +321,14 @@ def _of_messages(messages: Messages) -> list[Booking]:
     where = _elements(int(table.storage_offset()), tuple(table.shape), table.stride())
     where = where.reshape(table.shape[0], messages.members, -1)
     for axis, without in ((0, messages.without_source), (1, messages.without_member)):
-        where = where if without in (None, -1) else np.delete(where, without, axis)
+        where = where if without < 0 else np.delete(where, without, axis)
     return [(table.untyped_storage(), _bytes(where, 1))]
 
 
 def _of_codes(codes: Codes, part: Part, member: int) -> Booking:
     """Codes and scales of the blocks of one member's message."""
     with _disable_current_modes():
-        codes_at, scales_at = (places.numpy()[:, None] for places in code_reference._places(codes, part, member))
+        codes_at, scales_at = (places.numpy()[:, None] for places in reference._offsets(codes, part, member))
         where = (codes_at + np.arange(codes.block)).reshape(-1), (scales_at + np.arange(4)).reshape(-1)
     return codes.held.untyped_storage(), np.concatenate(where)
 
@@ -342,17 +340,17 @@ Accesses = tuple[list[Booking], list[Booking]]
 
 
 def _quantize(flats: list[Tensor], shapes: list[int], _: object, table: Tensor, without: int) -> Accesses:
-    messages = Messages(table, None, without)
-    return _of_pieces(operators._pieces(flats, shapes, messages), messages), _of_messages(messages)
+    messages = Messages(table, -1, without)
+    return _of_pieces(operators._views(flats, shapes, messages), messages), _of_messages(messages)
 
 
 def _reduce(table: Tensor, source: int, member: int, _: object, flats: Any, shapes: Any, *how: object) -> Accesses:
     messages = Messages(table, source, member)
-    return _of_messages(messages), _of_pieces(operators._pieces(flats, shapes, messages), messages)
+    return _of_messages(messages), _of_pieces(operators._views(flats, shapes, messages), messages)
 
 
 def _requantize(table: Tensor, source: int, _: object, out: Tensor, member: int, *how: object) -> Accesses:
-    return _of_messages(Messages(table, source)), _of_messages(Messages(out, None, member))
+    return _of_messages(Messages(table, source)), _of_messages(Messages(out, -1, member))
 
 
 def _assess(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
@@ -367,7 +365,7 @@ def _emit(masters: Tensor, own: list[int], *rest: Any) -> Accesses:
 
 
 def _apply(table: Tensor, without: int, *held: Any) -> Accesses:
-    messages = Messages(table, None, without)
+    messages = Messages(table, -1, without)
     codes = [_of_codes(*operators._coded(*held), member) for member in messages.kept()]
     return [*_of_messages(messages), *codes], codes
 
@@ -387,7 +385,7 @@ KERNELS: Mapping[str, tuple[str, Callable[..., Accesses]]] = MappingProxyType(
 
 
 class _Torch:
-    """What ``collectives/lane.py`` uses of torch, on a symbolic device."""
+    """What ``collectives/queue.py`` uses of torch, on a symbolic device."""
 
     def __init__(self, device: Device) -> None:
         self.accelerator = device
@@ -420,7 +418,7 @@ class _Symbolic(Group):
         transport.wait_stream(self.device.current_stream())
         with transport, self.device.call("exchange", [_all_of(sent)], [_all_of(received)]):
             move()
-        return Handle(transport.record_event(), (sent, received), lambda: received)
+        return Handle(transport.record_event().wait, (sent, received), lambda: received)
 
 
 @contextmanager
@@ -429,8 +427,8 @@ def symbolic_device() -> Iterator[Device]:
     device = Device()
     groups = type("Symbolic", (_Symbolic,), {"device": device})
     with (
-        patch("zero_topo.collectives.lane.torch", _Torch(device)),
-        patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
+        patch("zero_topo.collectives.queue.torch", _Torch(device)),
+        patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
         patch("zero_topo.engine.state_offload.on_gpu", lambda _: True),
         patch.object(torch.accelerator, "synchronize", device.synchronize),
         patch("zero_topo.engine.weights.recorded_event", lambda _: device.current_stream().record_event()),

@@ -103,10 +103,10 @@ class Mesh:
 
     def _create(self, lo: int, hi: int) -> Group:
         ranks = self.plan.group(self.rank, lo, hi)
-        place = {rank: slot for slot, rank in enumerate(sorted(ranks))}
-        slots = tuple(place[rank] for rank in ranks)
+        group_rank = {rank: index for index, rank in enumerate(sorted(ranks))}
+        group_ranks = tuple(group_rank[rank] for rank in ranks)
         group = self._group(lo, hi) if len(ranks) > 1 else None
-        return self._transport(lo, hi, ranks.index(self.rank), slots, self.topology.domain(hi), group)
+        return self._transport(lo, hi, ranks.index(self.rank), group_ranks, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
         """This rank's group of a hop; creates those of all ranks, see Note [One call makes all groups of a hop]."""

@@ -7,9 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import FLOATS, Piece
+from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Messages, Part, View
 from zero_topo.quant.spec import Format
 
 
@@ -83,12 +81,12 @@ def c_spec(spec: Format) -> CSpec:
     return CSpec(*spec.code)
 
 
-def c_piece(p: Piece) -> CPiece:
+def c_piece(p: View) -> CPiece:
     """A piece in C."""
     return CPiece(p.flat.data_ptr(), *p.shape, p.flat.numel(), FLOATS.index(p.flat.dtype))
 
 
-def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
+def c_pieces(pieces: Sequence[View]) -> ctypes.Array[CPiece]:
     """The pieces in C."""
     return (CPiece * max(1, len(pieces)))(*map(c_piece, pieces))
 
@@ -96,7 +94,7 @@ def c_pieces(pieces: Sequence[Piece]) -> ctypes.Array[CPiece]:
 def c_messages(messages: Messages) -> CMessages:
     """Messages in C."""
     (sources, outer, inner, nbytes), strides = messages.table.shape, messages.table.stride()
-    without = (-1 if left is None else left for left in (messages.without_source, messages.without_member))
+    without = messages.without_source, messages.without_member
     return CMessages(messages.table.data_ptr(), nbytes, sources, outer * inner, inner, *without, *strides[:3])
 
 

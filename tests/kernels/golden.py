@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The suite every backend passes: the reference's bits, for every format and for the values that break kernels.
 
-A backend is a module or object with the functions of `zero_topo.quant.reference` and `zero_topo.quant.sparse_reference`
+A backend is a module or object with the functions of `zero_topo.quant.reference` and `zero_topo.quant.reference`
 (or only those of the first). A test file of a backend parametrises over `FORMATS` and calls the checks.
 """
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.operators import serving
-from zero_topo.quant import ops, reference, sparse_reference
-from zero_topo.quant.messages import Messages, from_sources, to_members
-from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, piece_of, total_numel
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
+from zero_topo.quant import ops, reference
+from zero_topo.quant.operands import DTYPES, FLOATS, Messages, View, from_sources, to_members, total_numel, view_of
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 Spec = BlockSpec | Cast
 SPECS = [BlockSpec(bits, size) for bits, size in product((8, 4), BLOCK_SIZES)]
@@ -101,27 +100,27 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     assert not where, f"{what}: {len(wrong)} differ, first at {where}: {actual[where[0]]} for {expected[where[0]]}"
 
 
-def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values) -> Iterator[tuple[str, list[Piece]]]:
+def layouts(numel: int, dtype: torch.dtype, make: Callable[..., Tensor] = values) -> Iterator[tuple[str, list[View]]]:
     """Ways in which `numel` values lie in memory: plain, misaligned, strided, ending early, in several pieces."""
     yield "plain", [whole(make(numel, dtype))]
     yield "misaligned", [whole(make(numel + 1, dtype)[1:])]
     columns = max(1, numel // 3)
     stride = columns + 5
-    yield "strided", [Piece(make(2 * stride + columns, dtype), 3, columns, stride)]
-    yield "ending in a row", [Piece(make(stride + columns // 2, dtype), 3, columns, stride)]
+    yield "strided", [View(make(2 * stride + columns, dtype), 3, columns, stride)]
+    yield "ending in a row", [View(make(stride + columns // 2, dtype), 3, columns, stride)]
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-    few = [whole(make(1, other)), Piece(make(3 * stride, dtype), 3, columns, stride), whole(make(33, dtype))]
+    few = [whole(make(1, other)), View(make(3 * stride, dtype), 3, columns, stride), whole(make(33, dtype))]
     yield "several", few
-    empty = Piece(make(0, dtype), 2, 3, 3)
+    empty = View(make(0, dtype), 2, 3, 3)
     yield "with some that do not exist", [empty, whole(make(70, dtype)), empty]
 
 
-def whole(x: Tensor) -> Piece:
+def whole(x: Tensor) -> View:
     """A contiguous tensor as a piece."""
-    return piece_of(x)
+    return view_of(x)
 
 
-def on(device: torch.device | str, pieces: Sequence[Piece]) -> list[Piece]:
+def on(device: torch.device | str, pieces: Sequence[View]) -> list[View]:
     """The pieces, copied to a device and there as misaligned as here; on the CPU nothing is copied."""
     if torch.device(device).type == "cpu":
         return list(pieces)
@@ -133,7 +132,7 @@ def _copied(x: Tensor, device: torch.device | str) -> Tensor:
     return torch.empty(ahead + x.numel(), dtype=x.dtype, device=device)[ahead:].copy_(x)
 
 
-def blank(pieces: Sequence[Piece]) -> list[Piece]:
+def blank(pieces: Sequence[View]) -> list[View]:
     """Pieces of the same shapes with a recognisable filling."""
     return [replace(p, flat=torch.full_like(p.flat, 3.25)) for p in pieces]
 
@@ -151,7 +150,7 @@ def _message(spec: Spec, numel: int, source: int) -> Tensor:
     return made
 
 
-def same_message(backend: Any, pieces: Sequence[Piece], spec: Spec, device: str = "cpu", what: Any = "") -> Tensor:
+def same_message(backend: Any, pieces: Sequence[View], spec: Spec, device: str = "cpu", what: Any = "") -> Tensor:
     """The backend's message of the pieces, which is the reference's, padding bytes included; one of each member."""
     expected = torch.full((pieces[0].members, spec.nbytes(total_numel(pieces))), 0xA5, dtype=torch.uint8)
     actual = torch.full_like(expected, 0x5A).to(device)
@@ -161,16 +160,21 @@ def same_message(backend: Any, pieces: Sequence[Piece], spec: Spec, device: str 
     return expected.squeeze(0)
 
 
-def same_values(backend: Any, message: Tensor, spec: Spec, pieces: Sequence[Piece], what: Any = "") -> None:
+def same_values(backend: Any, message: Tensor, spec: Spec, pieces: Sequence[View], what: Any = "") -> None:
     """The backend makes of a message, in pieces like these, what the reference does, and writes nothing between them.
 
     The backend works where the message lies; the reference wants it aligned.
     """
-    same_sums(backend, to_members(message), spec, blank(pieces), Reduce(), f"{what} dequantized")
+    same_sums(backend, to_members(message), spec, blank(pieces), (1.0, False), f"{what} dequantized")
 
 
 def same_sums(
-    backend: Any, messages: Messages | Tensor, spec: Spec, pieces: Sequence[Piece], reduce: Reduce, what: Any = ""
+    backend: Any,
+    messages: Messages | Tensor,
+    spec: Spec,
+    pieces: Sequence[View],
+    how: tuple[float, bool],
+    what: Any = "",
 ) -> None:
     """The backend makes of messages, and of what copies of the pieces held, the reference's sums.
 
@@ -179,19 +183,21 @@ def same_sums(
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
     expected = [replace(p, flat=p.flat.clone()) for p in pieces]
     actual = on(messages.table.device, [replace(p, flat=p.flat.clone()) for p in pieces])
-    reference.dequantize_reduce(_on_cpu(messages), spec, expected, reduce)
-    backend.dequantize_reduce(messages, spec, actual, reduce)
+    reference.dequantize_reduce(_on_cpu(messages), spec, expected, *how)
+    backend.dequantize_reduce(messages, spec, actual, *how)
     for got, wanted in zip(actual, expected, strict=True):
-        assert_same(got.flat.cpu(), wanted.flat, f"reduce {spec} {reduce} {what}")
+        assert_same(got.flat.cpu(), wanted.flat, f"reduce {spec} {how} {what}")
 
 
-def same_again(backend: Any, messages: Messages | Tensor, spec: Spec, to: Spec, total: Total, what: Any = "") -> None:
+def same_again(
+    backend: Any, messages: Messages | Tensor, spec: Spec, to: Spec, total: tuple[int, float], what: Any = ""
+) -> None:
     """The backend's messages of the sums of messages are the reference's; it works where the messages lie."""
     messages = messages if isinstance(messages, Messages) else from_sources(messages)
-    expected = torch.full((messages.members, to.nbytes(total.numel)), 0xA5, dtype=torch.uint8)
+    expected = torch.full((messages.members, to.nbytes(total[0])), 0xA5, dtype=torch.uint8)
     actual = torch.full_like(expected, 0x5A).to(messages.table.device)
-    reference.requantize(_on_cpu(messages), spec, to, to_members(expected), total)
-    backend.requantize(messages, spec, to, to_members(actual), total)
+    reference.requantize(_on_cpu(messages), spec, to, to_members(expected), *total)
+    backend.requantize(messages, spec, to, to_members(actual), *total)
     same_bytes(actual, expected, to, f"requantize {spec} {what}")
 
 
@@ -221,7 +227,7 @@ def check_dequantize(backend: Any, fmt: Format, device: str = "cpu", numels: Seq
             same_values(backend, messages[0], fmt.spec, pieces, f"{fmt} {numel} {name}")
 
 
-REDUCES = (Reduce(), Reduce(1 / 3), Reduce(1 / 3, accumulate=True), Reduce(accumulate=True))
+REDUCES = ((1.0, False), (1 / 3, False), (1 / 3, True), (1.0, True))
 
 
 def check_reduce(backend: Any, fmt: Format, device: str = "cpu", sources: Sequence[int] = (1, 2, 8)) -> None:
@@ -243,7 +249,7 @@ def check_requantize(backend: Any, spec: Spec, device: str = "cpu", sources: Seq
     """The same message of the sum, to the same and to other bits."""
     for to, numel, count in product(others_of(spec), sizes(spec), sources):
         messages = messages_of(spec, numel, count).to(device)
-        same_again(backend, messages, spec, to, Total(numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}")
+        same_again(backend, messages, spec, to, (numel, 1.0 if count == 1 else 1 / 7), f"{numel} {count}")
 
 
 def others_of(spec: Spec) -> list[Spec]:
@@ -268,7 +274,7 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
         message = ops.quantize(part.to(device).repeat(numel // few), spec)
         ops.dequantize(message, spec, back)
         assert bool((back.view(-1, few) == small).all())
-        ops.dequantize_reduce(message.expand(2, -1), spec, back, Reduce(0.5))
+        ops.dequantize_reduce(message.expand(2, -1), spec, back, 0.5)
     assert bool((back.view(-1, few) == small).all())
 
 
@@ -296,7 +302,7 @@ def check_masks(backend: Any, device: str = "cpu") -> None:
     for n in (1, 7, 8, 9, 63, 64, 65, 1000, 4099, 70001):
         mask = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.3
         expected = torch.full((-(-n // 8),), 0xA5, dtype=torch.uint8)
-        sparse_reference.mask_pack(mask, expected)
+        reference.mask_pack(mask, expected)
         bits = torch.full_like(expected, 0x5A).to(device)
         backend.mask_pack(mask.to(device), bits)
         assert_same(bits.cpu(), expected, f"mask_pack {n}")
@@ -309,12 +315,12 @@ def check_selection(backend: Any, dtype: torch.dtype, device: str = "cpu") -> No
     """Counts and picks above a threshold: equal ones are in, NaN is, a full buffer is not overrun."""
     for n, threshold in product((1, 15, 64, 65, 4095, 4096, 4097, 30011), (0.0, 0.5, 1.0, 3e38)):
         x = values(n, dtype, 5)
-        found = int(sparse_reference.count_above(x, threshold))
+        found = int(reference.count_above(x, threshold))
         assert int(backend.count_above(x.to(device), threshold)) == found, f"count {n} {threshold}"
         for room in {found, found // 2, found + 3}:
             wanted, picked = ((torch.full((room,), -7), torch.full((room,), -7.0, dtype=dtype)) for _ in range(2))
             actual = picked[0].to(device), picked[1].to(device)
-            sparse_reference.compact_above(x, threshold, *wanted)
+            reference.compact_above(x, threshold, *wanted)
             total = backend.compact_above(x.to(device), threshold, *actual)
             assert int(total) == found
             assert_same(actual[0].cpu(), wanted[0], f"indices {n} {threshold} {room}")
@@ -335,7 +341,7 @@ def check_rows(backend: Any, device: str = "cpu") -> None:
         seen[:, (sample * stride + (sample * 2654435761 >> 12) % stride) % columns] *= 100
         for case in (x, x.round(), x.sign(), torch.zeros_like(x), torch.where(x > 1, torch.nan, x), few, seen):
             wanted, actual = (torch.full((rows, k), -7, device=at) for at in ("cpu", device))
-            sparse_reference.row_largest(case, wanted)
+            reference.row_largest(case, wanted)
             backend.row_largest(case.to(device), actual)
             assert_same(actual.cpu(), wanted, f"row_largest {rows} {columns} {k}")
 
@@ -346,17 +352,17 @@ def check_sketch(backend: Any, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(n)
         mask = torch.rand(n, generator=generator) < density
         x = torch.randn(n, generator=generator) * mask
-        expected = torch.full((2, rows, sparse_reference.LANES), 3.0)
+        expected = torch.full((2, rows, reference.LANES), 3.0)
         sketch = torch.full_like(expected, 5.0).to(device)
         members = torch.stack([2 * x, x])
-        sparse_reference.sketch_insert(members, 11, expected)
+        reference.sketch_insert(members, 11, expected)
         backend.sketch_insert(members.to(device), 11, sketch)
         assert_same(sketch.cpu(), expected, f"sketch {n} {rows}")
         expected, sketch = expected[1], sketch[1]
         bits = torch.empty(-(-n // 8), dtype=torch.uint8)
-        sparse_reference.mask_pack(mask, bits)
+        reference.mask_pack(mask, bits)
         wanted, peeled = torch.full((n,), 9.0), torch.full((n,), 8.0, device=device)
-        left = sparse_reference.sketch_peel(expected, bits, 11, wanted)
+        left = reference.sketch_peel(expected, bits, 11, wanted)
         assert int(backend.sketch_peel(sketch, bits.to(device), 11, peeled)) == int(left)
         assert torch.equal(peeled.cpu(), wanted), f"peel {n} {rows}"
         assert n > 1500 or int(left) == 0

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What every backend of codes passes: the reference's bits in all that is held and in every byte of a message.
 
-A backend is a module or object with the functions of `zero_topo.quant.code_reference`.
+A backend is a module or object with the functions of `zero_topo.quant.reference`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.operators import serving
-from zero_topo.quant import code_ops, code_reference, reference
-from zero_topo.quant.codes import Codes, Masters, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.spec import BLOCK_SIZES
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant import ops, reference
+from zero_topo.quant.operands import Codes, Masters, Messages, Part
+from zero_topo.quant.spec import BLOCK_SIZES, TritSpec
 
 
 class Served:
-    """The functions of ``zero_topo.quant.code_ops``, by one backend."""
+    """The functions of ``zero_topo.quant.ops``, by one backend."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -31,7 +29,7 @@ class Served:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(masters: Any, codes: Codes, *arguments: Any) -> Any:
             with serving(self._backend, codes.held.device):
-                return getattr(code_ops, name)(masters, codes, *arguments)
+                return getattr(ops, name)(masters, codes, *arguments)
 
         return call
 
@@ -95,7 +93,7 @@ def check_codes(backend: Any, layout: Layout, fate: str, device: str = "cpu") ->
     for member, message in enumerate(messages):
         if member != layout.without:
             table[divmod(member, layout.members[1])][: len(message)] = message
-    check_apply(backend, case, Messages(table[None], without_member=layout.without if layout.without >= 0 else None))
+    check_apply(backend, case, Messages(table[None], without_member=layout.without))
 
 
 def check_extremes(backend: Any, block: int = 256, device: str = "cpu") -> None:
@@ -120,13 +118,13 @@ def check_edited(backend: Any, block: int, add: float, device: str) -> None:
     case, ops = Case(single(69, block), "mixed", device), Served(backend)
     owner, replica, expected = case.copy(), case.copy(), case.copy()
     masters, part, size = case.masters(0), case.part, TritSpec(block).nbytes(69, 69)
-    change = OPS.assess(masters, owner, part)
+    change = OPS.assess_changes(masters, owner, part)
     masters.table[:, ::3] += add
-    message = ops.emit(masters, owner, part, change, size)
+    message = ops.encode_changes(masters, owner, part, change, size)
     backend.codes_apply(Messages(message.view(1, 1, 1, -1)), replica, part)
     assert_same(replica.held, owner.held, "the replica of masters that were edited")
     if math.isfinite(add):
-        OPS.emit(masters, expected, part, change, size)
+        OPS.encode_changes(masters, expected, part, change, size)
         assert_same(owner.held, expected.held, "codes of masters that were edited")
 
 
@@ -146,20 +144,20 @@ def check_far(backend: Any, far: Callable[[int, torch.dtype], Tensor]) -> None:
         near, masters = case.copy(), case.masters(member)
         codes.held[apart:] = near.held
         rows = far(2 * apart // 4 + room, torch.float32).as_strided(masters.table.shape, (apart // 4 - 1, 1), 5)
-        own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess(masters, near, part)
+        own, change = replace(masters, table=rows.copy_(masters.table)), OPS.assess_changes(masters, near, part)
         scales, escaped = torch.zeros_like(change.scales), torch.zeros_like(change.escaped)
         backend.codes_assess(own, codes, part, scales, escaped)
         assert_same(scales, change.scales, "scales")
         assert_same(escaped, change.escaped, "which blocks escape")
         made, wanted = table[0, member // 3, member % 3], torch.zeros(room, dtype=torch.uint8)
         head = TritSpec(64).scales_offset(part.blocks)
-        made[:head] = wanted[:head] = OPS.emit(masters, case.copy(), part, change, room)[:head]
-        code_reference.codes_emit(masters, near, part, change, wanted)
+        made[:head] = wanted[:head] = OPS.encode_changes(masters, case.copy(), part, change, room)[:head]
+        reference.codes_emit(masters, near, part, change, wanted)
         backend.codes_emit(own, codes, part, change, made)
         assert_same(made, wanted, "the message")
         assert_same(codes.held[apart:], near.held, "what is held after a message was made")
     codes.held[apart:], near = case.codes.held, case.copy()
-    code_reference.codes_apply(Messages(table), near, part)
+    reference.codes_apply(Messages(table), near, part)
     backend.codes_apply(Messages(table), codes, part)
     assert_same(codes.held[apart:], near.held, "what is held after messages came")
 
@@ -175,15 +173,17 @@ def check_large(backend: Any, numel: int, device: str = "cpu") -> None:
     few, times = 40, numel // (40 * 64)
     case, n, ops = Case(single(few), "mixed", device), few * times, Served(backend)
     near, masters, part = case.copy(), case.masters(0), Part(0, n, 1, 1)
-    OPS.emit(masters, near, case.part, OPS.assess(masters, near, case.part), TritSpec(64).nbytes(few, few))
+    OPS.encode_changes(
+        masters, near, case.part, OPS.assess_changes(masters, near, case.part), TritSpec(64).nbytes(few, few)
+    )
     codes = Codes.build([(0, 64 * n)], 1, 64, torch.device(device))
     planes = tuple(zip((0, int(codes.slots[0, 1])), (0, int(near.slots[0, 1])), (64 * few, 4 * few), strict=True))
     for there, here, size in planes:
         codes.held[there : there + times * size].view(times, size).copy_(case.codes.held[here : here + size])
     others = replace(codes, held=codes.held.clone())
     own = Masters(masters.table.repeat(1, times), 0, 0)
-    change = ops.assess(own, codes, part)
-    message = ops.emit(own, codes, part, change, TritSpec(64).nbytes(n, int(change.count)))
+    change = ops.assess_changes(own, codes, part)
+    message = ops.encode_changes(own, codes, part, change, TritSpec(64).nbytes(n, int(change.count)))
     backend.codes_apply(Messages(message.view(1, 1, 1, -1)), others, part)
     for there, here, size in planes:
         wanted = near.held[here : here + size]
@@ -195,7 +195,7 @@ def check_member(backend: Any, case: Case, member: int) -> Tensor:
     """One member's masters become codes and a message, which is returned."""
     masters, part = case.masters(member), case.part
     codes, own = case.copy(), case.copy()
-    change = OPS.assess(masters, codes, part)
+    change = OPS.assess_changes(masters, codes, part)
     assert torch.equal(change.escaped.cpu(), case.escapes[member].view(-1)), "what the case is meant to show"
     scales = torch.full_like(change.scales, 77.0)
     escaped = torch.zeros_like(change.escaped)
@@ -206,8 +206,8 @@ def check_member(backend: Any, case: Case, member: int) -> Tensor:
     size = TritSpec(codes.block).nbytes(part.blocks, int(change.count)) + 384
     wanted = torch.full((size,), FILLING, dtype=torch.uint8, device=scales.device)
     given = torch.full_like(wanted, FILLING)
-    message = OPS.emit(masters, case.copy(), part, change, size)
-    code_reference.codes_emit(masters, codes, part, change, wanted)
+    message = OPS.encode_changes(masters, case.copy(), part, change, size)
+    reference.codes_emit(masters, codes, part, change, wanted)
     backend.codes_emit(masters, own, part, change, given)
     assert_same(given, wanted, "the message")
     assert_same(own.held, codes.held, "what is held after a message was made")
@@ -217,7 +217,7 @@ def check_member(backend: Any, case: Case, member: int) -> Tensor:
 def check_apply(backend: Any, case: Case, messages: Messages) -> None:
     """All members' messages become codes."""
     codes, own = case.copy(), case.copy()
-    code_reference.codes_apply(messages, codes, case.part)
+    reference.codes_apply(messages, codes, case.part)
     backend.codes_apply(messages, own, case.part)
     assert_same(own.held, codes.held, "what is held after messages came")
 
@@ -249,9 +249,9 @@ class Case:
             self.codes.held[scales_at : scales_at + rows * blocks * 4].view(torch.float32).fill_(TIE)
         for member in range(self.part.members):
             own = self._masters(before, member)
-            change = OPS.assess(own, self.codes, self.part)
+            change = OPS.assess_changes(own, self.codes, self.part)
             size = TritSpec(layout.block).nbytes(self.part.blocks, int(change.count))
-            OPS.emit(own, self.codes, self.part, change, size)
+            OPS.encode_changes(own, self.codes, self.part, change, size)
 
     def copy(self) -> Codes:
         """The codes, to be changed."""

@@ -30,32 +30,29 @@ from tests.kernels.golden import (
     whole,
 )
 from zero_topo.quant import reference
-from zero_topo.quant.messages import Messages, from_sources
-from zero_topo.quant.pieces import Piece, at_blocks, total_numel
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.operands import Messages, View, at_blocks, from_sources, total_numel
+from zero_topo.quant.spec import BlockSpec, Cast
 
 
-def member_layouts(
-    members: int, fmt: Format, make: Callable[..., Tensor] = values
-) -> Iterator[tuple[str, list[Piece]]]:
+def member_layouts(members: int, fmt: Format, make: Callable[..., Tensor] = values) -> Iterator[tuple[str, list[View]]]:
     """Ways in which the parts of several members lie in memory."""
     block, dtype = block_of(fmt.spec), fmt.dtype
     width, columns = 2 * block // 3 + 5, block
     far = 3 * (width + 5) + 7
-    yield "side by side", [Piece(make(members * (block + 3), dtype), 1, block + 3, block + 3, members, block + 3)]
-    interleaved = Piece(make(4 * members * width, dtype), 4, width, members * width, members, width)
+    yield "side by side", [View(make(members * (block + 3), dtype), 1, block + 3, block + 3, members, block + 3)]
+    interleaved = View(make(4 * members * width, dtype), 4, width, members * width, members, width)
     yield "interleaved", [interleaved]
-    yield "far", [Piece(make(members * far, dtype), 3, width, width + 5, members, far)]
+    yield "far", [View(make(members * far, dtype), 3, width, width + 5, members, far)]
     limit = members // 2 * far + width + 9
-    yield "ending in a member", [Piece(make(limit, dtype), 3, width, width + 5, members, far)]
+    yield "ending in a member", [View(make(limit, dtype), 3, width, width + 5, members, far)]
     flat = make(3 * members * width - width - 3, dtype)
-    filled = Piece(flat, 3, columns, members * width, members, width, present=width)
+    filled = View(flat, 3, columns, members * width, members, width, present=width)
     yield "filled up", [filled]
     flat = make(3 * members * width - 1, dtype)
-    yield "filled up, rows adjacent", [Piece(flat, 3, columns, width, members, 3 * width, present=width)]
+    yield "filled up, rows adjacent", [View(flat, 3, columns, width, members, 3 * width, present=width)]
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-    absent = Piece(make(9, dtype), 2, 40, 0, members, 1, present=0)
-    row = Piece(make(members * 33, other), 1, 33, 33, members, 33)
+    absent = View(make(9, dtype), 2, 40, 0, members, 1, present=0)
+    row = View(make(members * 33, other), 1, 33, 33, members, 33)
     yield "several", [row, interleaved, absent, replace(filled, flat=make(flat.numel(), other))]
     yield "each at a block", at_blocks([row, interleaved], block)
 
@@ -83,31 +80,31 @@ def check_members(backend: Any, fmt: Format, device: str = "cpu", members: tuple
     """One call for all members: each gets and gives what is its own, wherever it lies, and one is left alone."""
     count = math.prod(members)
     for index, (name, pieces) in enumerate(member_layouts(count, fmt)):
-        order, without, what = ORDERS[index % 3], (None, 0, count - 1, 2)[index % 4], f"{fmt} {name}"
+        order, without, what = ORDERS[index % 3], (-1, 0, count - 1, 2)[index % 4], f"{fmt} {name}"
         messages = _quantized(backend, pieces, fmt.spec, members, (order, without, device))
         same_values(backend, messages.flatten(0, 1).to(device), fmt.spec, pieces, what)
         table = arranged(messages[None], fmt.spec, order, device)[0]
-        same_sums(backend, Messages(table, None, without), fmt.spec, blank(pieces), Reduce(), what)
+        same_sums(backend, Messages(table, -1, without), fmt.spec, blank(pieces), (1.0, False), what)
     for index, (name, pieces) in enumerate(member_layouts(count, fmt, calm)):
         numel, what = total_numel(pieces), f"{fmt} {name}"
         messages = messages_of(fmt.spec, numel, 3 * count).view(3, *members, -1)
-        for order, without in zip(ORDERS, (None, 0, 2), strict=True):
-            few = Messages(arranged(messages, fmt.spec, order, device)[0], without, (None, 1, count - 1)[index % 3])
+        for order, without in zip(ORDERS, (-1, 0, 2), strict=True):
+            few = Messages(arranged(messages, fmt.spec, order, device)[0], without, (-1, 1, count - 1)[index % 3])
             same_sums(backend, few, fmt.spec, pieces, REDUCES[index % 4], f"{what} {order}")
         if index < 2:
             few = Messages(arranged(messages, fmt.spec, ORDERS[index], device)[0])
-            same_again(backend, few, fmt.spec, others_of(fmt.spec)[-1], Total(numel, 1 / 3), what)
+            same_again(backend, few, fmt.spec, others_of(fmt.spec)[-1], (numel, 1 / 3), what)
 
 
 def _quantized(
-    backend: Any, pieces: Sequence[Piece], spec: Spec, members: tuple[int, int], how: tuple[Sequence[int], Any, str]
+    backend: Any, pieces: Sequence[View], spec: Spec, members: tuple[int, int], how: tuple[Sequence[int], Any, str]
 ) -> Tensor:
     """Messages ``[outer, inner, bytes]``: the backend's are the reference's, with nothing written between them."""
     (order, without, device), nbytes = how, spec.nbytes(total_numel(pieces))
     filling = torch.full((1, *members, nbytes), 0x33, dtype=torch.uint8)
     (expected, around), (actual, changed) = (arranged(filling, spec, order, place) for place in ("cpu", device))
-    reference.quantize(pieces, spec, Messages(expected, None, without))
-    backend.quantize(on(device, pieces), spec, Messages(actual, None, without))
+    reference.quantize(pieces, spec, Messages(expected, -1, without))
+    backend.quantize(on(device, pieces), spec, Messages(actual, -1, without))
     same_bytes(actual, expected, spec, f"quantize members, {order} without {without}")
     made = expected[0].clone()
     expected.zero_(), actual.zero_()
@@ -115,21 +112,21 @@ def _quantized(
     return made
 
 
-def check_many(backend: Any, sources: int, hole: int | None = None, device: str = "cpu") -> None:
+def check_many(backend: Any, sources: int, hole: int = -1, device: str = "cpu") -> None:
     """Any number of messages, side by side, but that one may be left out: the same sums and messages."""
     numel = 300
     for spec in (BlockSpec(4, 128), Cast("bf16")):
         few = messages_of(spec, numel, 5)
         messages = from_sources(torch.stack([few[i * i % 5] for i in range(sources)]).to(device), hole)
         what = f"{sources} messages without {hole}"
-        same_sums(backend, messages, spec, [whole(torch.full((numel,), 2.5))], Reduce(1 / 3, accumulate=True), what)
-        same_again(backend, messages, spec, spec, Total(numel, 1 / 3), what)
+        same_sums(backend, messages, spec, [whole(torch.full((numel,), 2.5))], (1 / 3, True), what)
+        same_again(backend, messages, spec, spec, (numel, 1 / 3), what)
 
 
 def check_many_pieces(backend: Any, count: int, device: str = "cpu") -> None:
     """Any number of pieces in a message, of two members."""
     flat = calm(20 * count, torch.float32).to(device)
-    pieces = [Piece(flat[20 * i : 20 * i + 19], 2, 1 + i % 4, 5, 2, 10) for i in range(count)]
+    pieces = [View(flat[20 * i : 20 * i + 19], 2, 1 + i % 4, 5, 2, 10) for i in range(count)]
     for spec in (BlockSpec(8, 64), Cast("bf16")):
         messages = same_message(backend, pieces, spec, device, f"{count} pieces")
         same_values(backend, messages.to(device), spec, pieces, f"{count} pieces")
@@ -138,7 +135,7 @@ def check_many_pieces(backend: Any, count: int, device: str = "cpu") -> None:
 def check_many_members(backend: Any, members: int, device: str = "cpu") -> None:
     """Any number of members."""
     flat = calm(2 * 70 * members - 9, torch.bfloat16)
-    pieces = [Piece(flat, 2, 128, 70 * members, members, 70, present=70), Piece(flat, 1, 5, 5, members, 5)]
+    pieces = [View(flat, 2, 128, 70 * members, members, 70, present=70), View(flat, 1, 5, 5, members, 5)]
     for spec in (BlockSpec(4, 128), Cast("fp32")):
         messages = same_message(backend, pieces, spec, device, f"{members} members").view(members, -1).to(device)
         same_values(backend, messages, spec, pieces[:1] + blank(pieces[1:]), f"{members} members")

@@ -39,11 +39,9 @@ from tests.kernels.c_types import (
     c_pieces,
     c_spec,
 )
-from zero_topo.quant import sparse_reference
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import Format, Reduce, Total
+from zero_topo.quant import reference
+from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Messages, Part, View
+from zero_topo.quant.spec import Format
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 # Switching stacks looks like a smashed one to the checks of -D_FORTIFY_SOURCE.
@@ -143,24 +141,29 @@ class GpuLibrary:
         self.library.zt_emulation_error.restype = c_char_p
         return str(self.library.zt_emulation_error().decode())
 
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+    def quantize(self, pieces: Sequence[View], spec: Format, out: Messages) -> None:
         """pieces -> messages."""
         with self._described(pieces) as described:
             self.call("quantize", c_spec(spec), *described, c_messages(out))
 
-    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+    def dequantize_reduce(
+        self, messages: Messages, spec: Format, pieces: Sequence[View], factor: float = 1.0, accumulate: bool = False
+    ) -> None:
         """Sums of messages -> pieces."""
-        wanted = CReduce(reduce.factor, int(reduce.accumulate))
         with self._described(pieces) as described:
-            self.call("dequantize_reduce", c_spec(spec), c_messages(messages), *described, wanted)
+            self.call(
+                "dequantize_reduce", c_spec(spec), c_messages(messages), *described, CReduce(factor, int(accumulate))
+            )
 
-    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+    def requantize(
+        self, messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    ) -> None:
         """Sums of messages -> messages."""
         c = c_spec(source), c_messages(messages), c_spec(spec), c_messages(out)
-        self.call("requantize", *c, total.numel, CReduce(total.factor, 0))
+        self.call("requantize", *c, numel, CReduce(factor, 0))
 
     @contextlib.contextmanager
-    def _described(self, pieces: Sequence[Piece]) -> Iterator[tuple[ctypes.Array[CPiece], int, int | None]]:
+    def _described(self, pieces: Sequence[View]) -> Iterator[tuple[ctypes.Array[CPiece], int, int | None]]:
         """The pieces in C, and where their table is meanwhile."""
         c = c_pieces(pieces), len(pieces)
         self.library.zt_gpu_table_bytes.restype = c_int64
@@ -197,7 +200,7 @@ class GpuLibrary:
 
     def row_largest(self, x: Tensor, indices: Tensor) -> None:
         """Torch's own selection, as on a GPU."""
-        sparse_reference.row_largest(x, indices)
+        reference.row_largest(x, indices)
 
     def sketch_insert(self, x: Tensor, seed: int, sketch: Tensor) -> None:
         """Sketch of x."""

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.quant import code_ops, operators
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
+from zero_topo.quant import operators, ops
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, described
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.pieces import Piece, described
-from zero_topo.quant.spec import Format, Reduce, Total
+from zero_topo.quant.spec import Format
 
 LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 
@@ -24,33 +22,37 @@ LEVELS = {"scalar": 0, "avx2": 1, "avx512": 2}
 class Operators:
     """The functions of ``zero_topo.quant.reference``, by whatever backend serves the device of their arguments."""
 
-    def quantize(self, pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
+    def quantize(self, pieces: Sequence[View], spec: Format, out: Messages) -> None:
         """Pieces -> messages."""
-        OPS.quantize.default(*described(pieces)[:2], spec.code, out.table, _index(out.without_member))
+        OPS.quantize.default(*described(pieces)[:2], spec.code, out.table, out.without_member)
 
-    def dequantize_reduce(self, messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
+    def dequantize_reduce(
+        self, messages: Messages, spec: Format, pieces: Sequence[View], factor: float = 1.0, accumulate: bool = False
+    ) -> None:
         """Sums of messages -> pieces."""
-        left_out = _index(messages.without_source), _index(messages.without_member)
+        left_out = messages.without_source, messages.without_member
         given = described(pieces)[:2]
-        OPS.dequantize_reduce.default(messages.table, *left_out, spec.code, *given, reduce.factor, reduce.accumulate)
+        OPS.dequantize_reduce.default(messages.table, *left_out, spec.code, *given, factor, accumulate)
 
-    def requantize(self, messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+    def requantize(
+        self, messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+    ) -> None:
         """Sums of messages -> messages."""
-        sums, made = (messages.table, _index(messages.without_source)), (out.table, _index(out.without_member))
-        OPS.requantize.default(*sums, source.code, *made, spec.code, total.numel, total.factor)
+        sums, made = (messages.table, messages.without_source), (out.table, out.without_member)
+        OPS.requantize.default(*sums, source.code, *made, spec.code, numel, factor)
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
         """Scales, and which blocks escape."""
-        OPS.codes_assess.default(*code_ops._own(masters), *code_ops._held(codes, part), scales, escaped)
+        OPS.codes_assess.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), scales, escaped)
 
     def codes_emit(self, masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
         """Masters -> codes and message."""
         made = change.scales, change.order, change.count, message
-        OPS.codes_emit.default(*code_ops._own(masters), *code_ops._held(codes, part), *made)
+        OPS.codes_emit.default(*ops._own_arguments(masters), *ops._code_arguments(codes, part), *made)
 
     def codes_apply(self, messages: Messages, codes: Codes, part: Part) -> None:
         """Messages -> codes."""
-        OPS.codes_apply.default(messages.table, _index(messages.without_member), *code_ops._held(codes, part))
+        OPS.codes_apply.default(messages.table, messages.without_member, *ops._code_arguments(codes, part))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(OPS, name).default
@@ -96,7 +98,3 @@ def serving_module(module: Any) -> Iterator[Operators]:
     finally:
         module.serve("")
         operators.use(before, operators.CPU)
-
-
-def _index(number: int | None) -> int:
-    return -1 if number is None else number

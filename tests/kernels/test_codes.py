@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_topo.quant import code_ops, ops
-from zero_topo.quant.codes import Codes, Masters, Part
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant import ops
+from zero_topo.quant.operands import Codes, Masters, Part
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, TritSpec
 
 BLOCK, ROWS, MEMBERS = 64, 6, 3
 COLUMNS = [(7, 200), (300, 64), (364, 65)]
@@ -32,13 +31,13 @@ class Ranks:
     def publish(self) -> list[int]:
         """Each member publishes its rows; how many of its blocks escaped."""
         own = [Masters(self.masters[m::MEMBERS], 0, m) for m in range(MEMBERS)]
-        changes = [code_ops.assess(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
+        changes = [ops.assess_changes(o, c, self.part) for o, c in zip(own, self.codes, strict=True)]
         size = TritSpec(BLOCK).nbytes(self.part.blocks, max(int(change.count) for change in changes))
         sent = torch.stack(
-            [code_ops.emit(*of, size) for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)]
+            [ops.encode_changes(*of, size) for of in zip(own, self.codes, [self.part] * MEMBERS, changes, strict=True)]
         )
         for member, codes in enumerate(self.codes):
-            code_ops.apply(sent[None], codes, self.part, without=member)
+            ops.apply_changes(sent[None], codes, self.part, without=member)
         return [int(change.count) for change in changes]
 
     def check(self) -> None:
@@ -126,6 +125,6 @@ def test_bytes_of_a_message() -> None:
         assert sizes == sorted(sizes), "the largest message of a hop has room for the others"
     ranks = Ranks(5)
     with pytest.raises(ValueError, match="are not 2 of 3"):
-        code_ops.assess(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
+        ops.assess_changes(Masters(ranks.masters, 0, 0), ranks.codes[0], ranks.part)
     with pytest.raises(ValueError, match="FP32"):
-        code_ops.assess(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))
+        ops.assess_changes(Masters(ranks.masters[:2].double(), 0, 0), ranks.codes[0], replace(ranks.part))

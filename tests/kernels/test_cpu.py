@@ -8,9 +8,8 @@ import torch
 
 from tests.kernels import golden, golden_members
 from tests.kernels.operators import Operators
-from zero_topo.quant.messages import to_members
-from zero_topo.quant.pieces import DTYPES, FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce
+from zero_topo.quant.operands import DTYPES, FLOATS, View, to_members
+from zero_topo.quant.spec import BlockSpec, Cast
 
 NAN_BITS = {torch.float32: 0x7FC00000, torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
@@ -90,9 +89,9 @@ def test_millions(split: Operators, dtype: torch.dtype, spec: BlockSpec, shape: 
     rows, columns, stride = shape
     limit = rows * stride - (stride - columns) - columns // 2
     source = golden.calm(limit, dtype)
-    message = golden.same_message(split, [Piece(source, rows, columns, stride)], spec)
-    held = Piece(torch.full_like(source, 3.25), rows, columns, stride)
-    golden.same_sums(split, torch.stack([message] * 2), spec, [held], Reduce(0.5, accumulate=True))
+    message = golden.same_message(split, [View(source, rows, columns, stride)], spec)
+    held = View(torch.full_like(source, 3.25), rows, columns, stride)
+    golden.same_sums(split, torch.stack([message] * 2), spec, [held], (0.5, True))
 
 
 @pytest.mark.parametrize("fmt", golden.CAST_FORMATS[::2], ids=str)
@@ -102,16 +101,16 @@ def test_millions_of_casts(split: Operators, fmt: golden.Format) -> None:
     """
     wide = golden.calm(2_500_001, fmt.dtype)[1:]
     layouts = [
-        [Piece(wide, 1, 2_500_000, 2_500_000)],
-        [Piece(wide, 7, 170_007, 350_001, 2, 175_000, present=170_001)],
-        [Piece(wide, 25_001, 47, 100, 2, 51, present=45), golden.whole(torch.ones(2, 1, 3))],
+        [View(wide, 1, 2_500_000, 2_500_000)],
+        [View(wide, 7, 170_007, 350_001, 2, 175_000, present=170_001)],
+        [View(wide, 25_001, 47, 100, 2, 51, present=45), golden.whole(torch.ones(2, 1, 3))],
     ]
     for pieces in layouts:
         message = golden.same_message(split, pieces, fmt.spec).view(pieces[0].members, -1)
         apart = torch.zeros(2, message.numel() + 2, dtype=torch.uint8)[:, 2:].view(2, *message.shape)
         golden.same_values(split, apart[0].copy_(message), fmt.spec, pieces)
         apart[1].copy_(message)
-        golden.same_sums(split, apart, fmt.spec, golden.blank(pieces), Reduce(0.5, accumulate=True))
+        golden.same_sums(split, apart, fmt.spec, golden.blank(pieces), (0.5, True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -124,7 +123,7 @@ def test_overflow_is_one_nan(whole: Operators, dtype: torch.dtype, bits: int) ->
     message = torch.empty(spec.nbytes(70), dtype=torch.uint8)
     whole.quantize([golden.whole(x)], spec, to_members(message))
     out = torch.zeros(70, dtype=dtype)
-    whole.dequantize_reduce(to_members(message), spec, [golden.whole(out)], Reduce())
+    whole.dequantize_reduce(to_members(message), spec, [golden.whole(out)])
     found = out[:64].view(torch.int32 if dtype == torch.float32 else torch.int16)
     assert set(found.tolist()) == {NAN_BITS[dtype]}
     assert out[64:].float().tolist() == [1.0] * 6

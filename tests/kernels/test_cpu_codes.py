@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from tests.kernels import golden_codes
 from tests.kernels.operators import LEVELS, Operators, limited
-from zero_topo.quant import code_ops
-from zero_topo.quant.messages import Messages
+from zero_topo.quant import ops
+from zero_topo.quant.operands import Messages
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant.spec import TritSpec
 
 FUNCTIONS = ("codes_assess", "codes_emit", "codes_apply")
 
@@ -45,16 +45,16 @@ class Calls:
         layout = golden_codes.ragged(64)
         case = golden_codes.Case(layout, "mixed", "cpu")
         masters, codes, part = case.masters(1), case.copy(), case.part
-        change = golden_codes.OPS.assess(masters, codes, part)
+        change = golden_codes.OPS.assess_changes(masters, codes, part)
         nbytes = TritSpec(64).nbytes(part.blocks, int(change.count))
-        message = golden_codes.OPS.emit(masters, case.copy(), part, change, nbytes)
+        message = golden_codes.OPS.encode_changes(masters, case.copy(), part, change, nbytes)
         self.table = message.expand(*layout.members, -1).contiguous()
         self.before = TritSpec(64).before_offset(part.blocks)
         scales, escaped = torch.zeros(part.blocks), torch.zeros(part.blocks, dtype=torch.bool)
         self.memory = [codes.held, self.table, scales, escaped, message]
         self.held, self.order, self.count = codes.held, change.order, change.count
         self.slots, self.slot_of = codes.slots, codes.slot_of
-        own, held = code_ops._own(masters), code_ops._held(codes, part)
+        own, held = ops._own_arguments(masters), ops._code_arguments(codes, part)
         self.arguments: dict[str, list[Any]] = {
             "codes_assess": [*own, *held, scales, escaped],
             "codes_emit": [*own, *held, change.scales, change.order, change.count, message],
@@ -146,8 +146,10 @@ def test_counts_that_disagree_with_the_mask_are_refused(whole: Operators) -> Non
     """Each chunk's count is what the chunks before it say, though another would lead nowhere out of bounds."""
     case = golden_codes.Case(golden_codes.single(321), "mixed", "cpu")
     own, codes = case.masters(0), case.copy()
-    change = golden_codes.OPS.assess(own, codes, case.part)
-    message = golden_codes.OPS.emit(own, case.copy(), case.part, change, TritSpec(64).nbytes(321, int(change.count)))
+    change = golden_codes.OPS.assess_changes(own, codes, case.part)
+    message = golden_codes.OPS.encode_changes(
+        own, case.copy(), case.part, change, TritSpec(64).nbytes(321, int(change.count))
+    )
     before = codes.held.clone()
     message.view(torch.int32)[TritSpec(64).before_offset(321) // 4 + 2] += 1
     with pytest.raises(RuntimeError, match="a size is negative, or a message"):

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from tests.kernels import golden
 from tests.kernels.operators import Operators, limited
-from zero_topo.quant.messages import Messages
+from zero_topo.quant.operands import DTYPES, FLOATS, Messages, View, total_numel
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.pieces import DTYPES, FLOATS, Piece, total_numel
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 FILLING = 0xA5
 NUMEL, SOURCES, MEMBERS = 300, 2, 2
@@ -170,7 +169,7 @@ def test_sizes_that_overflow_are_refused(whole: Operators, shape: tuple[int, int
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> list[Piece]:
+def shapes(draw: st.DrawFn) -> list[View]:
     """A few pieces of any shapes and dtypes, of the same members, which end anywhere."""
     pieces, members = [], draw(st.integers(1, 3))
     for _ in range(draw(st.integers(1, 4))):
@@ -179,7 +178,7 @@ def shapes(draw: st.DrawFn) -> list[Piece]:
         stride, apart = (members * width, width) if draw(st.booleans()) else (width, rows * width)
         extent = max(0, members * rows * width - gap)
         flat = torch.zeros(draw(st.integers(0, extent)), dtype=draw(st.sampled_from(FLOATS)))
-        pieces.append(Piece(flat, rows, columns, stride, members, apart, present))
+        pieces.append(View(flat, rows, columns, stride, members, apart, present))
     return pieces
 
 
@@ -207,19 +206,19 @@ def levels(module: ModuleType, seed: int) -> Iterator[tuple[int, Operators]]:
     accumulate=st.booleans(),
 )
 def test_messages_of_any_bytes(
-    module: ModuleType, spec: golden.Spec, pieces: list[Piece], seed: int, sources: int, accumulate: bool
+    module: ModuleType, spec: golden.Spec, pieces: list[View], seed: int, sources: int, accumulate: bool
 ) -> None:
     """Every level makes of any bytes, for pieces of any shapes, what the reference makes of them."""
     members, nbytes = pieces[0].members, spec.nbytes(total_numel(pieces))
     table = random_bytes(sources * members * nbytes, seed).view(sources, 1, members, nbytes)
-    left_out = seed % 5 if sources > seed % 5 + 1 else None
-    messages = Messages(table, left_out, seed % 7 if members > seed % 7 else None)
+    left_out = seed % 5 if sources > seed % 5 + 1 else -1
+    messages = Messages(table, left_out, seed % 7 if members > seed % 7 else -1)
     for level, kernels in levels(module, seed):
-        golden.same_sums(kernels, messages, spec, golden.blank(pieces), Reduce(0.75, accumulate), level)
+        golden.same_sums(kernels, messages, spec, golden.blank(pieces), (0.75, accumulate), level)
 
 
 @given(spec=SPECS, pieces=shapes().filter(total_numel), seed=st.integers(0, 2**31), bits=st.sampled_from([8, 4]))
-def test_pieces_of_any_bytes(module: ModuleType, spec: golden.Spec, pieces: list[Piece], seed: int, bits: int) -> None:
+def test_pieces_of_any_bytes(module: ModuleType, spec: golden.Spec, pieces: list[View], seed: int, bits: int) -> None:
     """Every level quantizes any bits, in pieces of any shapes, as the reference does, and sums what comes of it."""
     for piece in pieces:
         raw = piece.flat.view(torch.uint8)
@@ -227,7 +226,7 @@ def test_pieces_of_any_bytes(module: ModuleType, spec: golden.Spec, pieces: list
     to = spec if isinstance(spec, Cast) else BlockSpec(bits, spec.block_size)
     for level, kernels in levels(module, seed):
         message = golden.same_message(kernels, pieces, spec, what=level)
-        golden.same_again(kernels, torch.stack([message] * 2), spec, to, Total(total_numel(pieces), 0.3), level)
+        golden.same_again(kernels, torch.stack([message] * 2), spec, to, (total_numel(pieces), 0.3), level)
 
 
 @given(n=st.integers(1, 5000), rows=st.integers(3, 40), seed=st.integers(0, 2**63 - 1), density=st.floats(0, 1))

@@ -21,9 +21,8 @@ from op_builder.jit import cache_dir
 from tests.kernels import golden
 from tests.kernels.operators import Operators, limited
 from tests.launching import ROOT
-from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.pieces import FLOATS, Piece, total_numel
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.operands import FLOATS, Messages, View, to_members, total_numel
+from zero_topo.quant.spec import BlockSpec, Cast
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 FLAGS += ["-O1", "-g1"]
@@ -188,16 +187,16 @@ def everything_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
         for spec in FENCED:
             rows = n // 2 + 1
             last = 3 * (rows + 4) + rows - 7  # the second member's
-            two = Piece(fenced.tensor(max(last, 1), dtype), 2, rows + 3, rows + 4, 2, 2 * (rows + 4), present=rows)
-            pieces = [Piece(x[: n // 2 * 2], 1, n // 2, n // 2, 2, n // 2), two]
+            two = View(fenced.tensor(max(last, 1), dtype), 2, rows + 3, rows + 4, 2, 2 * (rows + 4), present=rows)
+            pieces = [View(x[: n // 2 * 2], 1, n // 2, n // 2, 2, n // 2), two]
             table = fenced.tensor(2 * spec.nbytes(total_numel(pieces)), torch.uint8).view(1, 1, 2, -1)
             out = Messages(table)
             backend.quantize(pieces, spec, out)
-            backend.dequantize_reduce(out, spec, pieces, Reduce())
+            backend.dequantize_reduce(out, spec, pieces)
             twice = Messages(table.expand(3, 1, 2, -1), without_source=1)
-            backend.dequantize_reduce(twice, spec, pieces, Reduce(0.5, accumulate=True))
+            backend.dequantize_reduce(twice, spec, pieces, 0.5, accumulate=True)
             summed = Messages(fenced.tensor(table.numel(), torch.uint8).view(1, 2, 1, -1))
-            backend.requantize(twice, spec, spec, summed, Total(total_numel(pieces)))
+            backend.requantize(twice, spec, spec, summed, total_numel(pieces))
     bits, mask = fenced.tensor(-(-n // 8), torch.uint8), fenced.copy(torch.arange(n) % 3 == 0)
     backend.mask_pack(mask, bits)
     backend.mask_unpack(bits, mask)
@@ -211,10 +210,10 @@ def streams_fenced(backend: Operators, n: int, fenced: FencedMemory) -> None:
     values = fenced.tensor(n, torch.bfloat16)
     for spec in (BlockSpec(8, 256), Cast("bf16"), Cast("fp32")):
         message = fenced.tensor(spec.nbytes(n), torch.uint8)
-        for piece in (Piece(values, 1, n, n), Piece(values[1:], 1, n, n), Piece(values, n // 9000, 9000, 9001)):
+        for piece in (View(values, 1, n, n), View(values[1:], 1, n, n), View(values, n // 9000, 9000, 9001)):
             part = message if piece.numel == n else fenced.tensor(spec.nbytes(piece.numel), torch.uint8)
             backend.quantize([piece], spec, to_members(part))
-            backend.dequantize_reduce(to_members(part), spec, [piece], Reduce())
+            backend.dequantize_reduce(to_members(part), spec, [piece])
 
 
 @pytest.mark.parametrize("at_end", [True, False], ids=["end", "beginning"])

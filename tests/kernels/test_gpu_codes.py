@@ -21,10 +21,9 @@ from tests.kernels import gpu_library as gpu
 from tests.kernels.golden_codes import FATES, FILLING, OPS, RAGGED, SINGLE, Case, assert_same, ragged, single
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from tests.kernels.operators import serving_module
-from zero_topo.quant import code_reference
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant import reference
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.spec import TritSpec
 
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 NO_RESERVE = 0x4000
@@ -77,9 +76,9 @@ def test_blocks_beyond_32_bits(library: ctypes.CDLL) -> None:
     before = chunk + 36  # a multiple of five, as groups are
     n, case = before + few, Case(single(few), "mixed", "cpu")
     near, masters, tail = case.copy(), case.masters(0), slice(64 * before, 64 * (before + few))
-    change = OPS.assess(masters, near, case.part)
+    change = OPS.assess_changes(masters, near, case.part)
     count = int(change.count)
-    message = OPS.emit(masters, near, case.part, change, spec.nbytes(few, count))
+    message = OPS.encode_changes(masters, near, case.part, change, spec.nbytes(few, count))
     slots = torch.tensor([[0, 64 * n, n, 0, 0, 64 * n]])
     codes, part = Codes(far(68 * n, torch.uint8), slots, far(n, torch.int32), 64), Part(0, n, 1, 1)
     table = far(64 * n, torch.float32)[None]
@@ -152,7 +151,7 @@ def test_no_message_reaches_beyond(library: ctypes.CDLL, seed: int, counts: list
     wholes[..., :4].view(torch.int32).fill_(n)
     wholes[..., 128 : 128 + -(-n // 8)] = 255
     may = replace(held, held=torch.full((size,), FILLING, dtype=torch.uint8))
-    code_reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
+    reference.codes_apply(Messages(wholes, without_member=4), may, case.part)
     wrong = (held.held != case.codes.held) & (may.held == FILLING)
     assert not wrong.any(), f"written at {wrong.nonzero().view(-1).tolist()}"
 
@@ -161,7 +160,7 @@ def test_a_message_without_room_is_not_written(library: ctypes.CDLL) -> None:
     """One that is too small for what escapes leaves codes and message as they were: counts are known on the device."""
     case, backend = Case(single(40), "mixed", "cpu"), GpuLibrary(library)
     held, masters = case.copy(), case.masters(0)
-    change = OPS.assess(masters, held, case.part)
+    change = OPS.assess_changes(masters, held, case.part)
     count = int(change.count)
     room = TritSpec(64).trits_offset(40, count) + (-(-(40 - count) // 5) - 1) * 64
     message = torch.full((room,), FILLING, dtype=torch.uint8)
@@ -180,7 +179,7 @@ def test_masters_that_are_not_there_are_zero(library: ctypes.CDLL, cut: tuple[in
     whole.table[:, : 64 if first else 0] = 0.0  # a block that does not begin in the table
     whole.table[:, past:] = 0.0
     own, scales, escaped = Masters(there, whole.first + first, 0), torch.zeros(10), torch.zeros(10, dtype=torch.bool)
-    change = OPS.assess(whole, case.codes, case.part)
+    change = OPS.assess_changes(whole, case.codes, case.part)
     backend.codes_assess(own, case.codes, case.part, scales, escaped)
     assert_same(scales, change.scales, "scales")
     assert_same(escaped, change.escaped, "which blocks escape")
@@ -218,8 +217,8 @@ class Call:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._backend, self._case = GpuLibrary(library), Case(single(40), "none", "cpu")
         masters, part = self._case.masters(0), self._case.part
-        self._change = OPS.assess(masters, self._case.codes, part)
-        self._message = OPS.emit(masters, self._case.codes, part, self._change, TritSpec(64).nbytes(40, 1))
+        self._change = OPS.assess_changes(masters, self._case.codes, part)
+        self._message = OPS.encode_changes(masters, self._case.codes, part, self._change, TritSpec(64).nbytes(40, 1))
         self._masters = masters
         c = c_types.c_masters(masters), c_types.c_codes(self._case.codes), c_types.c_part(part)
         self.with_: dict[str, Any] = dict(zip(("masters", "codes", "part"), c, strict=True))

@@ -16,8 +16,8 @@ from tests.kernels import golden
 from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from zero_topo.quant import reference
-from zero_topo.quant.pieces import DTYPES
-from zero_topo.quant.spec import BlockSpec, Cast, Total
+from zero_topo.quant.operands import DTYPES
+from zero_topo.quant.spec import BlockSpec, Cast
 
 CASES = [
     *(pytest.param(PLAIN, fmt, id=f"wave32-{fmt}") for fmt in (*golden.FORMATS, *golden.CAST_FORMATS)),
@@ -98,7 +98,7 @@ def test_padding_of_messages_does_not_count(library: ctypes.CDLL, spec: BlockSpe
     messages = golden.messages_of(spec, numel, 3)[1:]
     for message in messages:
         message[numel * spec.bits // 8 + 1 : (blocks + 1) * spec.block_bytes] = 0x77
-    golden.same_again(GpuLibrary(library, OTHER), messages, spec, spec, Total(numel))
+    golden.same_again(GpuLibrary(library, OTHER), messages, spec, spec, (numel, 1.0))
 
 
 def test_few_thread_blocks(library: ctypes.CDLL) -> None:

@@ -21,15 +21,14 @@ from tests.kernels import gpu_library as gpu
 from tests.kernels.gpu_library import OTHER, PLAIN, GpuLibrary, KernelError, Settings
 from tests.kernels.operators import Operators, serving_module
 from zero_topo.quant import reference
-from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.operands import FLOATS, Messages, View, to_members
+from zero_topo.quant.spec import BlockSpec, Cast
 
 BOTH = [pytest.param(PLAIN, id="wave32"), pytest.param(OTHER, id="wave64")]
 CASTS = [Cast(name) for name in ("fp32", "fp16", "bf16")]
 SOME = [*golden.FEW_FORMATS[::5], *golden.CAST_FORMATS[::2]]
 
-MANY = [(1, None), (2, None), (4, 1), (129, None), (130, 0), (130, 77), (130, 129), (9408, 5000)]
+MANY = [(1, -1), (2, -1), (4, 1), (129, -1), (130, 0), (130, 77), (130, 129), (9408, 5000)]
 """Messages to be summed, and which of them is left out."""
 
 NO_RESERVE = 0x4000
@@ -59,7 +58,7 @@ def test_members(library: ctypes.CDLL, chosen: Settings, fmt: golden.Format) -> 
 
 
 @pytest.mark.parametrize(("sources", "hole"), MANY)
-def test_many_messages(library: ctypes.CDLL, sources: int, hole: int | None) -> None:
+def test_many_messages(library: ctypes.CDLL, sources: int, hole: int) -> None:
     """9,408 nodes may send, this rank's own message left out among theirs."""
     golden_members.check_many(GpuLibrary(library), sources, hole)
 
@@ -73,7 +72,7 @@ def test_many_pieces(library: ctypes.CDLL, count: int) -> None:
 def test_empty_pieces_take_no_place(library: ctypes.CDLL) -> None:
     """Among many, in a table."""
     parts = [golden.whole(golden.calm(5 + i, torch.float32)) for i in range(64)]
-    parts[5:5] = [Piece(torch.empty(0), 0, 3, 3)] * 9
+    parts[5:5] = [View(torch.empty(0), 0, 3, 3)] * 9
     golden.same_message(GpuLibrary(library), parts, BlockSpec(4, 128))
 
 
@@ -82,7 +81,7 @@ def test_many_members(library: ctypes.CDLL, members: int) -> None:
     """A launch for as many ranks as there are: their blocks, one after the other, are those of one long message."""
     spec, x = BlockSpec(8, 64), golden.calm(64 * members, torch.bfloat16)
     made = torch.full((members, spec.nbytes(64)), 0x5A, dtype=torch.uint8)
-    pieces, backend = [Piece(x, 1, 64, 64, members, 64)], GpuLibrary(library)
+    pieces, backend = [View(x, 1, 64, 64, members, 64)], GpuLibrary(library)
     backend.quantize(pieces, spec, to_members(made))
     long = torch.empty(1, spec.nbytes(x.numel()), dtype=torch.uint8)
     reference.quantize([golden.whole(x)], spec, to_members(long))
@@ -90,8 +89,8 @@ def test_many_members(library: ctypes.CDLL, members: int) -> None:
     assert torch.equal(made[:, 128:132], long[0, spec.scales_offset(x.numel()) :][: 4 * members].view(members, 4))
     assert not made[:, 64:128].any() and not made[:, 132:].any()
     expected, back = torch.empty_like(x), torch.empty_like(x)
-    reference.dequantize_reduce(to_members(long), spec, [golden.whole(expected)], Reduce())
-    backend.dequantize_reduce(to_members(made), spec, [replace(pieces[0], flat=back)], Reduce())
+    reference.dequantize_reduce(to_members(long), spec, [golden.whole(expected)])
+    backend.dequantize_reduce(to_members(made), spec, [replace(pieces[0], flat=back)])
     assert torch.equal(back, expected)
 
 
@@ -100,7 +99,7 @@ SPECS = st.sampled_from([BlockSpec(8, 64), BlockSpec(4, 256), BlockSpec(4, 512),
 
 
 @st.composite
-def pieces_anywhere(draw: st.DrawFn) -> list[Piece]:
+def pieces_anywhere(draw: st.DrawFn) -> list[View]:
     """Some pieces of any shape, dtype, alignment, filling and missing end."""
     members, made = draw(st.integers(1, 3)), []
     for _ in range(draw(st.integers(1, 4))):
@@ -113,17 +112,17 @@ def pieces_anywhere(draw: st.DrawFn) -> list[Piece]:
             offset + draw(st.sampled_from([extent, 2 * extent, extent // 2])), draw(st.sampled_from(FLOATS))
         )
         columns = width + draw(st.sampled_from([0, 0, 1, 64]))
-        made.append(Piece(flat[offset:], rows, columns, stride, members, step, width))
+        made.append(View(flat[offset:], rows, columns, stride, members, step, width))
     return made
 
 
 @given(pieces=pieces_anywhere(), spec=SPECS, chosen=st.sampled_from([PLAIN, OTHER]))
-def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[Piece], spec: golden.Spec, chosen: Settings) -> None:
+def test_pieces_anywhere(library: ctypes.CDLL, pieces: list[View], spec: golden.Spec, chosen: Settings) -> None:
     """Whatever the pieces: they are read, written and added to where they lie and nowhere else."""
     backend = GpuLibrary(library, chosen)
     message = golden.same_message(backend, pieces, spec).view(pieces[0].members, -1)
     held = [replace(p, flat=p.flat.nan_to_num(0.5)) for p in pieces]
-    golden.same_sums(backend, message.expand(3, -1, -1), spec, held, Reduce(0.3, accumulate=True))
+    golden.same_sums(backend, message.expand(3, -1, -1), spec, held, (0.3, True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -132,10 +131,10 @@ def test_every_alignment(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     backend = GpuLibrary(library)
     specs: list[golden.Spec] = [BlockSpec(8, 128), BlockSpec(8, 512), BlockSpec(8, 2048), *CASTS]
     for offset in range(9):
-        pieces = [Piece(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
+        pieces = [View(golden.calm(4200 + offset, dtype)[offset:], 1, 4200, 4200)]
         for spec in specs:
             message = golden.same_message(backend, pieces, spec)
-            golden.same_sums(backend, message[None].expand(2, -1), spec, pieces, Reduce(accumulate=offset % 2 > 0))
+            golden.same_sums(backend, message[None].expand(2, -1), spec, pieces, (1.0, offset % 2 > 0))
 
 
 @pytest.mark.parametrize("width", [1023, 1029])
@@ -143,14 +142,14 @@ def test_every_alignment(library: ctypes.CDLL, dtype: torch.dtype) -> None:
 def test_cast_messages_of_every_alignment(library: ctypes.CDLL, spec: Cast, width: int) -> None:
     """Of 9 members side by side every one begins elsewhere in a word of 16 bytes, and ends in a chunk of its own."""
     backend, x, third = GpuLibrary(library, OTHER), golden.calm(9 * width, torch.float32), width // 3
-    messages = golden.same_message(backend, [Piece(x, 1, width, width, 9, width)], spec)
-    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [Piece(x, 3, third, 9 * third, 9, third)], Reduce(0.3))
+    messages = golden.same_message(backend, [View(x, 1, width, width, 9, width)], spec)
+    golden.same_sums(backend, messages.expand(3, -1, -1), spec, [View(x, 3, third, 9 * third, 9, third)], (0.3, False))
     made, came = (
         torch.full((2, 9, width * spec.bits // 8), 0x5A, dtype=torch.uint8),
         Messages(messages.view(3, 1, 3, -1)),
     )
-    reference.requantize(came, spec, spec, to_members(made[0, :3]), Total(width, 0.3))
-    backend.requantize(came, spec, spec, to_members(made[1, :3]), Total(width, 0.3))
+    reference.requantize(came, spec, spec, to_members(made[0, :3]), width, 0.3)
+    backend.requantize(came, spec, spec, to_members(made[1, :3]), width, 0.3)
     golden.same_bytes(made[1, :3], made[0, :3], spec, "requantize")
     assert torch.equal(made[1, 3:], made[0, 3:])
 
@@ -167,7 +166,7 @@ def test_tables_are_uploaded_once_for_a_layout(native: Operators) -> None:
     """Pieces that lie where they lay before need no upload; few tables are kept, and an old one is made again."""
     spec, x, count = BlockSpec(8, 64), golden.calm(400, torch.bfloat16), gpu.bound(source_dir()).tables
     before = count()
-    layouts = [[Piece(x[i:], 1, 1, 1)] * 65 for i in range(300)]
+    layouts = [[View(x[i:], 1, 1, 1)] * 65 for i in range(300)]
     for pieces in (layouts[0][:64], layouts[0], layouts[0], layouts[1], layouts[0]):
         golden.same_message(native, pieces, spec)
     assert count() == before + 2
@@ -197,8 +196,8 @@ def test_places_beyond_32_bits(
     """Rows and members over 2^31 elements (and 2^32 bytes) apart, and messages, are found, read and written."""
     backend, apart, nbytes = GpuLibrary(library), 2**31 + 24, spec.nbytes(2997)
     flat = huge(5 * apart + 1000, torch.bfloat16)
-    piece = Piece(flat, 3, 999, apart, members, apart)
-    near = Piece(torch.empty(5 * 1000, dtype=torch.bfloat16), 3, 999, 1000, members, 1000)
+    piece = View(flat, 3, 999, apart, members, apart)
+    near = View(torch.empty(5 * 1000, dtype=torch.bfloat16), 3, 999, 1000, members, 1000)
     for row in range(5):
         near.flat[row * 1000 :][:1000] = flat[row * apart :][:1000] = golden.calm(1000, torch.bfloat16, row)
     table = huge(members * 2**33, torch.uint8).view(1, 1, members, -1)[..., 16 : 16 + nbytes]
@@ -206,8 +205,8 @@ def test_places_beyond_32_bits(
     reference.quantize([near], spec, to_members(expected))
     backend.quantize([piece], spec, Messages(table))
     assert torch.equal(table[0, 0], expected)
-    reference.dequantize_reduce(to_members(expected), spec, [near], Reduce(0.5))
-    backend.dequantize_reduce(Messages(table), spec, [piece], Reduce(0.5))
+    reference.dequantize_reduce(to_members(expected), spec, [near], 0.5)
+    backend.dequantize_reduce(Messages(table), spec, [piece], 0.5)
     for row in range(5):
         golden.assert_same(flat[row * apart :][:1000], near.flat[row * 1000 :][:1000], f"row {row}")
 
@@ -239,10 +238,10 @@ def test_messages_beyond_32_bits(
     ]:
         assert torch.equal(message[offset : offset + size], small[here : here + size])
     wanted = torch.empty(rest, dtype=torch.float16)
-    reference.dequantize_reduce(to_members(small), spec, [golden.whole(wanted)], Reduce())
+    reference.dequantize_reduce(to_members(small), spec, [golden.whole(wanted)])
     x[whole:] = 0
     last = Settings(most_blocks=2**31, first_block=before // dequantized)
-    GpuLibrary(library, last).dequantize_reduce(to_members(message), spec, [golden.whole(x)], Reduce())
+    GpuLibrary(library, last).dequantize_reduce(to_members(message), spec, [golden.whole(x)])
     golden.assert_same(x[whole:], wanted, "dequantize")
 
 
@@ -261,7 +260,7 @@ def test_members_and_rows_beyond_32_bits(
     """The last of over 2^32 blocks, and of over 2^32 values in rows that are apart: but one thread block is run."""
     numel, stride, tile = rows * columns, columns + 8, 4096
     x, table = huge(members * rows * stride - 8, torch.bfloat16), huge(members * spec.nbytes(numel), torch.uint8)
-    piece, out = Piece(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
+    piece, out = View(x, rows, columns, stride, members, rows * stride), to_members(table.view(members, -1))
     x[-tile:] = golden.calm(tile, torch.bfloat16)
     last = GpuLibrary(library, Settings(most_blocks=2**31, first_block=members * numel // tile - 1))
     last.quantize([piece], spec, out)
@@ -273,9 +272,9 @@ def test_members_and_rows_beyond_32_bits(
         end, scales = spec.scales_offset(numel) + numel // 16, expected[spec.scales_offset(tile) :][: tile // 16]
         assert torch.equal(message[end - tile // 16 : end], scales)
     wanted = torch.empty(tile, dtype=torch.bfloat16)
-    reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)], Reduce())
+    reference.dequantize_reduce(to_members(expected), spec, [golden.whole(wanted)])
     x[-tile:] = 0
-    last.dequantize_reduce(out, spec, [piece], Reduce())
+    last.dequantize_reduce(out, spec, [piece])
     golden.assert_same(x[-tile:], wanted, "dequantize")
 
 

@@ -16,10 +16,9 @@ from tests.device import DEVICE, ON_GPU
 from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.operators import Operators
 from zero_topo.quant import operators, ops
-from zero_topo.quant.messages import from_sources, to_members
+from zero_topo.quant.operands import FLOATS, from_sources, to_members
 from zero_topo.quant.operators import BackendUnavailable
-from zero_topo.quant.pieces import FLOATS
-from zero_topo.quant.spec import BlockSpec, Cast, Total
+from zero_topo.quant.spec import BlockSpec, Cast
 
 SOME = [f for f in golden.FEW_FORMATS if not str(f.spec).endswith("a") or f.dtype == torch.bfloat16]
 
@@ -117,6 +116,6 @@ def test_what_the_kernels_refuse_is_an_error(native: Operators) -> None:
     short = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(RuntimeError, match="zero_topo kernels: "):
         out = to_members(short.new_zeros(384))
-        native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, Total(3))
+        native.requantize(from_sources(short[None]), BlockSpec(8), BlockSpec(8), out, 3)
     with pytest.raises(ValueError, match="384 contiguous bytes"):
         ops.dequantize(short, BlockSpec(8), torch.empty(3, device=DEVICE))

@@ -15,10 +15,8 @@ import torch
 from tests.kernels import golden, golden_codes, golden_members
 from tests.kernels.golden import Spec
 from zero_topo.quant import reference
-from zero_topo.quant.codes import Masters
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Reduce
+from zero_topo.quant.operands import Masters, Messages, View
+from zero_topo.quant.spec import BlockSpec
 
 FORMAT = golden.Format(BlockSpec(4, 64), torch.float32)
 
@@ -58,8 +56,8 @@ def test_one_wrong_bit_is_seen(name: str) -> None:
 def test_writing_beyond_the_end_is_seen() -> None:
     """Elements between the rows of a piece belong to somebody else."""
 
-    def careless(messages: Messages, spec: Spec, pieces: list[Piece], reduce: Reduce) -> None:
-        reference.dequantize_reduce(messages, spec, pieces, reduce)
+    def careless(messages: Messages, spec: Spec, pieces: list[View], *how: Any) -> None:
+        reference.dequantize_reduce(messages, spec, pieces, *how)
         for piece in pieces:
             if piece.rows > 1 and piece.flat.numel() > piece.columns:
                 piece.flat[piece.columns] = 0.0
@@ -68,7 +66,7 @@ def test_writing_beyond_the_end_is_seen() -> None:
         golden.check_dequantize(SimpleNamespace(dequantize_reduce=careless), FORMAT)
 
 
-def whole_rows(pieces: Sequence[Piece]) -> list[Piece]:
+def whole_rows(pieces: Sequence[View]) -> list[View]:
     """Pieces as one sees them who ignores that rows may be filled up."""
     return [replace(p, present=None, stride=max(p.stride, p.columns)) for p in pieces]
 
@@ -79,12 +77,12 @@ def in_order(messages: Messages) -> Messages:
 
 
 # What somebody makes of messages and pieces who overlooks one thing.
-CARELESS: dict[str, tuple[Callable[[Messages], Messages], Callable[[Sequence[Piece]], Sequence[Piece]]]] = {
+CARELESS: dict[str, tuple[Callable[[Messages], Messages], Callable[[Sequence[View]], Sequence[View]]]] = {
     "nothing": (lambda messages: messages, lambda pieces: pieces),
     "rows that are filled up": (lambda messages: messages, whole_rows),
     "the order of members": (in_order, lambda pieces: pieces),
-    "a member left out": (lambda messages: replace(messages, without_member=None), lambda pieces: pieces),
-    "a source left out": (lambda messages: replace(messages, without_source=None), lambda pieces: pieces),
+    "a member left out": (lambda messages: replace(messages, without_member=-1), lambda pieces: pieces),
+    "a source left out": (lambda messages: replace(messages, without_source=-1), lambda pieces: pieces),
 }
 
 
@@ -95,8 +93,8 @@ def test_confusing_members_is_seen(overlooked: str, fmt: golden.Format) -> None:
     messages_as, pieces_as = CARELESS[overlooked]
     backend = SimpleNamespace(
         quantize=lambda pieces, spec, out: reference.quantize(pieces_as(pieces), spec, messages_as(out)),
-        dequantize_reduce=lambda messages, spec, pieces, reduce: reference.dequantize_reduce(
-            messages_as(messages), spec, pieces_as(pieces), reduce
+        dequantize_reduce=lambda messages, spec, pieces, *how: reference.dequantize_reduce(
+            messages_as(messages), spec, pieces_as(pieces), *how
         ),
         requantize=reference.requantize,
     )
@@ -125,7 +123,7 @@ CARELESS_CODES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "where the columns begin": {"masters": lambda masters: replace(masters, first=masters.first + 1)},
     "whose rows they are": {"masters": lambda masters: replace(masters, member=0)},
     "where the part begins": {"part": lambda part: replace(part, begin=part.begin - 1, end=part.end - 1)},
-    "a member left out": {"messages": lambda messages: replace(messages, without_member=None)},
+    "a member left out": {"messages": lambda messages: replace(messages, without_member=-1)},
     "the order of members": {"messages": in_order},
 }
 

@@ -22,9 +22,8 @@ import torch
 from tests.kernels import golden, golden_codes, golden_members
 from tests.launching import ROOT
 from zero_topo.quant import reference
-from zero_topo.quant.messages import Messages, from_sources, to_members
-from zero_topo.quant.pieces import FLOATS, Piece
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast, Reduce, Total
+from zero_topo.quant.operands import FLOATS, Messages, View, from_sources, to_members
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, Cast
 
 pytest.importorskip("triton")
 
@@ -83,8 +82,8 @@ class TestBackend:
         golden_members.check_members(backend, golden.Format(BlockSpec(4, 64), torch.bfloat16), DEVICE)
 
     @pytest.mark.parametrize("count", [129, 9408] if GPU else [129])
-    @pytest.mark.parametrize("hole", [None, 17])
-    def test_any_number_of_messages(self, backend: Any, count: int, hole: int | None) -> None:
+    @pytest.mark.parametrize("hole", [-1, 17])
+    def test_any_number_of_messages(self, backend: Any, count: int, hole: int) -> None:
         """There is no limit to the sources of a sum."""
         golden_members.check_many(backend, count, hole, DEVICE)
 
@@ -144,7 +143,7 @@ class TestBackend:
         for values, message in zip(x, sources, strict=True):
             reference.quantize([golden.whole(values)], spec, to_members(message))
         smallest = torch.finfo(dtype).smallest_normal / 2
-        for reduce in (Reduce(), Reduce(accumulate=True)):
+        for reduce in ((1.0, False), (1.0, True)):
             held = golden.whole(torch.full((2000,), smallest, dtype=dtype))
             golden.same_sums(backend, sources.to(DEVICE), spec, [held], reduce)
 
@@ -152,7 +151,7 @@ class TestBackend:
     def test_a_piece_may_end_before_its_tensor(self, backend: Any, rows: int) -> None:
         """What follows in memory is somebody else's, also within a tile that memory has wholly."""
         spec = BlockSpec(8)
-        pieces = [Piece(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
+        pieces = [View(golden.calm(20_000, torch.float32), rows, 1600, 2000)]
         message = golden.same_message(backend, pieces, spec, DEVICE)
         golden.same_values(backend, message.to(DEVICE), spec, pieces)
 
@@ -167,8 +166,8 @@ class TestBackend:
         for columns in (64, 48, 400):
             flat = golden.calm(columns, torch.float32).to(DEVICE)
             for far, near in (
-                (Piece(flat, 3, columns, 2**32), Piece(flat, 3, columns, columns)),
-                (Piece(flat, 1, columns, columns, 3, 2**32), Piece(flat, 1, columns, columns, 3, columns)),
+                (View(flat, 3, columns, 2**32), View(flat, 3, columns, columns)),
+                (View(flat, 1, columns, columns, 3, 2**32), View(flat, 1, columns, columns, 3, columns)),
             ):
                 messages = golden.same_message(backend, [near], spec, DEVICE).to(DEVICE)
                 made = torch.empty_like(messages)
@@ -176,7 +175,7 @@ class TestBackend:
                 golden.assert_same(made, messages, f"{columns} far apart")
                 (expected,), (actual,) = golden.blank([near]), golden.blank([far])
                 for piece in (expected, actual):
-                    backend.dequantize_reduce(to_members(messages), spec, [piece], Reduce())
+                    backend.dequantize_reduce(to_members(messages), spec, [piece])
                 golden.assert_same(actual.flat, expected.flat, f"{columns} far apart")
 
     def test_nothing_beyond_a_message_is_written(self, backend: Any) -> None:
@@ -197,7 +196,7 @@ class TestBackend:
             piece = golden.whole(torch.empty(300, device=DEVICE))
             for messages in (from_sources(odd), from_sources(apart)):
                 with pytest.raises(ValueError, match="multiples of"):
-                    backend.dequantize_reduce(messages, spec, [piece], Reduce())
+                    backend.dequantize_reduce(messages, spec, [piece])
             with pytest.raises(ValueError, match="multiples of"):
                 backend.quantize([piece], spec, to_members(odd[0]))
 
@@ -247,14 +246,14 @@ class TestFar:
         """Each is read from, and written to, where it lies."""
         for columns, present in ((100, None), (128, 77)):
             flat = untouched(FAR, torch.bfloat16)
-            piece = Piece(flat, 2, columns, 2**31 + 8, 3, 2**30 + 80, present)
+            piece = View(flat, 2, columns, 2**31 + 8, 3, 2**30 + 80, present)
             piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
             for spec in (BlockSpec(8, 64), Cast("fp32")):
                 messages = golden.same_message(backend, [piece], spec)
-                wanted = Piece(torch.zeros(3 * 2 * 128), 2, columns, 128, 3, 256, present)
-                reference.dequantize_reduce(to_members(messages), spec, [wanted], Reduce())
+                wanted = View(torch.zeros(3 * 2 * 128), 2, columns, 128, 3, 256, present)
+                reference.dequantize_reduce(to_members(messages), spec, [wanted])
                 piece.write(torch.zeros(3, 2 * columns))
-                backend.dequantize_reduce(to_members(messages), spec, [piece], Reduce())
+                backend.dequantize_reduce(to_members(messages), spec, [piece])
                 golden.assert_same(piece.read(), wanted.read().bfloat16().float(), f"{spec} {columns}")
                 piece.write(golden.calm(6 * columns, torch.float32).view(3, -1))
 
@@ -269,30 +268,30 @@ class TestFar:
             strides = (2**30, 2**30 + 2**12, 2**30 + 2**16)  # of 32 bits, but not when they are taken twice
             table = untouched(3 * 2**31 + 2**18, torch.uint8).as_strided(few.shape, (*strides, 1))
             table.copy_(few)
-            piece, expected = (Piece(torch.zeros(900), 1, 100, 100, 9, 100) for _ in range(2))
-            reference.dequantize_reduce(Messages(few), spec, [expected], Reduce())
-            backend.dequantize_reduce(Messages(table), spec, [piece], Reduce())
+            piece, expected = (View(torch.zeros(900), 1, 100, 100, 9, 100) for _ in range(2))
+            reference.dequantize_reduce(Messages(few), spec, [expected])
+            backend.dequantize_reduce(Messages(table), spec, [piece])
             golden.assert_same(piece.flat, expected.flat, f"{spec} far apart")
 
     @pytest.mark.parametrize("spec", [BlockSpec(8, 64), BlockSpec(4, 256), Cast("bf16")], ids=str)
     def test_a_message_beyond_2_32_values(self, backend: Any, last_program: None, spec: BlockSpec | Cast) -> None:
         """The last tile of one, in both directions, of rows and of one row; and once more from message to message."""
         tail, stride = FAR % 4096, FAR // 8 + 8
-        rows = Piece(untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
-        for piece in (Piece(untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
+        rows = View(untouched(FAR + 7 * 8, torch.bfloat16), 8, FAR // 8, stride)
+        for piece in (View(untouched(FAR, torch.bfloat16), 1, FAR, FAR), rows):
             last = golden.whole(piece.flat[-tail:])
             last.flat.copy_(golden.calm(tail, torch.bfloat16))
             made = {name: untouched(spec.nbytes(FAR), torch.uint8) for name in ("quantized", "again")}
             backend.quantize([piece], spec, to_members(made["quantized"]))
-            backend.requantize(to_members(made["quantized"]), spec, spec, to_members(made["again"]), Total(FAR))
+            backend.requantize(to_members(made["quantized"]), spec, spec, to_members(made["again"]), FAR)
             small = golden.same_message(reference, [last], spec)
             for name, message in made.items():
                 wanted = tail_of(small, spec, tail, tail)
                 golden.assert_same(tail_of(message, spec, FAR, tail), wanted, f"{spec} {name}")
             values = golden.blank([last])
-            reference.dequantize_reduce(to_members(small), spec, values, Reduce())
+            reference.dequantize_reduce(to_members(small), spec, values)
             last.flat.zero_()
-            backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece], Reduce())
+            backend.dequantize_reduce(to_members(made["quantized"]), spec, [piece])
             golden.assert_same(last.flat, values[0].flat, f"{spec} back")
 
     def test_masks_and_picks_beyond_2_32(self, backend: Any, last_program: None, monkeypatch: Any) -> None:

@@ -23,10 +23,8 @@ import pytest
 import torch
 
 from tests.launching import ROOT
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages, from_sources, to_members
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View, from_sources, to_members
+from zero_topo.quant.spec import BlockSpec, Cast, Format
 
 pytest.importorskip("triton")
 
@@ -56,25 +54,25 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     int8, int4, other, large = BlockSpec(8), BlockSpec(4, 64), BlockSpec(8, 64), BlockSpec(4, 2048)
     fp32, fp16, bf16 = (whole(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
-    rows = Piece(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
+    rows = View(bf16.flat, 16, 1024, 4096, 4, 1024, present=1000)
     reduce, cast = triton.dequantize_reduce, Cast("bf16")
-    many = [(chunks(int8)[:count], hole) for count in (2, 3, 8) for hole in (None, 0, 1)]
+    many = [(chunks(int8)[:count], hole) for count in (2, 3, 8) for hole in (-1, 0, 1)]
     yield "quantize", lambda: triton.quantize([bf16], int8, to_members(chunks(int8)[0]))
     yield "quantize strided", lambda: triton.quantize([rows], int4, to_members(chunks(int4, rows.numel)[:4]))
     yield "quantize large", lambda: triton.quantize([fp32], large, to_members(chunks(large)[0]))
-    yield "dequantize", lambda: reduce(to_members(chunks(int8)[0]), int8, [fp32], Reduce())
+    yield "dequantize", lambda: reduce(to_members(chunks(int8)[0]), int8, [fp32])
     yield (
         "reduce int8 bf16",
-        lambda: [reduce(from_sources(some, hole), int8, [bf16], Reduce(0.1)) for some, hole in many],
+        lambda: [reduce(from_sources(some, hole), int8, [bf16], 0.1) for some, hole in many],
     )
-    yield "reduce int4 fp32", lambda: reduce(from_sources(chunks(int4)), int4, [fp32], Reduce(0.1, accumulate=True))
-    yield "reduce large fp16", lambda: reduce(from_sources(chunks(large)), large, [fp16], Reduce())
+    yield "reduce int4 fp32", lambda: reduce(from_sources(chunks(int4)), int4, [fp32], 0.1, accumulate=True)
+    yield "reduce large fp16", lambda: reduce(from_sources(chunks(large)), large, [fp16])
     yield "requantize", lambda: again(int4, other)
-    odd = Piece(bf16.flat, 16, 1024, 4099, 4, 1001, present=1000)
-    yield "odd rows", lambda: reduce(to_members(chunks(int8, odd.numel)[:4]), int8, [odd], Reduce())
+    odd = View(bf16.flat, 16, 1024, 4099, 4, 1001, present=1000)
+    yield "odd rows", lambda: reduce(to_members(chunks(int8, odd.numel)[:4]), int8, [odd])
     yield "cast", lambda: triton.quantize([fp32], cast, to_members(chunks(cast)[0]))
     yield "cast strided", lambda: triton.quantize([rows], cast, to_members(chunks(cast, rows.numel)[:4]))
-    yield "sum casts", lambda: reduce(from_sources(chunks(cast), 3), cast, [fp32], Reduce(0.1))
+    yield "sum casts", lambda: reduce(from_sources(chunks(cast), 3), cast, [fp32], 0.1)
     yield "sum casts again", lambda: again(cast, cast)
     mask, bits = torch.zeros(NUMEL, dtype=torch.bool), torch.zeros(-(-NUMEL // 8), dtype=torch.uint8)
     yield "mask_pack", lambda: triton.mask_pack(mask, bits)
@@ -119,12 +117,12 @@ def again(source: Format, spec: Format) -> None:
     from zero_topo.quant import triton
 
     out = to_members(chunks(spec)[0])
-    triton.requantize(from_sources(chunks(source)), source, spec, out, Total(NUMEL, 0.1))
+    triton.requantize(from_sources(chunks(source)), source, spec, out, NUMEL, 0.1)
 
 
-def whole(dtype: torch.dtype) -> Piece:
+def whole(dtype: torch.dtype) -> View:
     """A contiguous piece."""
-    return Piece(torch.zeros(NUMEL, dtype=dtype), 1, NUMEL, NUMEL)
+    return View(torch.zeros(NUMEL, dtype=dtype), 1, NUMEL, NUMEL)
 
 
 def chunks(spec: Format, numel: int = NUMEL) -> torch.Tensor:

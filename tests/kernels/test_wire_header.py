@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from op_builder import source_dir
 from tests.kernels import golden
-from zero_topo.quant import code_reference
-from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant import reference
+from zero_topo.quant.spec import BLOCK_SIZES, BlockSpec, TritSpec
 
 PROGRAM = r"""
 #include <inttypes.h>
@@ -137,7 +136,7 @@ def test_header_compiles_as(compiler: str, tmp_path: Path) -> None:
 
 
 def check_trits(program: Path, cases: Sequence[tuple[int, int, int]]) -> None:
-    """Sizes of (block size, blocks, escaped) are those of zero_topo.quant.trits, scales those of the reference."""
+    """Sizes of (block size, blocks, escaped) are those of zero_topo.quant.spec, scales those of the reference."""
     generator = torch.Generator().manual_seed(len(cases))
     old = 2.0 ** torch.randint(-100, 120, (len(cases),), generator=generator)
     top = old * torch.linspace(80.0, 140.0, len(cases))
@@ -153,7 +152,7 @@ def check_trits(program: Path, cases: Sequence[tuple[int, int, int]]) -> None:
         wanted = [spec.before_offset(blocks), spec.scales_offset(blocks), spec.codes_offset(blocks, escaped)]
         assert offsets == [*wanted, spec.trits_offset(blocks, escaped)]
         assert (valid, nbytes) == (1, spec.nbytes(blocks, escaped))
-    scales = code_reference.scales_from_now(top, old)
+    scales = reference.scales_from_now(top, old)
     assert [answer[-2] for answer in answers] == bits_of(scales)
     assert [answer[-1] for answer in answers] == bits_of(torch.where(old > 0, 1 / old, 0.0))
 

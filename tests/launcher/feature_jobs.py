@@ -37,7 +37,7 @@ from tests.launcher import checkpoints
 from tests.launcher.models import SMALL, Branching, Nested, Tiny, TwiceUsed
 from tests.launcher.parity import Result, in_plain_torch, run
 from tests.launcher.training import Job, Net, advance, batch, ds_config, mse, running, weights
-from zero_topo.quant.pieces import DTYPES
+from zero_topo.quant.operands import DTYPES
 
 Block = dict[str, Any] | None
 STEPS = 6

@@ -15,7 +15,7 @@ import pytest
 
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
 from tests.ranks.worlds import whole_weights
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 
 pytestmark = pytest.mark.eight_ranks

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.launcher.training import Job, Net, block, train
-from zero_topo.quant.pieces import DTYPES
+from zero_topo.quant.operands import DTYPES
 
 MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp16")]
 MODELS += [(torch.bfloat16, "fp32"), (torch.float16, "fp32")]

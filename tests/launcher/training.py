@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zero_topo
 from tests.device import DEVICE, naps
-from zero_topo.quant.pieces import DTYPES
+from zero_topo.quant.operands import DTYPES
 
 EMULATED = {"emulated": {"nodes": 2, "gpus_per_node": int(os.environ.get("WORLD_SIZE", 8)) // 4, "gcds_per_gpu": 2}}
 PLAIN = {"weights": None, "secondary": None, "gradients": None}

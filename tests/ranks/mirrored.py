@@ -23,9 +23,9 @@ from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World
 from zero_topo import AdamS
 from zero_topo.collectives import transport
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Group
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 from zero_topo.sync import picks
 
 _VIEWS = (
@@ -113,7 +113,7 @@ class Queued(TorchDispatchMode):
 
             return patch.object(owner, name, wrapped)
 
-        with self, counted(Tensor, "tolist", self.waits), counted(sparse_ops, "sketch", self.calls):
+        with self, counted(Tensor, "tolist", self.waits), counted(ops, "sketch", self.calls):
             yield
 
 

@@ -22,7 +22,7 @@ from tests.ranks.worlds import (
     primary,
     world,
 )
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Torch
 from zero_topo.cost import step_bytes
 from zero_topo.engine.agreement import checksum

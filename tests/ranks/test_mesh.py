@@ -16,8 +16,8 @@ import torch.distributed as dist
 from benchmarks.bare import fake_world
 from tests.harness import SplittingGroup, bound_world, run_threads
 from tests.ranks.worlds import either_placement, shuffled
-from zero_topo.collectives.all_gather import all_gather_rows
 from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.mesh import Mesh
 from zero_topo.plan import Plan
 from zero_topo.topology.model import Topology
@@ -87,7 +87,7 @@ def test_members_sit_at_the_slots_the_mesh_says(machine: Topology) -> None:
                 continue
             seen = torch.empty(hop.size, dtype=torch.int64)
             dist.all_gather_into_tensor(seen, torch.tensor([rank]), group=hop.group)
-            right.append([int(seen[slot]) for slot in hop.slots] == plan.group(rank, lo, hi))
+            right.append([int(seen[rank]) for rank in hop.group_ranks] == plan.group(rank, lo, hi))
             right.append(plan.group(rank, lo, hi)[hop.index] == rank)
         for lo, hi in plan.hops():
             right.append(plan.group(rank, lo, hi)[mesh.route(lo, hi).index] == rank)

@@ -31,8 +31,8 @@ def lanes_of_a_gpu() -> Iterator[None]:
     """Lanes queue what follows at once; nothing here has to be ordered among streams (tests/ranks/test_streams.py)."""
     streams = MagicMock()
     with (
-        patch("zero_topo.collectives.lane.torch", streams),
-        patch("zero_topo.collectives.lane.on_gpu", lambda _: True),
+        patch("zero_topo.collectives.queue.torch", streams),
+        patch("zero_topo.collectives.queue.on_gpu", lambda _: True),
         patch.object(Tensor, "record_stream", lambda *_: None),
     ):
         yield
@@ -130,7 +130,7 @@ def forgotten(hop: Group, rank: int) -> None:
 
 def one_by_one(hop: Group, rank: int) -> None:
     """As on gloo."""
-    Gloo(hop.lo, hop.hi, hop.index, hop.slots, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
+    Gloo(hop.lo, hop.hi, hop.index, hop.group_ranks, hop.domain, hop.group)._all_gather(torch.zeros(2)).wait()
 
 
 BREAKS: dict[Callable[[Group, int], None], str] = {

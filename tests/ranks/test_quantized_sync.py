@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,15 +16,12 @@ from torch.nn.functional import pad
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import HIERARCHY
 from tests.ranks.worlds import PLAIN, SLOTS, World, assert_changes_nothing, either_placement, owned, synced, world
-from zero_topo.collectives.pack import merged, span_pieces
 from zero_topo.collectives.transport import Torch
-from zero_topo.collectives.wire import Wire
 from zero_topo.cost import memory_bytes, step_bytes
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.quant import reference
-from zero_topo.quant.messages import to_members
-from zero_topo.quant.pieces import Piece, piece_of, read_all
-from zero_topo.quant.spec import BlockSpec, Reduce
+from zero_topo.quant import ops, reference
+from zero_topo.quant.operands import View, merged, range_views, read_all, to_members, view_of
+from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync.quantized import Quantized
 from zero_topo.topology.model import Topology
 
@@ -169,8 +167,8 @@ def test_each_senders_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
         total = torch.zeros_like(given)
         for message in sent[rank]:
             values = torch.zeros(1, layout.columns)
-            pieces = span_pieces(values, merged(layout.spans(SLOTS), 64), 64)
-            reference.dequantize_reduce(to_members(message[other]), spec, pieces, Reduce())
+            pieces = range_views(values, merged(layout.spans(SLOTS), 64), 64)
+            reference.dequantize_reduce(to_members(message[other]), spec, pieces)
             total += values[0]
         assert torch.allclose(total, given - debt, atol=1e-6)
 
@@ -194,16 +192,13 @@ def test_overlap_changes_no_bit(setting: str) -> None:
     assert_changes_nothing(world(block(setting)), rank_main)
 
 
-class Coarse(Wire):
+def coarse(pieces: Sequence[View], spec: Format, out: Tensor | None = None, without: int = -1) -> Tensor:
     """Two bits: values are -1, 0 or 1 times their block's largest, sent in a format for four."""
-
-    def encode(self, pieces: Sequence[Piece], messages: Tensor | None = None, without: int | None = None) -> Tensor:
-        x = read_all(pieces)
-        if isinstance(self.spec, BlockSpec):
-            blocks = pad(x, (0, -x.shape[1] % self.spec.block_size)).unflatten(1, (-1, self.spec.block_size))
-            top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
-            x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
-        return super().encode([piece_of(x[:, None])], messages, without)
+    x = read_all(pieces)
+    blocks = pad(x, (0, -x.shape[1] % spec.block_size)).unflatten(1, (-1, spec.block_size))
+    top = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    x = ((blocks / top).round() * top).flatten(1)[:, : x.shape[1]].contiguous()
+    return ops.quantize([view_of(x[:, None])], spec, out, without)
 
 
 def test_two_bits_need_error_feedback() -> None:
@@ -214,7 +209,6 @@ def test_two_bits_need_error_feedback() -> None:
 
         def rank_main(rank: int, w: World = w) -> float:
             engine = w.engine()
-            mode(engine).wire = Coarse(mode(engine).wire.spec)
             total = torch.zeros(engine.layout.columns)
             steps = 40
             for _ in range(steps):
@@ -224,7 +218,8 @@ def test_two_bits_need_error_feedback() -> None:
             wanted = w.own_mean(rank, 0)
             return float((total / steps - wanted).norm() / wanted.norm())
 
-        error[feedback] = max(run_threads(w.size, rank_main))
+        with patch("zero_topo.sync.quantized.quantize", coarse):
+            error[feedback] = max(run_threads(w.size, rank_main))
     assert error[True] < 0.05 < 0.3 < error[False]
 
 

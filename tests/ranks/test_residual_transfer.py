@@ -61,9 +61,9 @@ def owed_after(w: World, folder: Path | None, steps: int, save: Path | None = No
         if save is not None:
             name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": {"partition_count": w.size, **engine.state_dict()}}, save / name)
-        owed = mode_of(engine).owed()
+        owed = mode_of(engine).residual_owners()
         assert owed is not None
-        return list(zip(owed.owners, mode_of(engine).debts(), strict=True))
+        return list(zip(owed.owners, mode_of(engine).residual_table(), strict=True))
 
     total: dict[int, Tensor] = defaultdict(lambda: torch.zeros(w.columns))
     for debts in run_threads(w.size, rank_main):

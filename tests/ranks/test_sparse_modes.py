@@ -57,7 +57,7 @@ def sparse_world(setting: dict[str, Any], peers: int | None, mode: str, numels: 
     return world(block, machine, numels)
 
 
-def mode_of(engine: Stage3) -> Sparse[Any]:
+def mode_of(engine: Stage3) -> Sparse:
     """The mode of an engine."""
     assert isinstance(engine.gradients.mode, Sparse)
     return engine.gradients.mode
@@ -69,7 +69,7 @@ def observed(engine: Stage3) -> Step:
     rows, own = engine.gradients.optimizer_rows().clone(), owned(engine)
     engine.end_step(skipped=False)
     lo, hi = plan.route(plan.gradients, plan.world_size)[-1] if plan.gradients < plan.world_size else (1, 1)
-    debts = list(zip(plan.group(engine.layout.rank, lo, hi), mode.debts(), strict=True))
+    debts = list(zip(plan.group(engine.layout.rank, lo, hi), mode.residual_table(), strict=True))
     sent = sum(n for (phase, _), n in engine.meter.last_step().items() if phase == "sync")
     return Step(own, rows, debts, sent, mode.report())
 

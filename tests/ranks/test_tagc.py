@@ -30,7 +30,7 @@ from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.sync import tagc as tagc_mode
 from zero_topo.sync.base import Parameter
-from zero_topo.sync.sparse import taken
+from zero_topo.sync.sparse import takes_part
 
 ROW = LEAST_BLOCKS * 1024
 SHARDED: dict[str, Any] = {"weights": "rank", "gradients": "rank", "optimizer": "world"}
@@ -298,4 +298,4 @@ def test_a_rank_picks_as_the_paper_says_or_less(ratio: Any) -> None:
 )
 def test_layers_outside_the_attention_core_are_sparse(name: str, sparse: bool) -> None:
     """By the names that common models give them."""
-    assert taken(Parameter(name, 1, 2, (0, 1)), TagcSync()) == sparse
+    assert takes_part(Parameter(name, 1, 2, (0, 1)), TagcSync()) == sparse

@@ -24,7 +24,7 @@ from tests.ranks.worlds import (
     whole_weights,
     world,
 )
-from zero_topo.collectives.pack import rows_of
+from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.agreement import checksum
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan

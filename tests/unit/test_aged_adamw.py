@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import zero_topo.sync.aged_adamw
+import zero_topo.sync.optimizers
 from zero_topo import AgedAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -20,8 +20,8 @@ SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 def test_few_elements_are_updated_by_themselves_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and all state, as where arithmetic is of all elements: on a GPU, which nobody waits for."""
     found = []
-    for few in (zero_topo.sync.aged_adamw.FEW, 10**6):
-        monkeypatch.setattr(zero_topo.sync.aged_adamw, "FEW", few)
+    for few in (zero_topo.sync.optimizers.FEW, 10**6):
+        monkeypatch.setattr(zero_topo.sync.optimizers, "FEW", few)
         p = torch.linspace(-1, 1, 1000).requires_grad_(True)
         optimizer = AgedAdamW([p], **SETTINGS)
         for p.grad in sparse_sums(30, 1000):
@@ -44,7 +44,7 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
 @pytest.mark.parametrize("seed", range(4))
 def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of any size, in any dtype of the weights, cut into chunks or not."""
-    monkeypatch.setattr(zero_topo.sync.aged_adamw, "CHUNK", (1 << 22, 64, 1000, 7)[seed])
+    monkeypatch.setattr(zero_topo.sync.optimizers, "CHUNK", (1 << 22, 64, 1000, 7)[seed])
     generator = torch.Generator().manual_seed(seed)
     dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
     settings = {

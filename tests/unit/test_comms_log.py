@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Exchange, Meter
+from zero_topo.collectives.queue import Handle
 from zero_topo.collectives.transport import Torch, as_bytes
 from zero_topo.hook.monitor import NAMES, CommsLog, row
 

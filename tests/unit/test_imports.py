@@ -15,18 +15,17 @@ from tests.launching import ROOT
 
 HEAVY = ("torch", "deepspeed", "numpy", "matplotlib", "megatron")
 
-_PLANNING = ("units", "versions", "strict", "topology", "quant.spec", "quant.trits", "plan", "config", "cost")
+_PLANNING = ("units", "versions", "strict", "topology", "quant.spec", "plan", "config", "cost")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "units": (),
     "versions": (),
     "quant.spec": ("units",),
-    "quant.trits": ("quant.spec",),
     "strict": (),
     "topology": ("units", "strict"),
     "plan": ("units", "topology"),
     "config": ("units", "strict", "topology", "quant.spec", "plan"),
-    "cost": ("units", "strict", "topology", "quant.spec", "quant.trits", "plan", "config"),
+    "cost": ("units", "strict", "topology", "quant.spec", "plan", "config"),
     "quant": _PLANNING,
     "collectives": (*_PLANNING, "quant"),
     "mesh": (*_PLANNING, "quant", "collectives"),

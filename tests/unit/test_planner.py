@@ -27,7 +27,7 @@ from zero_topo.cost.step import Job
 from zero_topo.cost.transformer import scaled
 from zero_topo.cost.volume import Workload, by_domain, step_bytes
 from zero_topo.hook.automatic import request_of
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant.spec import TritSpec
 from zero_topo.topology import Topology, load_preset
 from zero_topo.units import GB
 

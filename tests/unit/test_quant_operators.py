@@ -14,9 +14,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from zero_topo.quant import operators, ops
-from zero_topo.quant.codes import Codes
+from zero_topo.quant.operands import Codes, view_of
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
-from zero_topo.quant.pieces import piece_of
 from zero_topo.quant.spec import BlockSpec
 
 CPU = torch.device("cpu")
@@ -76,10 +75,10 @@ def test_every_backend_says_what_it_serves() -> None:
         operators.BACKENDS["native"](torch.device("meta"))
 
 
-def test_a_tensor_that_is_no_piece_is_refused() -> None:
+def test_a_tensor_that_is_no_view_is_refused() -> None:
     """Its strides cannot be said in rows and columns."""
     with pytest.raises(ValueError, match="make it contiguous"):
-        piece_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
+        view_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
 
 
 def arguments() -> dict[str, tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 from zero_topo.sync import picks
 from zero_topo.sync.picks import (
     TINY,
@@ -197,7 +197,7 @@ def test_the_largest_of_a_row_are_those_of_a_sort(x: Tensor, rows: int, data: st
     k = data.draw(st.integers(1, len(x)))
     sizes = table.abs().nan_to_num(nan=torch.inf, posinf=3e38)
     wanted = [sorted(sorted(range(len(x)), key=lambda i, row=row: (-row[i], i))[:k]) for row in sizes.tolist()]  # type: ignore[misc]
-    assert sparse_ops.row_largest(table, k).tolist() == wanted
+    assert ops.row_largest(table, k).tolist() == wanted
 
 
 @given(st.lists(VECTORS, min_size=1, max_size=4), st.data())
@@ -215,15 +215,15 @@ def test_rows_are_of_a_table() -> None:
     """Of FP32, with as many elements in a row as are asked for."""
     for wrong, k in ((torch.ones(4), 1), (torch.ones(4, 4).T[:2], 1), (torch.ones(2, 4).half(), 1)):
         with pytest.raises(ValueError, match=r"must be|of each row"):
-            sparse_ops.row_largest(wrong, k)
+            ops.row_largest(wrong, k)
     for k in (0, 5):
         with pytest.raises(ValueError, match=rf"{k} elements of each row of \(2, 4\)"):
-            sparse_ops.row_largest(torch.ones(2, 4), k)
-    assert sparse_ops.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
+            ops.row_largest(torch.ones(2, 4), k)
+    assert ops.row_largest(torch.ones(0, 4), 2).shape == (0, 2)
 
 
 def test_sketches_are_of_vectors() -> None:
     """Of one, or of a row for each member."""
     for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
         with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
-            sparse_ops.sketch(wrong, 1, 3)
+            ops.sketch(wrong, 1, 3)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torch._C._profiler import _RecordFunctionFast
 
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 
 Key = tuple[str, str]
 Span = tuple[str, float, float]
@@ -43,7 +43,7 @@ class Exchange:
 
 
 class Listener(Protocol):
-    """Who wants to know how long each exchange takes."""
+    """Is asked at each exchange whether it wants to time it."""
 
     def listens(self, exchange: Exchange) -> bool:
         """Whether to time this one, which then blocks."""
@@ -70,15 +70,19 @@ class Meter:
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
+        # Bytes of the step under way, of the last closed one, and of all closed ones: `end_step` moves them on.
         self._step: Counter[Key] = Counter()
         self._last: Counter[Key] = Counter()
         self._total: Counter[Key] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # by phase, since the start; a rank that watches the others compares them
+        # Seconds of the host by phase since `_began`, in sum and one after the other; and of the last closed step.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last_seconds: Mapping[str, float] = {}
         self._began = time.perf_counter()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._last_spans: Collection[Span] = ()
+        # Phases that the host is in, innermost last: `phase` reads them from any thread. Only the innermost one's clock
+        # runs, since `_mark`.
         self._open: list[str] = []
         self._mark = 0.0
         self.steps = 0
@@ -90,7 +94,7 @@ class Meter:
             self.calls[phase] += 1
 
     def exchange(self, exchange: Exchange, begin: Callable[..., Handle[T]], *arguments: Any) -> Handle[T]:
-        """Begin and count an exchange; if somebody listens, also finish it.
+        """Begin and count an exchange; if a listener wants to time it, also finish it.
 
         Args:
             exchange: what it is.

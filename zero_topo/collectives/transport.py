@@ -10,14 +10,15 @@ Note [Point to point on gloo]
     instead, all at once. Other backends use their own collectives.
 
 Note [Group order]
-    Backends count a group's members by global rank (``Group.slots``). Where that is not the tree's order, what a
+    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the tree's order, what a
     collective sends and receives is reordered by one copy on the device, by an index that stays there; messages from
     point to point need none.
 
 Note [Works that are kept]
-    Who destroys a work of gloo spins until gloo's thread has let go of it. Where ranks have no two cores each that may
-    wait for the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 where works that are done
-    are kept until a later exchange of the same group is waited for. They hold their messages: long ones go at once.
+    A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with fewer than two cores
+    each, that may take a quantum of the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 ms
+    where finished works are kept until a later exchange of the same group is waited for. Works hold their messages, so
+    those of long messages are released at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Exchange
+from zero_topo.collectives.queue import Handle
+from zero_topo.plan import Plan
+from zero_topo.quant.operands import View, at_blocks, total_numel
+from zero_topo.quant.ops import dequantize, dequantize_reduce, quantize, requantize
+from zero_topo.quant.spec import Cast, Format
 
 KEPT = 1 << 22  # bytes
 
@@ -46,7 +51,8 @@ class Group:
         hi: degree of the smaller shard.
         size: number of members.
         index: this rank's place among the members, in tree order.
-        slots: ``slots[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree may not.
+        group_ranks: ``group_ranks[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree
+            may not.
         members: the member that each group rank is.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
@@ -55,21 +61,23 @@ class Group:
     """
 
     def __init__(
-        self, lo: int, hi: int, index: int, slots: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
+        self, lo: int, hi: int, index: int, group_ranks: tuple[int, ...], domain: str, group: dist.ProcessGroup | None
     ) -> None:
         self.lo, self.hi, self.size, self.index = lo, hi, hi // lo, index
-        self.slots, self.domain, self.group = slots, domain, group
-        self.members = tuple(sorted(range(len(slots)), key=slots.__getitem__))
-        self.in_order = slots == tuple(range(len(slots)))
+        self.group_ranks, self.domain, self.group = group_ranks, domain, group
+        self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
+        self.in_order = group_ranks == tuple(range(len(group_ranks)))
+        # Shared by all copies of the group, for they share its process group: see Note [Works that are kept].
         self.done: list[dist.Work] = []
         self.counted: Counted
+        # One copy for each meter and phase, so that the path of a step makes none.
         self._metered: dict[Counted, Self] = {}
 
     def metered(self, counted: Counted) -> Self:
         """This group with its exchanges counted by a meter and a phase; made once for each."""
         if counted not in self._metered:
-            made = self._metered[counted] = copy(self)
-            made.counted = counted
+            metered = self._metered[counted] = copy(self)
+            metered.counted = counted
         return self._metered[counted]
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
@@ -77,8 +85,12 @@ class Group:
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
         shape = self.size, *x.shape
-        came = self._begin("all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x))
-        return came if x.dtype == torch.uint8 and x.dim() == 1 else came.then(lambda b: b.view(x.dtype).view(shape))
+        received = self._begin("all_gather", (self.size - 1) * x.nbytes, True, self._all_gather, as_bytes(x))
+        return (
+            received
+            if x.dtype == torch.uint8 and x.dim() == 1
+            else received.then(lambda b: b.view(x.dtype).view(shape))
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """As :meth:`gather_later`, waited for."""
@@ -97,8 +109,8 @@ class Group:
 
     def scatter(self, table: Tensor) -> Tensor:
         """As :meth:`scatter_later`, of any type, waited for."""
-        came = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
-        return came.view(-1).view(table.dtype).view(table.shape)
+        received = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
+        return received.view(-1).view(table.dtype).view(table.shape)
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
@@ -120,8 +132,8 @@ class Group:
         if self.size == 1:
             return rows
         table = rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
-        came = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
-        return came.view(-1).view(rows.dtype).view(len(came), *rows.shape[1:])
+        received = self._begin("all_to_all", nbytes, False, begin, table, *sizes).wait()
+        return received.view(-1).view(rows.dtype).view(len(received), *rows.shape[1:])
 
     def _begin(
         self,
@@ -170,19 +182,21 @@ class Torch(Group):
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
         """On ``wait``, what came in the order of the members."""
         in_order = self.in_order
-        return Handle(work, (sent,), lambda: received if in_order else received[_index(self.slots, received.device)])
+        return Handle(
+            work.wait, (sent,), lambda: received if in_order else received[_index(self.group_ranks, received.device)]
+        )
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         received = rows.new_empty(sum(expected), rows.shape[1])
         if self.in_order:
             work = dist.all_to_all_single(received, rows, list(expected), list(sizes), group=self.group, async_op=True)
-            return Handle(work, (rows,), lambda: received)
+            return Handle(work.wait, (rows,), lambda: received)
         cpu = torch.device("cpu")
         members, lengths = _index(self.members, cpu), torch.tensor(sizes)
         due, send = torch.tensor(expected)[members], _regrouped(rows, lengths, members)
         lists = due.tolist(), lengths[members].tolist()
         work = dist.all_to_all_single(received, send, *lists, group=self.group, async_op=True)
-        return Handle(work, (send,), lambda: _regrouped(received, due, _index(self.slots, cpu)))
+        return Handle(work.wait, (send,), lambda: _regrouped(received, due, _index(self.group_ranks, cpu)))
 
 
 class Gloo(Group):
@@ -211,9 +225,9 @@ class Gloo(Group):
 
         Empty messages are not sent.
         """
-        members, size, own = self.members, self.size, self.slots[self.index]
+        members, size, own = self.members, self.size, self.group_ranks[self.index]
         places[self.index].copy_(parts[self.index])
-        works: list[dist.Work | None] = []
+        works: list[Any] = []
         nbytes = 0
         for distance in range(1, size):
             source, target = (own - distance) % size, (own + distance) % size
@@ -224,20 +238,14 @@ class Gloo(Group):
                 nbytes += part.nbytes
                 works.append(dist.isend(part, group=self.group, group_dst=target))
         done = self.done if nbytes <= KEPT else []
-        return Handle(Works([work for work in works if work is not None], done), (parts, received), lambda: received)
 
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            done[:] = works
+            works.clear()
 
-class Works:
-    """Several works as one, which takes the place of another when it is done; Note [Works that are kept]."""
-
-    def __init__(self, works: Sequence[dist.Work], done: list[dist.Work]) -> None:
-        self._works, self._done = works, done
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-        self._done[:], self._works = self._works, ()
+        return Handle(wait, (parts, received), lambda: received)
 
 
 class Mpi(Group):
@@ -252,18 +260,18 @@ class Mpi(Group):
     """
 
     def __init__(self, like: Group, comm: Any) -> None:
-        super().__init__(like.lo, like.hi, like.index, like.slots, like.domain, like.group)
+        super().__init__(like.lo, like.hi, like.index, like.group_ranks, like.domain, like.group)
         self._comm = comm
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         sent, received = message.cpu(), torch.empty(self.size, message.numel(), dtype=message.dtype)
-        work = _Request(self._comm.Iallgather(_buffer(sent), _buffer(received)))
-        return Handle(work, (sent,), lambda: received.to(message.device))
+        request = self._comm.Iallgather(_buffer(sent), _buffer(received))
+        return Handle(request.Wait, (sent,), lambda: received.to(message.device))
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
         sent, received = table.cpu(), torch.empty_like(table, device="cpu")
-        work = _Request(self._comm.Ialltoall(_buffer(sent), _buffer(received)))
-        return Handle(work, (sent,), lambda: received.to(table.device))
+        request = self._comm.Ialltoall(_buffer(sent), _buffer(received))
+        return Handle(request.Wait, (sent,), lambda: received.to(table.device))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
         """Blocks."""
@@ -277,16 +285,6 @@ class Mpi(Group):
         received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype), rows.shape[1]
         self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * torch.tensor(sizes).numpy()])
         return Handle(None, (), lambda: received.to(rows.device))
-
-
-class _Request:
-    """A request of MPI as the work of a handle."""
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    def wait(self) -> None:
-        self._request.Wait()
 
 
 def transport() -> type[Group]:
@@ -317,6 +315,184 @@ class Route:
         for hop in self.hops:
             index, step = index + step * hop.index, step * hop.size
         self.__dict__.update(lo=lo, hi=hi, size=hi // lo, index=index)
+
+
+def members(rows: Tensor, size: int) -> Tensor:
+    """View of a degree-``lo`` shard by member of the hop ``(lo, lo * size)``.
+
+    Args:
+        rows: ``[N / lo, ...]``.
+        size: members of the hop.
+
+    Returns:
+        ``[size, N / (lo * size), ...]``, a view: entry ``c`` is what member ``c`` holds (Note [Hops] in ``plan.py``).
+    """
+    return rows.unflatten(0, (-1, size)).transpose(0, 1)
+
+
+def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
+    """A parameter-shaped tensor as world shards in tree order.
+
+    Args:
+        flat: ``[numel]``, contiguous.
+        plan: gives the world size and the order.
+        rank_at: the plan's, on the device of ``flat``, if it is there already.
+
+    Returns:
+        ``[N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
+    """
+    width = plan.shard_numel(flat.numel())
+    missing = plan.world_size * width - flat.numel()
+    if missing:
+        flat = torch.cat([flat, flat.new_zeros(missing)])
+    rows = flat.view(plan.world_size, width)
+    if plan.order is None:
+        return rows
+    return rows[torch.tensor(plan.rank_at, device=flat.device) if rank_at is None else rank_at]
+
+
+def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
+    """A parameter's shards of some degree as views of the whole: nothing is copied, the padding does not exist.
+
+    Args:
+        flat: ``[numel]`` in tree order; what lies beyond its end is zero. See :meth:`Layout.in_tree_order`.
+        plan: gives the world size.
+        degree: of the shards.
+
+    Returns:
+        ``N / degree`` rows of ``ceil(numel / N)`` for each tree position modulo ``degree``.
+    """
+    width = plan.shard_numel(flat.numel())
+    return View(flat, plan.world_size // degree, width, degree * width, degree, width)
+
+
+def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor]:
+    """All-gather one message per member.
+
+    1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
+    2. if there is an inner hop: pass on inside the node all that came, on ``wait``.
+
+    A route of one member moves nothing and returns the message itself.
+
+    Args:
+        route: the members.
+        message: values or wire bytes, 1-D, contiguous, the same size on every member.
+        counted: meter and phase.
+
+    Returns:
+        ``[outer, inner, numel]`` on ``wait``, a view: what member ``m`` sent is at ``[m // inner, m % inner]``.
+    """
+    outer = route.hops[-1].metered(counted).gather_later(message)
+    if len(route.hops) == 1:
+        return outer.then(lambda received: received[None])
+    inner = route.hops[0].metered(counted)
+    return outer.then(lambda received: inner.gather(received).transpose(0, 1))
+
+
+def all_gather_views(
+    route: Route,
+    views: Sequence[View],
+    spec: Format,
+    counted: Counted,
+    message: Tensor | None = None,
+    accumulate: bool = False,
+) -> Handle[None]:
+    """All-gather what each member has into the places where it belongs.
+
+    1. encode this rank's views into one message; gather;
+    2. on ``wait``, decode every other member's message into its views; this rank's own are not touched.
+
+    Args:
+        route: the members.
+        views: of all members, in tree order.
+        spec: the format.
+        counted: meter and phase.
+        message: what this rank sends, if that is encoded already.
+        accumulate: add the decoded values to those that the views have.
+    """
+    if message is None:
+        message = quantize([view.member(route.index) for view in views], spec)
+
+    def finish(received: Tensor) -> None:
+        dequantize(received, spec, views, accumulate=accumulate, without=route.index)
+
+    return all_gather(route, message, counted).then(finish)
+
+
+def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
+    """All-gather, in place, the degree-``lo`` shard of which this rank holds its degree-``hi`` rows. Blocking.
+
+    Args:
+        route: the members.
+        rows: ``[N / lo, columns]``; on entry the rows ``j`` with ``j % size == index`` are valid, on return all are.
+        counted: meter and phase.
+        chunk_numel: elements that one collective may carry.
+    """
+    if route.size == 1 or rows.numel() == 0:
+        return
+    width = max(1, chunk_numel // rows.shape[0])
+    for begin in range(0, rows.shape[1], width):
+        by_member = members(rows[:, begin : begin + width], route.size)
+        own = by_member[route.index].contiguous()
+        received = all_gather(route, own.view(-1), counted).wait()
+        by_member.unflatten(0, received.shape[:2]).copy_(received.unflatten(2, own.shape))
+
+
+def reduce_scatter(
+    route: Route,
+    parts: Sequence[View],
+    spec: Format,
+    out: Sequence[View],
+    counted: Counted,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> Handle[None]:
+    """Sum over the members of a route; each keeps its own part.
+
+    1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
+       scale with another, which may be a thousand times larger (a matrix beside a norm);
+    2. per hop, the innermost first: one all-to-all takes each message to the member that stands for its destination,
+       where the messages for one destination are summed in tree order (FP32) and, if a hop follows, encoded again;
+    3. the last sums go into ``out``.
+
+    Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums, ring order), it
+    cannot carry block-quantized values, and gloo's sends every byte twice. One all-to-all sends ``(d - 1) / d`` of the
+    input, as a ring does, and the same code serves INT4, INT8, 16-bit and FP32.
+
+    Args:
+        route: the members.
+        parts: the values that each member, in tree order, shall sum.
+        spec: the format.
+        out: takes this rank's sums; part by part as large as ``parts`` if blocks have scales.
+        counted: meter and phase.
+        factor: multiplies the sums.
+        accumulate: add the sums to the values that ``out`` has.
+
+    Returns:
+        Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
+    """
+    if route.size == 1:
+        exact = Cast("fp32")
+        dequantize(quantize(parts, exact), exact, out, factor, accumulate)
+        return Handle(None, (), lambda: None)
+    out = at_blocks(out, spec.block_size)
+    first, numel = route.hops[0], total_numel(out)
+    send = _empty(first, route.size, spec.nbytes(numel), out[0].flat.device)
+    quantize(at_blocks(parts, spec.block_size), spec, send.transpose(0, 1))
+
+    def finish(received: Tensor) -> None:
+        for following in route.hops[1:]:
+            send = _empty(following, received.shape[1], spec.nbytes(numel), received.device)
+            requantize(received, spec, send.transpose(0, 1), numel)
+            received = following.metered(counted).scatter_later(send).wait()
+        dequantize_reduce(received[:, 0], spec, out, factor, accumulate)
+
+    return first.metered(counted).scatter_later(send).then(finish)
+
+
+def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
+    """Room for the messages of a hop: ``[members, destinations behind each, bytes]``."""
+    return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:

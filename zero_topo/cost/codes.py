@@ -2,7 +2,7 @@
 """Weights held as INT8 codes: bytes held, and bytes of the messages that say how codes changed.
 
 Note [Expected escapes]
-    What a publish sends depends on how many blocks escape (``quant/trits.py``), which the data decide. Of the codes of
+    What a publish sends depends on how many blocks escape (``quant/spec.py``), which the data decide. Of the codes of
     a matrix whose weights deviate by ``sigma`` from their mean, ``7.4 lr / sigma`` change in a step of Adam: a scale is
     about ``.0245 sigma``, an update ``.18 lr``. Escapes follow, as measured with blocks of 256 over 600 steps of a
     small model (:data:`ESCAPED`): an eighth of the blocks in the warm-up, under a hundredth from an eighth of codes
@@ -16,8 +16,7 @@ from bisect import bisect
 from collections.abc import Iterable
 from math import ceil, log
 
-from zero_topo.quant.spec import BlockSpec
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant.spec import BlockSpec, TritSpec
 
 COUNT_BYTES = 8  # of a run: how many of its blocks escape, told to all before its message
 CHANGED = 7.4  # share of codes that change in a step, to lr / sigma

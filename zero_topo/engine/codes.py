@@ -10,17 +10,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted
+from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.transport import all_gather
 from zero_topo.engine.publish import Begun, Planner, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
-from zero_topo.quant import code_ops
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.spec import BlockSpec
-from zero_topo.quant.trits import TritSpec
+from zero_topo.quant import ops
+from zero_topo.quant.operands import Change, Codes, Masters, Part
+from zero_topo.quant.spec import BlockSpec, TritSpec
 
 
 class CodeStore:
@@ -49,7 +47,7 @@ class CodeStore:
         device: torch.device,
         counted: Counted,
         planned: Planner,
-        lane: Lane,
+        lane: OrderedQueue,
     ) -> None:
         self._counted, self._planned, self._lane = counted, planned, lane
         widths = [width if has else 0 for width, has in zip(layout.widths, coded, strict=True)]
@@ -98,8 +96,10 @@ class CodeStore:
         """
         self.buffers[slot].zero_()
         masters, part = Masters(rows, first, 0), self._part([slot], 1)
-        change = code_ops.assess(masters, self.codes, part)
-        code_ops.emit(masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks))
+        change = ops.assess_changes(masters, self.codes, part)
+        ops.encode_changes(
+            masters, self.codes, part, change, TritSpec(self.codes.block).nbytes(part.blocks, part.blocks)
+        )
 
     def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
         """Begin to publish some updates; every rank of a route the changes of the rows that it owns.
@@ -113,7 +113,7 @@ class CodeStore:
         for slots, masters, first in runs:
             assert masters is not None
             own, part = Masters(masters, first, route.index), self._part(slots, route.size)
-            assessed.append((own, part, code_ops.assess(own, self.codes, part)))
+            assessed.append((own, part, ops.assess_changes(own, self.codes, part)))
         counts = self._most(route, [change for *_, change in assessed])
         for (slots, *_), (own, part, change), escaped in zip(runs, assessed, counts, strict=True):
             most[slots[0]] = escaped
@@ -134,5 +134,5 @@ class CodeStore:
         return most
 
     def _publish(self, route: Route, own: Masters, part: Part, change: Change, nbytes: int) -> Handle[None]:
-        handle = all_gather(route, code_ops.emit(own, self.codes, part, change, nbytes), self._counted)
-        return Handle(None, (), lambda: code_ops.apply(handle.wait(), self.codes, part, route.index))
+        handle = all_gather(route, ops.encode_changes(own, self.codes, part, change, nbytes), self._counted)
+        return Handle(None, (), lambda: ops.apply_changes(handle.wait(), self.codes, part, route.index))

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather
-from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted
-from zero_topo.collectives.pack import members, span_pieces
-from zero_topo.collectives.wire import Wire, wire_of
+from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.transport import all_gather, members
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.operands import range_views
+from zero_topo.quant.ops import cast_to, dequantize, quantize
+from zero_topo.quant.spec import BlockSpec, Format
 
 Capture = Callable[[int, Tensor], None]
 
@@ -35,20 +35,21 @@ class Copy(NamedTuple):
 
     route: Route
     data: Tensor
-    wire: Wire
+    wire: Format
     packed: bool = False
     block: int = 1
 
     def store(self, rows: Tensor) -> None:
         """Replace the values by those of ``rows [rows, width]``."""
         if self.packed:
-            self.wire.encode(span_pieces(rows, [(0, rows.shape[1])]), self.data)
+            quantize(range_views(rows, [(0, rows.shape[1])]), self.wire, self.data)
         else:
             self.data.copy_(rows)
 
     def unpack(self, buffers: Tensor, rows: Tensor) -> None:
         """Write the values of all ranks' packed buffers to the parameter's rows ``[N, width]``."""
-        self.wire.decode(buffers, span_pieces(members(rows, self.route.size), [(0, rows.shape[1])], self.block))
+        pieces = range_views(members(rows, self.route.size), [(0, rows.shape[1])], self.block)
+        dequantize(buffers, self.wire, pieces)
 
 
 def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
@@ -60,11 +61,11 @@ def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
     sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
     ends = list(accumulate(sizes, initial=0))
     if any([copy.packed for copy in copies]):
-        parts = [c.data if c.packed else c.wire.encode(span_pieces(c.data, [(0, c.data.shape[1])])) for c in copies]
+        parts = [c.data if c.packed else quantize(range_views(c.data, [(0, c.data.shape[1])]), c.wire) for c in copies]
         return parts[0] if len(parts) == 1 else torch.cat(parts), ends
     buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
     for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
-        copy.wire.encode(span_pieces(copy.data, [(0, copy.data.shape[1])]), buffer[begin:end])
+        quantize(range_views(copy.data, [(0, copy.data.shape[1])]), copy.wire, buffer[begin:end])
     return buffer, ends
 
 
@@ -155,7 +156,7 @@ class Secondary:
             return
         route, captured = mesh.route(1, degree), degree % layout.plan.weights != 0
         like = shards[0].data
-        wire = wire_of(spec, like.dtype)
+        wire = spec or cast_to(like.dtype)
         rows = [] if captured else [layout.subset(shard.data, layout.plan.weights, degree) for shard in shards]
         if spec is None:
             stored = like.new_zeros(layout.shape(degree)) if captured else like

@@ -32,16 +32,14 @@ from functools import partial
 
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import rows_of, shard_piece, span_pieces
-from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.transport import reduce_scatter, rows_of, shard_view
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import packed_runs
-from zero_topo.quant.spec import Reduce
+from zero_topo.quant.operands import range_views
+from zero_topo.quant.spec import Format
 from zero_topo.sync.base import SyncMode
 
 logger = logging.getLogger(__name__)
@@ -70,11 +68,11 @@ class Gradients:
         layout: Layout,
         mesh: Mesh,
         mode: SyncMode,
-        wire: Wire,
+        wire: Format,
         run_numel: int | None,
         loss_scale: Callable[[], float],
         meter: Meter,
-        lane: Lane,
+        lane: OrderedQueue,
     ) -> None:
         self.layout = layout
         self.buffer = mode.context.shard
@@ -125,10 +123,10 @@ class Gradients:
     def _scatter(self, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         plan = self.layout.plan
         flats = [self.layout.in_tree_order(grad.reshape(-1)) for grad in grads]
-        parts = [shard_piece(flat, plan, plan.gradients) for flat in flats]
-        pieces = span_pieces(self.buffer, self.layout.spans(slots))
-        mean = Reduce(1.0 / plan.world_size, accumulate=True)
-        reduce_scatter(self._route, parts, self._wire, Sums(pieces, Counted(self._meter, "scatter"), mean)).wait()
+        parts = [shard_view(flat, plan, plan.gradients) for flat in flats]
+        pieces = range_views(self.buffer, self.layout.spans(slots))
+        counted, mean = Counted(self._meter, "scatter"), 1.0 / plan.world_size
+        reduce_scatter(self._route, parts, self._wire, pieces, counted, mean, accumulate=True).wait()
 
     def _start(self, runs: Sequence[int]) -> None:
         scale = self._loss_scale()
@@ -193,7 +191,7 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """That of the mode; without what it owes, and with a warning, where gradients have come on top of that."""
-        if not (self._came and self.mode.owes_in_shard):
+        if not (self._came and self.mode.residual_in_shard):
             return self.mode.state_dict()
         if self.layout.rank == 0:
             logger.warning(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_rows
 from zero_topo.collectives.meter import Counted, Meter
+from zero_topo.collectives.transport import all_gather_rows
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.sync import Moment

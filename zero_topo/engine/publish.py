@@ -28,17 +28,15 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_pieces, spread
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import Span, members, merged, places_of, span_pieces
-from zero_topo.collectives.wire import Wire
+from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.transport import all_gather_views, members
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Route
 from zero_topo.plan import packed_runs
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import Reduce
+from zero_topo.quant.operands import Range, View, merged, packed_ranges, range_views
+from zero_topo.quant.ops import dequantize, quantize
+from zero_topo.quant.spec import Format
 
 Update = tuple[Sequence[int], Tensor | None, int]
 """Parameters, their masters ``[rows, columns]`` (None: their rows have the new weights), the first master's column."""
@@ -147,10 +145,10 @@ class RowCodec:
         sizes: Mapping[int, int],
         route: Route,
         primary: Tensor,
-        wire: Wire,
+        wire: Format,
         counted: Counted,
         planned: Planner,
-        lane: Lane,
+        lane: OrderedQueue,
     ) -> None:
         self._layout, self._sizes, self._route, self._primary = layout, sizes, route, primary
         self._wire, self._counted, self._planned, self._lane = wire, counted, planned, lane
@@ -165,23 +163,22 @@ class RowCodec:
                 rows = [table.to(self._primary.device, torch.float32) for table in tables]
             yield slots, self._lane.run(partial(self._publish, parts, rows), rows)
 
-    def _publish(self, parts: Sequence[Sequence[Span]], masters: Sequence[Tensor]) -> Handle[None]:
+    def _publish(self, parts: Sequence[Sequence[Range]], masters: Sequence[Tensor]) -> Handle[None]:
         wire, by_member = self._wire, members(self._primary, self._route.size)
-        parts = [merged(spans, wire.block) for spans in parts]
-        pieces = span_pieces(by_member, chain(*parts), wire.block)
+        parts = [merged(spans, wire.block_size) for spans in parts]
+        pieces = range_views(by_member, chain(*parts), wire.block_size)
         if not masters:
             if self._route.size == 1:
                 return Handle(None, (), lambda: None)
-            return all_gather_pieces(self._route, pieces, wire, self._counted)
-        own, differences = by_member[self._route.index], list[Piece]()
+            return all_gather_views(self._route, pieces, wire, self._counted)
+        own, differences = by_member[self._route.index], list[View]()
         for spans, rows in zip(parts, masters, strict=True):
             # What turns what all ranks hold into (almost) what the masters say.
             differ = rows - own[:, spans[0][0] : spans[-1][1]]
-            differences += span_pieces(differ, places_of(spans), wire.block)
-        message = wire.encode(differences)
-        add = Reduce(accumulate=True)
-        wire.decode(message, [piece.member(self._route.index) for piece in pieces], add)
-        return spread(self._route, message, pieces, wire, self._counted, add)
+            differences += range_views(differ, packed_ranges(spans), wire.block_size)
+        message = quantize(differences, wire)
+        dequantize(message, wire, [piece.member(self._route.index) for piece in pieces], accumulate=True)
+        return all_gather_views(self._route, pieces, wire, self._counted, message, accumulate=True)
 
 
 def runs_of(

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.pack import rows_of
+from zero_topo.collectives.transport import rows_of
 from zero_topo.engine.shards import Layout
 from zero_topo.plan import Plan
-from zero_topo.sync import Owed, SyncMode
+from zero_topo.sync import ResidualOwners, SyncMode
 
 FILE = "zero_topo_owed.pt"
 STATE_KEY = "zero_topo"  # our entry in DeepSpeed's optimizer checkpoints
@@ -79,7 +79,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
         ValueError: for state of another mode or of other shapes.
     """
     degrees, now, sync = state.get("degrees") or {}, plan.degrees(), state.get("sync", {})
-    was, present = state.get("owed"), mode.owed()
+    was, present = state.get("owed"), mode.residual_owners()
     alike = all(degrees.get(role) == now[role] for role in ("gradients", "optimizer"))
     if not state or (alike and (was is None or present is None or was["owners"] == present.owners)):
         mode.load_state_dict(sync)
@@ -87,7 +87,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     residual = sync.get("residual")
     if residual is None or not residual.numel():
         return None
-    dropped = None if was is None else mode.take_over(residual, Owed(was["owners"], was["parameters"]))
+    dropped = None if was is None else mode.take_over(residual, ResidualOwners(was["owners"], was["parameters"]))
     beside = sync.keys() - {
         "residual",
         "step",

@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.pack import rows_of
+from zero_topo.collectives.transport import rows_of
 from zero_topo.plan import Plan
 
 

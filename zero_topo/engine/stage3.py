@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Meter, Span
-from zero_topo.collectives.wire import wire_of
+from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
@@ -26,8 +25,9 @@ from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, rest
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
+from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import select
-from zero_topo.quant.pieces import DTYPES
+from zero_topo.quant.ops import cast_to
 from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
@@ -124,8 +124,8 @@ class Stage3:
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = None if config.sync.WHOLE else bucket_numel
         # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
-        self._lane = Lane(like.device, config.overlap, ahead=1)
-        publish = wire_of(config.publish.spec, self.publish_dtype)
+        self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
+        publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
         self.weights = Weights(
             config, parameters, count, like, bucket_numel, publish, self.mesh, self.meter, self._lane
@@ -157,7 +157,7 @@ class Stage3:
             parameters=self.parameters,
         )
         mode = build_mode(config.sync, context)
-        wire = wire_of(config.gradients_spec, self.scatter_dtype)
+        wire = config.gradients_spec or cast_to(self.scatter_dtype)
         return Gradients(self.layout, self.mesh, mode, wire, self.run_numel, loss_scale, self.meter, self._lane)
 
     @property
@@ -246,7 +246,7 @@ class Stage3:
         self.weights.finish()
         held = self.weights.state_dict()
         sync = self.gradients.state_dict()
-        owed = self.gradients.mode.owed()
+        owed = self.gradients.mode.residual_owners()
         state = {"degrees": self.config.plan.degrees(), "sync": sync, **held}
         if owed is not None:
             columns = zip(self.layout.numels, self.layout.begins, self.layout.widths, strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
-from zero_topo.collectives.lane import on_gpu
+from zero_topo.collectives.queue import on_gpu
 
 
 class HostCopies:

@@ -25,7 +25,7 @@ Note [INT8 weights]
     A quantized gather rounds the weights of a shard to codes before it sends them; nothing else ever reads the shard.
     So with ``quantize.resident`` a rank stores the codes alone, which both gathers send as they are, and of the weights
     themselves only the rows that its optimizer updates. After each update the owner of a row brings its codes up to
-    date with the FP32 masters and sends the changes (Note [Codes] in ``code_ops.py``), which the others apply: all
+    date with the FP32 masters and sends the changes (Note [Codes] in ``ops.py``), which the others apply: all
     store the masters' codes, bit for bit, and no rounding ever adds to another.
 
     A block lies within one row of one parameter. Where rows are shorter than blocks, codes would be mostly padding:
@@ -53,12 +53,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather, all_gather_rows
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.lane import Lane
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import rows_of
-from zero_topo.collectives.wire import Wire, wire_of
+from zero_topo.collectives.queue import Handle, OrderedQueue
+from zero_topo.collectives.transport import all_gather, all_gather_rows, rows_of
 from zero_topo.config import ResolvedConfig
 from zero_topo.engine.codes import CodeStore
 from zero_topo.engine.copies import Copy, Secondary, gather
@@ -66,7 +63,8 @@ from zero_topo.engine.publish import Begun, Planner, Publisher, RowCodec, Update
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh
 from zero_topo.plan import coded_slots
-from zero_topo.quant.spec import BlockSpec
+from zero_topo.quant.ops import cast_to
+from zero_topo.quant.spec import BlockSpec, Format
 from zero_topo.sync import Parameter
 
 
@@ -108,10 +106,10 @@ class Weights:
         count: int,
         like: Tensor,
         run_numel: int,
-        publish: Wire,
+        publish: Format,
         mesh: Mesh,
         meter: Meter,
-        lane: Lane,
+        lane: OrderedQueue,
     ) -> None:
         plan, int8 = config.plan, config.resident_spec
         slots, numels = range(len(parameters)), tuple(p.numel for p in parameters)
@@ -119,7 +117,7 @@ class Weights:
         self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
         self._counted = Counted(meter, "publish")
         # Gathers of all parameters run here: their second hops then have one order on all ranks (Note [In order]).
-        self._gathering = Lane(like.device, overlap=True)
+        self._gathering = OrderedQueue(like.device, overlap=True)
         self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(slots)
         if int8 is not None:
@@ -133,9 +131,9 @@ class Weights:
         # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
         self._updated: torch.Event | None = None
         # By parameter, what exact gathers send and what those of a pass do.
-        route, exact = mesh.route(1, plan.weights), wire_of(None, like.dtype)
+        route, exact = mesh.route(1, plan.weights), cast_to(like.dtype)
         self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
-        sent = wire_of(config.weights_spec, like.dtype)
+        sent = config.weights_spec or cast_to(like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
         # Those that are whole when the step ends are published first, then as the model needs them.
         planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
@@ -156,7 +154,7 @@ class Weights:
         same = degree == plan.weights and config.secondary_spec == config.weights_spec
         self._forward = self.secondary.copies if same else self._shards
 
-    def _build_int8(self, block: int, planned: Planner, lane: Lane) -> None:
+    def _build_int8(self, block: int, planned: Planner, lane: OrderedQueue) -> None:
         """The codes, the exact rows beside them, and how both are published (Note [INT8 weights])."""
         plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
         split = layout.columns_of(self.trained).stop
@@ -169,7 +167,7 @@ class Weights:
             row = mesh.route(1, plan.world_size)
             self._owned += [Copy(row, self._world_shard(range(slot, slot + 1))[None], exact) for slot in self.frozen]
         self._store = store = CodeStore(layout, self.coded, block, device, self._counted, planned, lane)
-        sent = Wire(BlockSpec(8, block))
+        sent = BlockSpec(8, block)
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)

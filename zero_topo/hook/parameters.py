@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
+from zero_topo.collectives.queue import Handle
 from zero_topo.engine.stage3 import Stage3
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")

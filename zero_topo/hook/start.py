@@ -22,7 +22,7 @@ from zero_topo.config.errors import ROOT
 from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals
-from zero_topo.quant.pieces import FLOATS
+from zero_topo.quant.operands import FLOATS
 from zero_topo.topology.seats import Seat
 
 LOCAL: Mapping[str, str] = MappingProxyType(

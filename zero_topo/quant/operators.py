@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from zero_topo.quant import reference
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import Piece
-from zero_topo.quant.spec import Reduce, Total, format_of
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part, View
+from zero_topo.quant.spec import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,20 +65,20 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
     """The kernels, by operator, of a backend that is a Python module with the functions of ``reference.py``."""
 
     def quantize(flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int) -> None:
-        messages = Messages(table, None, _index(member))
-        backend.quantize(_pieces(flats, shapes, messages), format_of(code), messages)
+        messages = Messages(table, -1, member)
+        backend.quantize(_views(flats, shapes, messages), format_of(code), messages)
 
     def dequantize_reduce(
         table: Tensor, source: int, member: int, code: list[int], flats: list[Tensor], shapes: list[int], *how: Any
     ) -> None:
-        messages = Messages(table, _index(source), _index(member))
-        backend.dequantize_reduce(messages, format_of(code), _pieces(flats, shapes, messages), Reduce(*how))
+        messages = Messages(table, source, member)
+        backend.dequantize_reduce(messages, format_of(code), _views(flats, shapes, messages), *how)
 
     def requantize(
         table: Tensor, source: int, code: list[int], out: Tensor, member: int, to: list[int], *total: Any
     ) -> None:
-        messages, made = Messages(table, _index(source)), Messages(out, None, _index(member))
-        backend.requantize(messages, format_of(code), format_of(to), made, Total(*total))
+        messages, sums = Messages(table, source), Messages(out, -1, member)
+        backend.requantize(messages, format_of(code), format_of(to), sums, *total)
 
     def codes_assess(masters: Tensor, own: list[int], *arguments: Any) -> None:
         *held, scales, escaped = arguments
@@ -92,7 +90,7 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
         backend.codes_emit(Masters(masters, *own), *_coded(*held), change, message)
 
     def codes_apply(table: Tensor, member: int, *held: Any) -> None:
-        backend.codes_apply(Messages(table, None, _index(member)), *_coded(*held))
+        backend.codes_apply(Messages(table, -1, member), *_coded(*held))
 
     same = {name: getattr(backend, name) for name in map(_name, SCHEMAS) if name not in locals()}
     own = (quantize, dequantize_reduce, requantize, codes_assess, codes_emit, codes_apply)
@@ -103,20 +101,16 @@ def _name(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def _index(number: int) -> int | None:
-    return None if number < 0 else number
-
-
 def _coded(held: Tensor, slots: Tensor, slot_of: Tensor, part: Sequence[int]) -> tuple[Codes, Part]:
     return Codes(held, slots, slot_of, part[0]), Part(*part[1:])
 
 
-def _pieces(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -> list[Piece]:
-    pieces = []
+def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -> list[View]:
+    views = []
     for i, flat in enumerate(flats):
         rows, columns, present, stride, member_stride = shapes[5 * i : 5 * i + 5]
-        pieces.append(Piece(flat, rows, columns, stride, messages.members, member_stride, present))
-    return pieces
+        views.append(View(flat, rows, columns, stride, messages.members, member_stride, present))
+    return views
 
 
 _LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")  # registrations end when it is collected

@@ -2,8 +2,18 @@
 """Block quantization: arguments are checked here, then torch calls the backend that serves their device.
 
 All functions take any number of members at once, in one launch: what goes to, or came from, each rank of a group.
-Values are FP32, FP16 or BF16, a tensor or pieces (``pieces.py``). Tables of messages are uint8, the bytes of
-each message adjacent.
+Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of messages are uint8, the bytes of
+each message adjacent. ``without`` is a member or source whose message is left out, -1 for none.
+
+Note [Codes]
+    The codes of a block are ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``, in the
+    owner's copy and in every other, after every publish. ``top`` being the largest ``|x|`` of a block, its scale stays
+    while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite; else it becomes ``(top * 1.0625) / 127``, and
+    the block escapes. A ``top`` below 2**-100 has scale 0 and codes 0; one that is NaN, or whose scale would not be
+    finite, has scale NaN and codes 0, so that gathered weights show it. Every step is one FP32 operation, correctly
+    rounded. A block that does not escape goes one step towards these codes at most, by the digits that are sent: all
+    copies stay equal even if a master is edited between :func:`assess_changes` and :func:`encode_changes`. So blocks
+    change their scales rarely, and a code changes only when its weight has moved by about a whole code.
 """
 
 from __future__ import annotations
@@ -13,16 +23,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_topo.quant.messages import from_sources
+from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.pieces import Pieces, described
-from zero_topo.quant.spec import ALIGNMENT, BlockSpec, Format, Reduce, Total
+from zero_topo.quant.reference import LANES
+from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, Format, TritSpec
 
-PLAIN = Reduce()
-Target = TypeVar("Target", bound=Pieces)
+Target = TypeVar("Target", bound=Views)
 
 
-def quantize(x: Pieces, spec: Format, out: Tensor | None = None, without: int | None = None) -> Tensor:
+def cast_to(dtype: torch.dtype) -> Cast:
+    """The format of values that travel uncompressed in a type."""
+    return Cast(FLOAT_NAMES[FLOATS.index(dtype)])
+
+
+def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -1) -> Tensor:
     """Quantize values into one message for each member; returns ``out``.
 
     Args:
@@ -33,7 +47,7 @@ def quantize(x: Pieces, spec: Format, out: Tensor | None = None, without: int | 
         without: a member whose message is not written.
 
     Raises:
-        ValueError: if ``out`` has the wrong size, or the pieces have different members.
+        ValueError: if ``out`` has the wrong size, or the views have different members.
     """
     flats, shapes, members, numel = described(x)
     nbytes = spec.nbytes(numel)
@@ -42,12 +56,12 @@ def quantize(x: Pieces, spec: Format, out: Tensor | None = None, without: int | 
     table = out[(None,) * (4 - out.dim())]
     _check(table, spec, numel, nbytes, members)
     if numel and members:
-        OPS.quantize.default(flats, shapes, spec.code, table, -1 if without is None else without)
+        OPS.quantize.default(flats, shapes, spec.code, table, without)
     return out
 
 
 def dequantize(
-    messages: Tensor, spec: Format, out: Target, reduce: Reduce = PLAIN, without: int | None = None
+    messages: Tensor, spec: Format, out: Target, factor: float = 1.0, accumulate: bool = False, without: int = -1
 ) -> Target:
     """Dequantize one message of each member into ``out``, and return it.
 
@@ -55,17 +69,18 @@ def dequantize(
         messages: shaped as ``out`` of :func:`quantize`.
         spec: their format.
         out: takes the values.
-        reduce: factor and accumulation.
+        factor: multiplies the values, unless it is 1; rounded to FP32.
+        accumulate: add the values to those of ``out`` instead of overwriting these.
         without: a member whose message is not read.
 
     Raises:
         ValueError: if a message does not hold as many values of this format as there is room for.
     """
-    return _reduced(messages[(None,) * (4 - messages.dim())], spec, out, reduce, None, without)
+    return _reduced(messages[(None,) * (4 - messages.dim())], (-1, without), spec, out, factor, accumulate)
 
 
 def dequantize_reduce(
-    messages: Tensor, spec: Format, out: Target, reduce: Reduce = PLAIN, without: int | None = None
+    messages: Tensor, spec: Format, out: Target, factor: float = 1.0, accumulate: bool = False, without: int = -1
 ) -> Target:
     """Sum the dequantized messages into ``out``, in the order given, and return it.
 
@@ -73,49 +88,44 @@ def dequantize_reduce(
         messages: ``[sources, nbytes]``, or ``[sources, members, nbytes]``.
         spec: their format.
         out: takes the sum; the sum itself is FP32, rounded once when it is written.
-        reduce: factor and accumulation.
+        factor: multiplies the sum, unless it is 1; rounded to FP32.
+        accumulate: add the sum to the values of ``out`` instead of overwriting them.
         without: a source whose messages are left out.
 
     Raises:
         ValueError: for no message, or one of the wrong size.
     """
-    return _reduced(from_sources(messages).table, spec, out, reduce, without, None)
+    return _reduced(from_sources(messages).table, (without, -1), spec, out, factor, accumulate)
 
 
-def requantize(messages: Tensor, source: Format, spec: Format, out: Tensor, total: Total) -> Tensor:
+def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tensor:
     """Sum the dequantized messages and quantize the sum, without a detour through memory; returns ``out``.
 
     Args:
-        messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``total.numel`` values.
-        source: their format.
-        spec: the format of ``out``; its block size is that of ``source``.
-        out: ``[spec.nbytes(total.numel)]``, or ``[members, ...]``.
-        total: number of values, and a factor for the sum.
+        messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``numel`` values.
+        spec: their format, and that of ``out``.
+        out: ``[nbytes]``, or ``[members, nbytes]``.
+        numel: values of a message.
 
     Raises:
-        ValueError: for no message, one of the wrong size, or formats whose blocks differ.
+        ValueError: for no message, or one of the wrong size.
     """
-    blocks = isinstance(source, BlockSpec) and isinstance(spec, BlockSpec) and source.block_size == spec.block_size
-    if not blocks and source != spec:
-        raise ValueError(f"cannot requantize {source} to {spec}: the block size must stay")
-    sums, table, numel = from_sources(messages).table, out[(None,) * (4 - out.dim())], total.numel
-    members = table.shape[1] * table.shape[2]
-    _check(sums, source, numel, source.nbytes(numel), members)
-    _check(table, spec, numel, spec.nbytes(numel), members)
+    sums, table = from_sources(messages).table, out[(None,) * (4 - out.dim())]
+    members, nbytes = table.shape[1] * table.shape[2], spec.nbytes(numel)
+    _check(sums, spec, numel, nbytes, members)
+    _check(table, spec, numel, nbytes, members)
     if numel and members:
-        OPS.requantize.default(sums, -1, source.code, table, -1, spec.code, numel, total.factor)
+        OPS.requantize.default(sums, -1, spec.code, table, -1, spec.code, numel, 1.0)
     return out
 
 
 def _reduced(
-    table: Tensor, spec: Format, out: Target, reduce: Reduce, source: int | None, member: int | None
+    table: Tensor, without: tuple[int, int], spec: Format, out: Target, factor: float, accumulate: bool
 ) -> Target:
     flats, shapes, members, numel = described(out)
-    without_source, without_member = -1 if source is None else source, -1 if member is None else member
-    _check(table, spec, numel, spec.nbytes(numel), members, without_source)
+    _check(table, spec, numel, spec.nbytes(numel), members, without[0])
     if numel and members:
-        arguments = flats, shapes, reduce.factor, reduce.accumulate
-        OPS.dequantize_reduce.default(table, without_source, without_member, spec.code, *arguments)
+        OPS.dequantize_reduce.default(table, *without, spec.code, flats, shapes, factor, accumulate)
     return out
 
 
@@ -131,3 +141,222 @@ def _check(table: Tensor, spec: Format, numel: int, nbytes: int, members: int, w
             f"a {spec} message of {numel} values is {nbytes} contiguous bytes of uint8 (a multiple of {ALIGNMENT} if "
             f"quantized), not {size} of {table.dtype}"
         )
+
+
+# -- INT8 weights ------------------------------------------------------------------------------------------------------
+
+
+def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
+    """What publishing these masters would change; nothing is changed yet.
+
+    Args:
+        masters: of a member's rows.
+        codes: all that is held.
+        part: the blocks.
+    """
+    _check_masters(masters, part)
+    device = codes.held.device
+    scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
+    escaped = torch.empty(part.blocks, dtype=torch.bool, device=device)
+    OPS.codes_assess.default(*_own_arguments(masters), *_code_arguments(codes, part), scales, escaped)
+    order = escaped.sort(stable=True).indices
+    return Change(scales, escaped, order, escaped.sum(dtype=torch.int64).view(1))
+
+
+def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:
+    """Change the codes of the masters' rows, and say it in a message.
+
+    Args:
+        masters: as for :func:`assess_changes`.
+        codes: changed.
+        part: as there.
+        change: of :func:`assess_changes`.
+        nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.TritSpec`.
+
+    Returns:
+        uint8 ``[nbytes]``.
+    """
+    spec, blocks = TritSpec(codes.block), part.blocks
+    message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device)
+    message[:4].copy_(change.count.to(torch.int32).view(torch.uint8))
+    chunks = torch.zeros(-(-blocks // CHUNK), CHUNK, dtype=torch.bool, device=message.device)
+    chunks.view(-1)[:blocks].copy_(change.escaped)
+    message[128 : 128 + chunks.numel() // 8].copy_(pack(chunks.view(-1)))
+    inside = chunks.sum(1, dtype=torch.int32)
+    before = inside.cumsum(0, dtype=torch.int32).sub_(inside).view(torch.uint8)
+    at = spec.before_offset(blocks)
+    message[at : at + before.numel()].copy_(before)
+    OPS.codes_emit.default(
+        *_own_arguments(masters), *_code_arguments(codes, part), change.scales, change.order, change.count, message
+    )
+    return message
+
+
+def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> None:
+    """Change the codes of all members' rows as their messages say.
+
+    Args:
+        messages: uint8 ``[outer, inner, nbytes]``, one of each member.
+        codes: changed.
+        part: the blocks of each message.
+        without: a member whose rows are up to date, -1 for none.
+    """
+    if messages.shape[0] * messages.shape[1] != part.members:
+        raise ValueError(f"messages {tuple(messages.shape)} are not one for each of {part.members} members")
+    OPS.codes_apply.default(messages[None], without, *_code_arguments(codes, part))
+
+
+def _check_masters(masters: Masters, part: Part) -> None:
+    table = masters.table
+    if table.dtype != torch.float32 or table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+        raise ValueError(f"masters are FP32 rows of adjacent columns, not {table.dtype} {tuple(table.shape)}")
+    if table.shape[0] != part.rows or not 0 <= masters.member < part.members:
+        raise ValueError(f"{table.shape[0]} rows of member {masters.member} are not {part.rows} of {part.members}")
+
+
+def _own_arguments(masters: Masters) -> tuple[Tensor, list[int]]:
+    return masters.table, [masters.first, masters.member]
+
+
+def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    numbers = [codes.block, part.begin, part.end, part.rows, part.members]
+    return codes.held, codes.slots, codes.slot_of, numbers
+
+
+# -- sparse modes ------------------------------------------------------------------------------------------------------
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Booleans ``[n]`` -> uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
+
+    Raises:
+        ValueError: if ``mask`` is not 1-D bool and contiguous.
+    """
+    _check_vector("mask", mask, (torch.bool,))
+    bits = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8, device=mask.device)
+    if mask.numel():
+        OPS.mask_pack.default(mask, bits)
+    return bits
+
+
+def unpack(bits: Tensor, numel: int) -> Tensor:
+    """The inverse of :func:`pack`.
+
+    Raises:
+        ValueError: if ``bits`` is not the packed mask of ``numel`` elements.
+    """
+    _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
+    mask = torch.empty(numel, dtype=torch.bool, device=bits.device)
+    if numel:
+        OPS.mask_unpack.default(bits, mask)
+    return mask
+
+
+def count_above(x: Tensor, threshold: float) -> Tensor:
+    """How many ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
+
+    Raises:
+        ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16.
+    """
+    _check_vector("x", x, FLOATS)
+    return OPS.count_above.default(x, threshold) if x.numel() else _zero(x)
+
+
+def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Those elements, at most ``room`` of them, in ascending order of index.
+
+    Returns:
+        Indices, int64 ``[room]``, and values ``[room]`` in the vector's dtype, of which only the first elements are
+        written; and how many elements there are, even if there was no room for all, int64 ``[1]``.
+
+    Raises:
+        ValueError: as :func:`count_above`, and for a negative ``room``.
+    """
+    _check_vector("x", x, FLOATS)
+    if room < 0:
+        raise ValueError(f"room for {room} elements: it cannot be negative")
+    indices = torch.empty(room, dtype=torch.int64, device=x.device)
+    values = torch.empty(room, dtype=x.dtype, device=x.device)
+    return indices, values, OPS.compact_above.default(x, threshold, indices, values) if x.numel() else _zero(x)
+
+
+def row_largest(x: Tensor, k: int) -> Tensor:
+    """The columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
+
+    Args:
+        x: FP32 ``[rows, n]``, contiguous; NaN is larger than all, and of equal ones the first are taken.
+        k: at most ``n``.
+
+    Raises:
+        ValueError: for another dtype or layout, or a ``k`` that a row does not have.
+    """
+    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    if x.dim() != 2 or not 1 <= k <= x.shape[1]:
+        raise ValueError(f"{k} elements of each row of {tuple(x.shape)}: give rows, and 1 to as many as they have")
+    indices = torch.empty(x.shape[0], k, dtype=torch.int64, device=x.device)
+    if x.numel():
+        OPS.row_largest.default(x, indices)
+    return indices
+
+
+def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
+    """The count sketches of the rows of ``x``; those of one seed and size add up.
+
+    Args:
+        x: FP32 ``[members, n]``, or ``[n]`` of one; contiguous.
+        seed: of the hash.
+        rows: of a sketch.
+
+    Returns:
+        FP32 ``[members, rows, 1024]``, or ``[rows, 1024]``.
+
+    Raises:
+        ValueError: if ``x`` is not FP32 and contiguous, or for fewer than three rows.
+    """
+    _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
+    _check_rows(rows)
+    sketch = torch.zeros(*x.shape[:-1], rows, LANES, device=x.device)
+    if x.numel():
+        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, LANES))
+    return sketch
+
+
+def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Recover a vector from its sketch and the packed mask of its non-zero elements.
+
+    Args:
+        sketch: FP32 ``[rows, 1024]``; used up.
+        bits: as :func:`pack` makes them.
+        seed: that of :func:`sketch`.
+        numel: elements of the vector.
+
+    Returns:
+        The vector, FP32 ``[numel]``, and how many elements are only estimates, int64 ``[1]``.
+
+    Raises:
+        ValueError: for tensors of other shapes or dtypes.
+    """
+    _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
+    if sketch.dim() != 2 or sketch.shape[1] != LANES:
+        raise ValueError(f"a sketch is [rows, {LANES}], not {tuple(sketch.shape)}")
+    _check_rows(sketch.shape[0])
+    _check_vector("sketch", sketch.view(-1), (torch.float32,))
+    out = torch.empty(numel, device=sketch.device)
+    return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=x.device)
+
+
+def _check_vector(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
+    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in dtypes or numel not in (None, x.numel()):
+        wanted = f"{numel} elements" if numel is not None else "any number of elements"
+        raise ValueError(
+            f"{name} must be 1-D and contiguous, of {wanted} and one of {dtypes}, not {x.dtype} {tuple(x.shape)}"
+        )
+
+
+def _check_rows(rows: int) -> None:
+    if rows < 3:
+        raise ValueError(f"a sketch of {rows} rows cannot be peeled: it has three thirds, so give at least 3")

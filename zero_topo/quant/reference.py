@@ -7,6 +7,13 @@ Note [Arithmetic contract]
     ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly rounded: two tensors
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
     type. Reduction: FP32 accumulator, sources in rank order, one rounding per product and per sum, no FMA.
+
+Note [Count sketch]
+    A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three thirds. Block ``b``
+    is added into one row of each third, chosen and signed by a hash of ``(seed, b, third)``; an element's lane stays.
+    Sketches of several ranks add up to the sketch of their sum (TAGC, EuroMLSys 2025, after lossless homomorphic
+    compression). Given which elements are non-zero, peeling inverts it: an element alone in a row of its lane is known,
+    and is taken out of its other two rows. What peeling leaves gets the median of its three rows.
 """
 
 from __future__ import annotations
@@ -16,48 +23,55 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_topo.quant.code_reference import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
-from zero_topo.quant.messages import Messages
-from zero_topo.quant.pieces import DTYPES, Piece, read_all, total_numel, write_all
-from zero_topo.quant.sparse_reference import (  # noqa: F401
-    compact_above,
-    count_above,
-    mask_pack,
-    mask_unpack,
-    row_largest,
-    sketch_insert,
-    sketch_peel,
+from zero_topo.quant.operands import (
+    DTYPES,
+    Change,
+    Codes,
+    Masters,
+    Messages,
+    Part,
+    View,
+    read_all,
+    total_numel,
+    write_all,
 )
-from zero_topo.quant.spec import BlockSpec, Cast, Format, Reduce, Total
+from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, BlockSpec, Cast, Format, TritSpec
 
 SMALLEST = 2.0**-100
+INT8_LEVELS = 127
+LANES = 1024
+_MASK = (1 << 64) - 1
 
 
-def quantize(pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
-    """Quantize the concatenated pieces of each member into its wire message."""
+def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
+    """Quantize the concatenated views of each member into its wire message."""
     for member in out.kept():
-        _encode(read_all([piece.member(member) for piece in pieces])[0], spec, *out.of(member))
+        _encode(read_all([view.member(member) for view in views])[0], spec, *out.of(member))
 
 
-def dequantize_reduce(messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
-    """Sum of each member's dequantized messages, in order of the sources, into its pieces; see :class:`Reduce`."""
+def dequantize_reduce(
+    messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
+) -> None:
+    """Sum of each member's dequantized messages, in order of the sources, into its views."""
     for member in messages.kept():
-        own = [piece.member(member) for piece in pieces]
-        total = _sum(messages.of(member), spec, Total(total_numel(own), reduce.factor))
-        write_all((read_all(own).add_(total) if reduce.accumulate else total[None]), own)
+        own = [view.member(member) for view in views]
+        total = _sum(messages.of(member), spec, total_numel(own), factor)
+        write_all((read_all(own).add_(total) if accumulate else total[None]), own)
 
 
-def requantize(messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+def requantize(
+    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+) -> None:
     """Sum of each member's dequantized messages, quantized again into one message."""
     for member in out.kept():
-        _encode(_sum(messages.of(member), source, total), spec, *out.of(member))
+        _encode(_sum(messages.of(member), source, numel, factor), spec, *out.of(member))
 
 
-def _sum(messages: Sequence[Tensor], spec: Format, wanted: Total) -> Tensor:
-    total = _values(messages[0], wanted.numel, spec)
+def _sum(messages: Sequence[Tensor], spec: Format, numel: int, factor: float) -> Tensor:
+    total = _values(messages[0], numel, spec)
     for message in messages[1:]:
-        total.add_(_values(message, wanted.numel, spec))
-    return total if wanted.factor == 1 else total.mul_(torch.tensor(wanted.factor, dtype=torch.float32).item())
+        total.add_(_values(message, numel, spec))
+    return total if factor == 1 else total.mul_(torch.tensor(factor, dtype=torch.float32).item())
 
 
 def _encode(x: Tensor, spec: Format, out: Tensor) -> None:
@@ -123,3 +137,242 @@ def _floats(message: Tensor, offset: int, count: int) -> Tensor:
 def _clear_padding(out: Tensor, begin: int, end: int) -> None:
     if end > begin:
         out[begin:end].zero_()
+
+
+# -- INT8 weights; see Note [Codes] in ``ops.py`` -------------------------------------------------------------------
+
+
+def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
+    """Each block's scale from now on, and whether it escapes."""
+    x = _masters_in_blocks(masters, codes, part)
+    old_codes, old = _stored(codes, part, masters.member)
+    scales.copy_(scales_from_now(x.abs().amax(1), old))
+    moved = (_coded(x, scales) - old_codes).abs_().amax(1) > 1
+    escaped.copy_(moved | (scales.view(torch.int32) != old.view(torch.int32)))
+
+
+def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
+    """Scales of blocks whose largest ``|x|`` and scales so far are given, FP32 each."""
+    fresh = (top * HEADROOM).div_(torch.full_like(top, INT8_LEVELS))
+    fresh = fresh.masked_fill_(top < SMALLEST, 0.0).masked_fill_(~torch.isfinite(fresh), torch.nan)
+    fits = (top >= old * KEPT_FROM) & (top <= old * KEPT_TO) & torch.isfinite(top)  # the product may be Inf
+    kept = (old > 0) & fits
+    return torch.where(kept, old, fresh)
+
+
+def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
+    """Bring codes and scales up to date, and write scales, codes and trits of the message."""
+    spec, n, block = TritSpec(codes.block), part.blocks, codes.block
+    new, old = _coded(_masters_in_blocks(masters, codes, part), change.scales), _stored(codes, part, masters.member)[0]
+    changes = (new - old).clamp_(-1, 1).nan_to_num_(0.0)
+    count = int(change.count)
+    kept, whole = change.order[: n - count], change.order[n - count :]
+    new[kept] = old[kept] + changes[kept]
+    at = spec.scales_offset(n)
+    message[at : at + 4 * count].copy_(change.scales[whole].view(torch.uint8))
+    at = spec.codes_offset(n, count)
+    message[at : at + block * count].copy_(new[whole].to(torch.int8).view(torch.uint8).view(-1))
+    digits = changes.new_zeros(-(-(n - count) // GROUP) * GROUP, block)
+    digits[: n - count] = changes[kept] + 1
+    packed = (digits.view(-1, GROUP, block) * _powers(message.device)[:, None]).sum(1)
+    at = spec.trits_offset(n, count)
+    message[at : at + packed.numel()].copy_(packed.to(torch.uint8).view(-1))
+    _store(codes, part, masters.member, new, change.scales)
+
+
+def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
+    """Bring the rows of all members but the one left out up to date."""
+    for member in messages.kept():
+        old, scales = _stored(codes, part, member)
+        _store(codes, part, member, *_decoded(messages.of(member)[0], codes.block, old, scales))
+
+
+def _decoded(message: Tensor, block: int, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    spec, n = TritSpec(block), len(codes)
+    count = int(message[:4].view(torch.int32))
+    bits = message[128 : 128 + -(-n // CHUNK) * CHUNK // 8]
+    shifts = torch.arange(8, device=message.device)
+    escaped = (bits[:, None] >> shifts & 1).view(-1)[:n].bool()
+    at = spec.trits_offset(n, count)
+    groups = -(-(n - count) // GROUP)
+    packed = message[at : at + groups * block].view(groups, 1, block).to(torch.int32)
+    digits = packed.div(_powers(message.device)[:, None], rounding_mode="floor") % 3
+    codes[~escaped] += digits.view(-1, block)[: n - count] - 1
+    at = spec.codes_offset(n, count)
+    codes[escaped] = message[at : at + count * block].view(torch.int8).to(torch.float32).view(count, block)
+    at = spec.scales_offset(n)
+    scales[escaped] = message[at : at + 4 * count].view(torch.float32)
+    return codes, scales
+
+
+def _powers(device: torch.device) -> Tensor:
+    return 3 ** torch.arange(GROUP, dtype=torch.int32, device=device)
+
+
+def _coded(x: Tensor, scales: Tensor) -> Tensor:
+    """FP32 ``[blocks, block]`` and their scales -> codes, as FP32."""
+    usable = (scales > 0)[:, None]  # neither 0 nor NaN
+    inverse = torch.ones_like(scales).div_(scales)[:, None]
+    return torch.where(usable, x * inverse, 0.0).round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
+
+
+def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
+    """Of each block column: the six numbers of its slot, and which of the slot's columns it is."""
+    slot = codes.slots[codes.slot_of[part.begin : part.end].long()]
+    here = torch.arange(part.begin, part.end, device=slot.device) - slot[:, 3]
+    return (*slot.unbind(1), here)
+
+
+def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
+    """Bytes at which each block's codes and scale are."""
+    codes_at, scales_at, blocks, *_, here = _columns(codes, part)
+    rows = torch.arange(member, part.rows * part.members, part.members, device=here.device)[:, None]
+    index = (rows * blocks + here).view(-1)
+    repeat = (part.rows,)
+    return codes_at.repeat(repeat) + index * codes.block, scales_at.repeat(repeat) + index * 4
+
+
+def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
+    """Codes as FP32 ``[blocks, block]``, and scales: copies."""
+    codes_at, scales_at = _offsets(codes, part, member)
+    stored = codes.held[codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)]
+    return stored.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
+
+
+def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -> None:
+    codes_at, scales_at = _offsets(codes, part, member)
+    index = codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)
+    codes.held[index] = new.to(torch.int8).view(torch.uint8)
+    codes.held.view(torch.float32)[scales_at // 4] = scales
+
+
+def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
+    """FP32 ``[blocks, block]``, zero beyond a slot's columns."""
+    _, _, _, _, first, width, here = _columns(codes, part)
+    inside = here[:, None] * codes.block + torch.arange(codes.block, device=here.device)
+    exists = inside < width[:, None]
+    index = torch.where(exists, first[:, None] + inside - masters.first, 0)
+    return torch.where(exists, masters.table[:, index], 0.0).view(part.blocks, codes.block)
+
+
+# -- sparse modes ------------------------------------------------------------------------------------------------------
+
+
+def mask_pack(mask: Tensor, bits: Tensor) -> None:
+    """Booleans ``[n]`` -> bytes ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
+    padded = mask.new_zeros(8 * bits.numel())
+    padded[: mask.numel()] = mask
+    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
+    bits.copy_((padded.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8))
+
+
+def mask_unpack(bits: Tensor, mask: Tensor) -> None:
+    """The inverse of :func:`mask_pack`, into booleans ``[n]``."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    mask.copy_(((bits[:, None] >> places) & 1).view(-1)[: mask.numel()])
+
+
+def count_above(x: Tensor, threshold: float) -> Tensor:
+    """How many ``|x[i]| >= threshold`` (FP32 comparison; NaN always does), int64 ``[1]``."""
+    return _above(x, threshold).sum().view(1)
+
+
+def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
+    """Indices (int64) and values of those elements in ascending order, as many as there is room for.
+
+    Returns:
+        How many there are, int64 ``[1]``; the rest of ``indices`` and ``values`` is left as it was.
+    """
+    reaching = _above(x, threshold).nonzero()[:, 0]
+    kept = reaching[: indices.numel()]
+    indices[: kept.numel()] = kept
+    values[: kept.numel()] = x[kept]
+    return torch.tensor([reaching.numel()], device=x.device)
+
+
+def row_largest(x: Tensor, indices: Tensor) -> None:
+    """Of each row of ``x`` (FP32 ``[rows, n]``) the columns of the ``k`` largest magnitudes, int64 ``[rows, k]``.
+
+    Ascending; NaN is larger than all, and of equal ones the first are taken.
+    """
+    size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
+    kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    largest, equal = size > kth, size == kth
+    del size
+    counts = torch.int16 if x.shape[1] < 1 << 15 else torch.int32
+    largest |= equal & (equal.cumsum(dim=1, dtype=counts) <= k - largest.sum(dim=1, keepdim=True))
+    indices.copy_(torch.nonzero_static(largest, size=indices.numel())[:, 1].view_as(indices))
+
+
+def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
+    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with those of ``x`` (FP32 ``[members, n]``).
+
+    See Note [Count sketch].
+    """
+    sketch.zero_()
+    for block, part in enumerate(x.split(LANES, dim=1)):
+        for row, sign in _hashed_rows(seed, block, sketch.shape[1]):
+            sketch[:, row, : part.shape[1]] += sign * part
+
+
+def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
+    """Recover ``out`` (FP32 ``[n]``) from its sketch (used up) and the packed mask of its non-zero elements.
+
+    Returns:
+        How many elements peeling did not reach, int64 ``[1]``.
+    """
+    blocks = -(-out.numel() // LANES)
+    present = torch.zeros(blocks * LANES, dtype=torch.bool)
+    mask_unpack(bits.cpu(), present[: out.numel()])
+    # All lanes side by side: a lane does not depend on the others.
+    table, unresolved, values = sketch.cpu(), present.view(blocks, LANES), torch.zeros(blocks, LANES)
+    places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
+    counts = torch.zeros(table.shape, dtype=torch.int32)
+    for block, three in enumerate(places):
+        for row, _ in three:
+            counts[row] += unresolved[block]
+
+    def visit(block: int) -> bool:
+        """Resolve what is alone in one of its rows, by the first such row; whether there was anything."""
+        three = places[block]
+        alone = torch.stack([counts[row] == 1 for row, _ in three]) & unresolved[block]
+        resolved = alone.any(dim=0)
+        if not resolved.any():
+            return False
+        chosen = alone.int().argmax(dim=0)
+        value = torch.stack([sign * table[row] for row, sign in three]).gather(0, chosen[None])[0]
+        values[block] = torch.where(resolved, value, values[block])
+        unresolved[block] &= ~resolved
+        for j, (row, sign) in enumerate(three):
+            counts[row] -= resolved.int()
+            table[row] -= torch.where(resolved & (chosen != j), sign * value, 0.0)
+        return True
+
+    while any([visit(block) for block in range(blocks)]):
+        pass
+    for block, three in enumerate(places):  # the median of its three rows for whatever is left
+        guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
+        values[block] = torch.where(unresolved[block], guess, values[block])
+    out.copy_(values.view(-1)[: out.numel()])
+    return torch.tensor([int(unresolved.sum())], device=out.device)
+
+
+def _above(x: Tensor, threshold: float) -> Tensor:
+    return (x.float().abs() < torch.tensor(threshold, dtype=torch.float32, device=x.device)).logical_not()
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 33)) * 0xFF51AFD7ED558CCD) & _MASK
+    z = ((z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53) & _MASK
+    return z ^ (z >> 33)
+
+
+def _hashed_rows(seed: int, block: int, rows: int) -> list[tuple[int, float]]:
+    """The row in each third of the sketch, and the sign."""
+    three = []
+    for j in range(3):
+        mixed = _mix((seed + 0x9E3779B97F4A7C15 * (3 * block + j + 1)) & _MASK)
+        first, past = rows * j // 3, rows * (j + 1) // 3
+        row = first + (((mixed & 0xFFFFFFFF) * (past - first)) >> 32)
+        three.append((row, -1.0 if mixed >> 63 else 1.0))
+    return three

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from zero_topo.quant.messages import Messages, to_members
-from zero_topo.quant.pieces import DTYPES, Piece, total_numel
-from zero_topo.quant.sparse_reference import row_largest  # noqa: F401  (torch's own selection serves GPUs)
-from zero_topo.quant.spec import Cast, Format, Reduce, Total
+from zero_topo.quant.operands import DTYPES, Messages, View, to_members, total_numel
+from zero_topo.quant.reference import row_largest  # noqa: F401  (torch's own selection serves GPUs)
+from zero_topo.quant.spec import Cast, Format
 from zero_topo.quant.triton_blocks import (
     ALIGNED,
     TILE,
@@ -36,94 +35,98 @@ from zero_topo.quant.triton_sparse import (  # noqa: F401
 )
 
 
-def quantize(pieces: Sequence[Piece], spec: Format, out: Messages) -> None:
-    """The concatenated pieces of each member -> its message."""
+def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
+    """The concatenated views of each member -> its message."""
     if isinstance(spec, Cast):
-        for piece, values in _parts(pieces, spec, out):
-            _quantize(piece, spec, values)
-    elif len(pieces) == 1:
-        _quantize(pieces[0], spec, out)
+        for view, values in _parts(views, spec, out):
+            _quantize(view, spec, values)
+    elif len(views) == 1:
+        _quantize(views[0], spec, out)
     else:
-        copy, cast, values = _room(pieces)
-        _copy(pieces, cast, values)
+        copy, cast, values = _room(views)
+        _copy(views, cast, values)
         _quantize(copy, spec, out)
 
 
-def dequantize_reduce(messages: Messages, spec: Format, pieces: Sequence[Piece], reduce: Reduce) -> None:
-    """The sum of each member's messages -> its pieces."""
+def dequantize_reduce(
+    messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
+) -> None:
+    """The sum of each member's messages -> its views."""
     if isinstance(spec, Cast):
-        for piece, values in _parts(pieces, spec, messages):
-            if piece.flat.numel():
-                _reduce(values, spec, piece, reduce)
-    elif len(pieces) == 1:
-        _reduce(messages, spec, pieces[0], reduce)
+        for view, values in _parts(views, spec, messages):
+            if view.flat.numel():
+                _reduce(values, spec, view, factor, accumulate)
+    elif len(views) == 1:
+        _reduce(messages, spec, views[0], factor, accumulate)
     else:
-        copy, cast, values = _room(pieces)
-        if reduce.accumulate:
-            _copy(pieces, cast, values)
-        _reduce(messages, spec, copy, reduce)
-        dequantize_reduce(replace(values, without_member=messages.without_member), cast, pieces, Reduce())
+        copy, cast, values = _room(views)
+        if accumulate:
+            _copy(views, cast, values)
+        _reduce(messages, spec, copy, factor, accumulate)
+        dequantize_reduce(replace(values, without_member=messages.without_member), cast, views)
 
 
-def requantize(messages: Messages, source: Format, spec: Format, out: Messages, total: Total) -> None:
+def requantize(
+    messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
+) -> None:
     """The sum of each member's messages -> one message."""
-    work, programs = _worked(replace(messages, without_member=out.without_member), total.numel, total.factor)
-    tables = _described(out, spec, total.numel), _described(messages, source, total.numel)
-    launch(requantize_tile, programs, *tables, total.numel, work, source, spec)
+    work, programs = _worked(replace(messages, without_member=out.without_member), numel, factor)
+    tables = _described(out, spec, numel), _described(messages, source, numel)
+    launch(requantize_tile, programs, *tables, numel, work, source, spec)
 
 
-def _quantize(piece: Piece, spec: Format, out: Messages) -> None:
-    place, fold = _placed(piece, spec)
+def _quantize(view: View, spec: Format, out: Messages) -> None:
+    place, fold = _placed(view, spec)
     work, programs = _worked(out, place.numel)
     launch(quantize_tile, programs, _described(out, spec, place.numel), place, work, spec, fold, warps=fold.warps)
 
 
-def _reduce(messages: Messages, spec: Format, piece: Piece, reduce: Reduce) -> None:
-    place, fold = _placed(piece, spec)
-    work, programs = _worked(messages, place.numel, reduce.factor)
-    arguments = place, _described(messages, spec, place.numel), work, spec, fold, reduce.accumulate
+def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumulate: bool) -> None:
+    place, fold = _placed(view, spec)
+    work, programs = _worked(messages, place.numel, factor)
+    arguments = place, _described(messages, spec, place.numel), work, spec, fold, accumulate
     launch(reduce_tile, programs, *arguments, warps=fold.warps)
 
 
-def _parts(pieces: Sequence[Piece], spec: Cast, messages: Messages) -> Iterator[tuple[Piece, Messages]]:
-    """Each piece, and what messages of floats hold of it."""
-    parts = messages.table.split([spec.nbytes(piece.numel) for piece in pieces], dim=-1)
-    return ((piece, replace(messages, table=part)) for piece, part in zip(pieces, parts, strict=True) if piece.numel)
+def _parts(views: Sequence[View], spec: Cast, messages: Messages) -> Iterator[tuple[View, Messages]]:
+    """Each view, and what messages of floats hold of it."""
+    parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)
+    return ((view, replace(messages, table=part)) for view, part in zip(views, parts, strict=True) if view.numel)
 
 
-def _copy(pieces: Sequence[Piece], cast: Cast, room: Messages) -> None:
-    """Pieces into the room for them, one launch each; where none of a piece's values exist the room is zero already."""
-    for piece, values in _parts(pieces, cast, room):
-        if piece.flat.numel():
-            _quantize(piece, cast, values)
+def _copy(views: Sequence[View], cast: Cast, room: Messages) -> None:
+    """Pieces into the room for them, one launch each; where none of a view's values exist the room is zero already."""
+    for view, values in _parts(views, cast, room):
+        if view.flat.numel():
+            _quantize(view, cast, values)
 
 
-def _room(pieces: Sequence[Piece]) -> tuple[Piece, Cast, Messages]:
-    """Room for several pieces side by side, as a block may begin in one and end in another; and as messages."""
-    dtypes = {piece.flat.dtype for piece in pieces}
+def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
+    """Room for several views side by side, as a block may begin in one and end in another; and as messages."""
+    dtypes = {view.flat.dtype for view in views}
     name = next((name for name, dtype in DTYPES.items() if {dtype} == dtypes), "fp32")
-    members, numel = pieces[0].members, total_numel(pieces)
-    make = torch.empty if all(piece.flat.numel() for piece in pieces) else torch.zeros
-    flat = make(members * numel, dtype=DTYPES[name], device=pieces[0].flat.device)
-    copy = Piece(flat, 1, numel, numel, members, numel)
+    members, numel = views[0].members, total_numel(views)
+    make = torch.empty if all(view.flat.numel() for view in views) else torch.zeros
+    flat = make(members * numel, dtype=DTYPES[name], device=views[0].flat.device)
+    copy = View(flat, 1, numel, numel, members, numel)
     return copy, Cast(name), to_members(flat.view(torch.uint8).view(members, -1))
 
 
-def _placed(piece: Piece, spec: Format) -> tuple[Place, Fold]:
-    flat = piece.rows == 1 or piece.stride == piece.columns == piece.width
-    member_stride = piece.member_stride if piece.members > 1 else 0
-    columns, present, stride = (0, piece.rows * piece.width, 0) if flat else (piece.columns, piece.width, piece.stride)
+def _placed(view: View, spec: Format) -> tuple[Place, Fold]:
+    flat = view.rows == 1 or view.stride == view.columns == view.width
+    member_stride = view.member_stride if view.members > 1 else 0
+    columns, present, stride = (0, view.rows * view.width, 0) if flat else (view.columns, view.width, view.stride)
     group = 1 if columns % ALIGNED.value else ALIGNED.value
     even = not any(number % ALIGNED.value for number in (columns, stride, member_stride))
     fold = Fold(flat, not flat and columns < size_of(spec), group, 4 if even else 16)
-    return Place(piece.flat, piece.numel, columns, present, stride, member_stride, piece.flat.numel()), fold
+    return Place(view.flat, view.numel, columns, present, stride, member_stride, view.flat.numel()), fold
 
 
 def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, int]:
     """What is to be done, and by how many programs."""
     tiles, sources, members = -(-numel // TILE.value), messages.table.shape[0], messages.members
-    skipped = members if messages.without_member is None else messages.without_member
-    hole = sources if messages.without_source is None else messages.without_source
+    skipped = members if messages.without_member < 0 else messages.without_member
+    hole = sources if messages.without_source < 0 else messages.without_source
     numbers = tiles, skipped, sources - (hole < sources), hole
     work = Work._make([*(4 * number + 2 for number in numbers), factor])
     return work, tiles * (members - (skipped < members))

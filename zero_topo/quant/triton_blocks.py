@@ -39,7 +39,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Place(NamedTuple):
-    """A piece as kernels take it; columns and stride are 0 if it is flat, lest each size has its own kernel.
+    """A view as kernels take it; columns and stride are 0 if it is flat, lest each size has its own kernel.
 
     Attributes:
         data: its elements.
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """How a piece's rows meet the blocks, which is compiled in.
+    """How a view's rows meet the blocks, which is compiled in.
 
     Attributes:
         flat: there is but one row.
@@ -120,7 +120,7 @@ def _float(spec: Cast) -> tl.dtype:
 
 @triton.jit
 def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr) -> None:
-    """A tile of a piece -> its blocks of the message."""
+    """A tile of a view -> its blocks of the message."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     x = widened(loaded(place.data + offsets, exists, whole)).reshape(TILE // size_of(SPEC), size_of(SPEC))
@@ -131,7 +131,7 @@ def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, 
 def reduce_tile(
     place: Place, messages: Table, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr, ACCUMULATE: tl.constexpr
 ) -> None:
-    """A tile of the messages' sum -> its values in the piece."""
+    """A tile of the messages' sum -> its values in the view."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     total = _sum(messages, work, place.numel, SPEC).reshape(offsets.shape)

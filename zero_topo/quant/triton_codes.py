@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights held as codes, as Triton kernels; Note [Codes] in ``code_ops.py`` says what they are.
+"""Weights held as codes, as Triton kernels; Note [Codes] in ``ops.py`` says what they are.
 
 A program works on whole blocks, ``[blocks, block]``. What blocks lie where is read from tables on the device, so no
 size of a model is compiled in.
@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_topo.quant.codes import Change, Codes, Masters, Part
-from zero_topo.quant.messages import Messages
+from zero_topo.quant.operands import Change, Codes, Masters, Messages, Part
+from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
 from zero_topo.quant.triton_blocks import ALIGNED, MAGNITUDE, ROUNDER, TILE, TINY, Table, address
 from zero_topo.quant.triton_sparse import launch
-from zero_topo.quant.trits import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, TritSpec
 
 LEVELS = tl.constexpr(127.0)
 FIVE = tl.constexpr(GROUP)
@@ -26,7 +25,7 @@ HEAD = tl.constexpr(128)
 RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
-class _Held(NamedTuple):
+class _Weights(NamedTuple):
     """Codes and a part of them; numbers are times 4 plus 2, as those of `triton_blocks.Work`."""
 
     data: Tensor
@@ -48,7 +47,7 @@ class _Own(NamedTuple):
     member: int
 
 
-class _Made(NamedTuple):
+class _Changes(NamedTuple):
     """A message, the `Change` that it is made from, how long it is, and where its scales begin."""
 
     message: Tensor
@@ -59,7 +58,7 @@ class _Made(NamedTuple):
     scales_at: int
 
 
-class _Sent(NamedTuple):
+class _Sizes(NamedTuple):
     """Members' tiles, and where the planes of each message begin that do not depend on how many blocks escape."""
 
     tiles: int
@@ -73,7 +72,7 @@ def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, esc
     """Each block's scale from now on, and whether it escapes."""
     if part.blocks:
         programs = triton.cdiv(part.blocks, _tile(codes))
-        launch(_assess, programs, scales, escaped, _held(codes, part), _own(masters), codes.block)
+        launch(_assess, programs, scales, escaped, _weights(codes, part), _own(masters), codes.block)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
@@ -87,9 +86,9 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
         raise ValueError(f"a message of {n} blocks is {spec.nbytes(n, 0)} bytes or more, at a multiple of 16 bytes")
     if n:
         ends = _coded(message.numel()), _coded(spec.scales_offset(n))
-        made = _Made(message, change.scales, change.order, change.count, *ends)
-        arguments = _held(codes, part), _own(masters), codes.block
-        launch(_emit, triton.cdiv(n, FIVE.value * _groups(codes)) + 1, made, *arguments, _groups(codes))
+        changes = _Changes(message, change.scales, change.order, change.count, *ends)
+        arguments = _weights(codes, part), _own(masters), codes.block
+        launch(_emit, triton.cdiv(n, FIVE.value * _groups(codes)) + 1, changes, *arguments, _groups(codes))
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
@@ -103,12 +102,12 @@ def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
     if any(number % ALIGNED.value for number in (table.data_ptr(), *steps)) or table.shape[-1] < spec.scales_offset(n):
         raise ValueError(f"messages must begin at multiples of 16 bytes, and be larger than their {n} blocks' counts")
     tiles = triton.cdiv(n, _tile(codes))
-    skipped = messages.members if messages.without_member is None else messages.without_member
+    skipped = messages.members if messages.without_member < 0 else messages.without_member
     programs = tiles * (messages.members - (skipped < messages.members))
     if programs:
         numbers = tiles, skipped, table.shape[-1], spec.before_offset(n), spec.scales_offset(n)
         where = Table(table, steps[0], steps[1], steps[2], table.shape[2], 0, 0)
-        launch(_apply, programs, where, _held(codes, part), _Sent._make(map(_coded, numbers)), codes.block)
+        launch(_apply, programs, where, _weights(codes, part), _Sizes._make(map(_coded, numbers)), codes.block)
 
 
 def _coded(number: int) -> int:
@@ -124,9 +123,9 @@ def _groups(codes: Codes) -> int:
     return max(1, 1024 // codes.block)
 
 
-def _held(codes: Codes, part: Part) -> _Held:
+def _weights(codes: Codes, part: Part) -> _Weights:
     numbers = part.begin, part.end - part.begin, part.blocks, part.members
-    return _Held(codes.held, codes.slots, codes.slot_of, *map(_coded, numbers))
+    return _Weights(codes.held, codes.slots, codes.slot_of, *map(_coded, numbers))
 
 
 def _own(masters: Masters) -> _Own:
@@ -135,14 +134,14 @@ def _own(masters: Masters) -> _Own:
 
 
 @triton.jit
-def _places(held: _Held, block: tl.tensor, member: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
+def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
     """Of blocks ``[blocks]``: bytes at which codes and scales are; row, first master and how many there are."""
-    width = held.width >> 2
+    width = weights.width >> 2
     row = block // width
-    column = block - row * width + (held.begin >> 2)
-    slot = held.slots + tl.load(held.slot_of + column).to(tl.int64) * 6
+    column = block - row * width + (weights.begin >> 2)
+    slot = weights.slots + tl.load(weights.slot_of + column).to(tl.int64) * 6
     here = column - tl.load(slot + 3)
-    index = (row * (held.members >> 2) + member) * tl.load(slot + 2) + here
+    index = (row * (weights.members >> 2) + member) * tl.load(slot + 2) + here
     codes = tl.multiple_of(tl.load(slot) + index * SIZE, 16)
     inside = here * SIZE
     return codes, tl.load(slot + 1) + index * 4, row, tl.load(slot + 4) + inside, tl.load(slot + 5) - inside
@@ -178,20 +177,20 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _assess(scales: tl.tensor, escaped: tl.tensor, held: _Held, own: _Own, SIZE: tl.constexpr) -> None:
+def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own, SIZE: tl.constexpr) -> None:
     """A tile of blocks."""
-    n = held.blocks >> 2
+    n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
-    codes, scales_at, row, first, left = _places(held, block, own.member >> 2, SIZE)
+    codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
     x = _values(own, row, first, left, SIZE)
-    old = tl.load(_floats(held.data + scales_at))
+    old = tl.load(_floats(weights.data + scales_at))
     top = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1).to(tl.float32, bitcast=True)
     fresh = tl.div_rn(top * RATIOS[0], tl.full(top.shape, LEVELS, tl.float32))
     fresh = tl.where(top < TINY, 0.0, tl.where(fresh < float("inf"), fresh, float("nan")))
     fits = (top >= old * RATIOS[1]) & (top <= old * RATIOS[2]) & (top < float("inf"))  # the product may be Inf
     scale = tl.where((old > 0) & fits, old, fresh)
-    apart = tl.abs(_coding(x, scale) - tl.load(_bytes(held.data, codes, SIZE)).to(tl.float32))
+    apart = tl.abs(_coding(x, scale) - tl.load(_bytes(weights.data, codes, SIZE)).to(tl.float32))
     moved = tl.max(apart, axis=1) > 1
     moved = moved | (scale.to(tl.int32, bitcast=True) != old.to(tl.int32, bitcast=True))
     tl.store(scales + mine, scale, mask=mine < n)
@@ -199,37 +198,39 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, held: _Held, own: _Own, SIZE:
 
 
 @triton.jit
-def _emit(made: _Made, held: _Held, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
+def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
     """Some groups of five blocks that do not escape, or as many blocks that do; programs walk on."""
-    n = tl.cast(held.blocks >> 2, tl.int64)
-    escaped = tl.minimum(tl.maximum(tl.load(made.escaped), 0), n)
+    n = tl.cast(weights.blocks >> 2, tl.int64)
+    escaped = tl.minimum(tl.maximum(tl.load(changes.escaped), 0), n)
     groups = (n - escaped + FIVE - 1) // FIVE
-    whole_at = (made.scales_at >> 2) + (escaped * 4 + 127) // 128 * 128
+    whole_at = (changes.scales_at >> 2) + (escaped * 4 + 127) // 128 * 128
     trits_at = whole_at + escaped * SIZE
     quiet = (groups + GROUPS - 1) // GROUPS
-    if trits_at + groups * SIZE <= (made.nbytes >> 2):
+    if trits_at + groups * SIZE <= (changes.nbytes >> 2):
         for unit in tl.range(
             tl.program_id(0).to(tl.int64), quiet + (escaped + GROUPS - 1) // GROUPS, tl.num_programs(0)
         ):
             if unit < quiet:
-                _emit_trits(made, held, own, (unit * GROUPS, n - escaped, trits_at), SIZE, GROUPS)
+                _emit_trits(changes, weights, own, (unit * GROUPS, n - escaped, trits_at), SIZE, GROUPS)
             else:
-                at = ((unit - quiet) * GROUPS, escaped, made.scales_at >> 2, whole_at)
-                _emit_whole(made, held, own, at, SIZE, GROUPS)
+                at = ((unit - quiet) * GROUPS, escaped, changes.scales_at >> 2, whole_at)
+                _emit_whole(changes, weights, own, at, SIZE, GROUPS)
 
 
 @triton.jit
-def _renewed(made: _Made, held: _Held, own: _Own, at: tl.tuple, WHOLE: tl.constexpr, SIZE: tl.constexpr) -> tl.tuple:
+def _renewed(
+    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, WHOLE: tl.constexpr, SIZE: tl.constexpr
+) -> tl.tuple:
     """Bring codes in these places of the order up to date: codes or steps, their scales and where these are.
 
     Codes that are not sent whole go one step towards their masters, which may have been edited since `_assess`.
     """
     place, exists = at
-    block = tl.load(made.order + place, mask=exists, other=0)
-    codes, scales_at, row, first, left = _places(held, block, own.member >> 2, SIZE)
-    scale = tl.load(made.scales + block)
+    block = tl.load(changes.order + place, mask=exists, other=0)
+    codes, scales_at, row, first, left = _places(weights, block, own.member >> 2, SIZE)
+    scale = tl.load(changes.scales + block)
     new = _coding(_values(own, row, first, left, SIZE), scale)
-    pointers = _bytes(held.data, codes, SIZE)
+    pointers = _bytes(weights.data, codes, SIZE)
     sent = new
     if not WHOLE:
         old = tl.load(pointers).to(tl.float32)
@@ -240,28 +241,32 @@ def _renewed(made: _Made, held: _Held, own: _Own, at: tl.tuple, WHOLE: tl.conste
 
 
 @triton.jit
-def _emit_trits(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
+def _emit_trits(
+    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
     first, stay, trits_at = at
     group = first + tl.arange(0, GROUPS)
     packed = tl.zeros((GROUPS, SIZE), tl.float32)
     for k in tl.static_range(FIVE):
         place = group * FIVE + k
-        step, _, _ = _renewed(made, held, own, (place, place < stay), False, SIZE)
+        step, _, _ = _renewed(changes, weights, own, (place, place < stay), False, SIZE)
         packed += tl.where((place < stay)[:, None], (step + 1.0) * (3.0**k), 0.0)
-    trits = _bytes(made.message, tl.multiple_of(trits_at + group * SIZE, 16), SIZE)
+    trits = _bytes(changes.message, tl.multiple_of(trits_at + group * SIZE, 16), SIZE)
     tl.store(trits, packed.to(tl.int32).to(tl.int8), mask=(group * FIVE < stay)[:, None])
 
 
 @triton.jit
-def _emit_whole(made: _Made, held: _Held, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
+def _emit_whole(
+    changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, SIZE: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
     first, escaped, scales, whole_at = at
     number = first + tl.arange(0, GROUPS)
     exists = number < escaped
-    place = (held.blocks >> 2) - escaped + number
-    new, scale, scales_at = _renewed(made, held, own, (place, exists), True, SIZE)
-    tl.store(_floats(held.data + scales_at), scale, mask=exists)
-    tl.store(_floats(made.message + scales) + number, scale, mask=exists)
-    whole = _bytes(made.message, tl.multiple_of(whole_at + number * SIZE, 16), SIZE)
+    place = (weights.blocks >> 2) - escaped + number
+    new, scale, scales_at = _renewed(changes, weights, own, (place, exists), True, SIZE)
+    tl.store(_floats(weights.data + scales_at), scale, mask=exists)
+    tl.store(_floats(changes.message + scales) + number, scale, mask=exists)
+    whole = _bytes(changes.message, tl.multiple_of(whole_at + number * SIZE, 16), SIZE)
     tl.store(whole, new.to(tl.int8), mask=exists[:, None])
 
 
@@ -282,31 +287,31 @@ def _third(packed: tl.tensor, k: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _apply(messages: Table, held: _Held, sent: _Sent, SIZE: tl.constexpr) -> None:
+def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr) -> None:
     """A tile of a member's blocks; what its message does not hold stays as it is."""
-    n, nbytes, tiles, skipped = held.blocks >> 2, sent.nbytes >> 2, sent.tiles >> 2, sent.skipped >> 2
+    n, nbytes, tiles, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
     member = tl.program_id(0) // tiles
     mine = (tl.program_id(0) - member * tiles).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     member += (member >= skipped).to(tl.int32)
     message = tl.multiple_of(address(messages, 0, member), 16)
     block = tl.minimum(mine, n - 1)
-    codes, scales_at, _, _, _ = _places(held, block, member, SIZE)
+    codes, scales_at, _, _, _ = _places(weights, block, member, SIZE)
     words = message.to(tl.pointer_type(tl.uint32))
     escaped = tl.minimum(tl.load(words).to(tl.int64), n)
     word, bit = block // 32, (block % 32).to(tl.uint32)
     bits = tl.load(words + HEAD // 4 + word)
     earlier = tl.load(words + HEAD // 4 + word - 1, mask=word % 2 == 1, other=0)
-    before = tl.load(words + (sent.before >> 2) // 4 + block // MASKED).to(tl.int64)
+    before = tl.load(words + (sizes.before >> 2) // 4 + block // MASKED).to(tl.int64)
     before += _ones(earlier) + _ones(bits & ((tl.full(bit.shape, 1, tl.uint32) << bit) - 1))
     whole = ((bits >> bit) & 1) == 1
     rank = tl.where(whole, before, block - before)
-    whole_at = (sent.scales >> 2) + (escaped * 4 + 127) // 128 * 128
+    whole_at = (sizes.scales >> 2) + (escaped * 4 + 127) // 128 * 128
     at = tl.where(whole, whole_at + rank * SIZE, whole_at + escaped * SIZE + rank // FIVE * SIZE)
     there = (mine < n) & (rank >= 0) & (at + SIZE <= nbytes)
-    came = tl.load(_bytes(message, tl.multiple_of(at, 16), SIZE), mask=there[:, None], other=0).to(tl.int32)
-    pointers = _bytes(held.data, codes, SIZE)
+    received = tl.load(_bytes(message, tl.multiple_of(at, 16), SIZE), mask=there[:, None], other=0).to(tl.int32)
+    pointers = _bytes(weights.data, codes, SIZE)
     old = tl.load(pointers).to(tl.int32)
-    digit = _third(came & 255, rank % FIVE) - 3 * _third(came & 255, rank % FIVE + 1)
-    tl.store(pointers, tl.where(whole[:, None], came, old + digit - 1).to(tl.int8), mask=there[:, None])
-    scale = tl.load(_floats(message + (sent.scales >> 2)) + rank, mask=there & whole, other=0.0)
-    tl.store(_floats(held.data + scales_at), scale, mask=there & whole)
+    digit = _third(received & 255, rank % FIVE) - 3 * _third(received & 255, rank % FIVE + 1)
+    tl.store(pointers, tl.where(whole[:, None], received, old + digit - 1).to(tl.int8), mask=there[:, None])
+    scale = tl.load(_floats(message + (sizes.scales >> 2)) + rank, mask=there & whole, other=0.0)
+    tl.store(_floats(weights.data + scales_at), scale, mask=there & whole)

@@ -16,36 +16,12 @@ LANES = tl.constexpr(1024)
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
 
 
-class _Picks(NamedTuple):
-    """Where selected elements go: the running count at each chunk's end, and room for so many."""
-
-    ends: Tensor
-    indices: Tensor
-    room: int
-
-
 class _Places(NamedTuple):
     """Rows (int32) and signs (FP32) of a sketch's blocks, ``[3, blocks]``."""
 
     rows: Tensor
     signs: Tensor
     blocks: int
-
-
-class _Peeling(NamedTuple):
-    """The state of one peeling."""
-
-    counts: Tensor
-    unresolved: Tensor
-    found: Tensor
-    left: Tensor
-
-
-class _Sorted(NamedTuple):
-    """Which of the places are in each row, blocks ascending: ``order[starts[row] : starts[row + 1]]``."""
-
-    order: Tensor
-    starts: Tensor
 
 
 def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
@@ -77,7 +53,7 @@ def count_above(x: Tensor, threshold: float) -> Tensor:
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
     """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
     ends = _counts(x, threshold).cumsum(0)
-    launch(_compact_above, ends.numel(), values, x, x.numel(), threshold, _Picks(ends, indices, indices.numel()))
+    launch(_compact_above, ends.numel(), values, indices, ends, x, x.numel(), threshold, indices.numel())
     return ends[-1:]
 
 
@@ -88,10 +64,10 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
     """
     rows = sketch.shape[1]
     places = _places(x[0], seed, rows)
-    found, order = places.rows.view(-1).sort(stable=True)
-    starts = torch.searchsorted(found, torch.arange(rows + 1, dtype=found.dtype, device=x.device))
-    for own, made in zip(x, sketch, strict=True):
-        launch(_sketch_insert, rows, made, own, own.numel(), places, _Sorted(order, starts))
+    row_of, order = places.rows.view(-1).sort(stable=True)
+    starts = torch.searchsorted(row_of, torch.arange(rows + 1, dtype=row_of.dtype, device=x.device))
+    for own, sketched in zip(x, sketch, strict=True):
+        launch(_sketch_insert, rows, sketched, own, own.numel(), places, order, starts)
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
@@ -104,8 +80,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     mask_unpack(bits, unresolved[: out.numel()].view(torch.bool))
     counts = torch.zeros(sketch.shape, dtype=torch.int32, device=out.device)
     left = torch.empty(LANES.value // PART.value, dtype=torch.int64, device=out.device)
-    state = _Peeling(counts, unresolved, out.zero_(), left)
-    launch(_sketch_peel, left.numel(), sketch, state, places, warps=1)
+    launch(_sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1)
     return left.sum().view(1)
 
 
@@ -184,13 +159,15 @@ def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> N
 
 
 @triton.jit
-def _compact_above(kept: tl.tensor, x: tl.tensor, n: int, threshold: float, picks: _Picks) -> None:
-    """A chunk's large elements, to where those of the chunks before end."""
+def _compact_above(
+    kept: tl.tensor, indices: tl.tensor, ends: tl.tensor, x: tl.tensor, n: int, threshold: float, room: int
+) -> None:
+    """A chunk's large elements, to where those of the chunks before end; ``ends`` are the running counts."""
     element, values, large = _above(x, n, threshold)
-    begin = tl.load(picks.ends + tl.program_id(0)) - tl.sum(large, axis=0)
+    begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
-    writes = (large != 0) & (place < picks.room)
-    tl.store(picks.indices + place, element, mask=writes)
+    writes = (large != 0) & (place < room)
+    tl.store(indices + place, element, mask=writes)
     tl.store(kept + place, values, mask=writes)
 
 
@@ -216,69 +193,75 @@ def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) ->
 
 
 @triton.jit
-def _sketch_insert(sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, by_row: _Sorted) -> None:
-    """One row: the sum of its blocks, ascending."""
+def _sketch_insert(
+    sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, order: tl.tensor, starts: tl.tensor
+) -> None:
+    """One row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float32)
-    for position in tl.range(tl.load(by_row.starts + row), tl.load(by_row.starts + row + 1)):
-        place = tl.load(by_row.order + position)
+    for position in tl.range(tl.load(starts + row), tl.load(starts + row + 1)):
+        place = tl.load(order + position)
         element = place % places.blocks * LANES + lane
         total += tl.load(places.signs + place) * tl.load(x + element, mask=element < n, other=0.0)
     tl.store(sketch + row * LANES + lane, total)
 
 
 @triton.jit
-def _sketch_peel(sketch: tl.tensor, state: _Peeling, places: _Places) -> None:
+def _sketch_peel(
+    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, left: tl.tensor, places: _Places
+) -> None:
     """Some lanes: count what is unresolved in each row, resolve in passes, estimate the rest.
 
     A barrier after each block: the next may share its rows, and a lane may change its thread.
     """
     lane = _lanes()
     for block in tl.range(places.blocks):
-        here = tl.load(state.unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
+        here = tl.load(unresolved + tl.cast(block, tl.int64) * LANES + lane).to(tl.int32)
         for third in tl.static_range(3):
             cell, _ = _cell(places, third, block)
-            tl.store(state.counts + cell, tl.load(state.counts + cell) + here)
+            tl.store(counts + cell, tl.load(counts + cell) + here)
         tl.debug_barrier()
     resolved = 1
     while resolved > 0:
         resolved = 0
         for block in tl.range(places.blocks):
-            resolved = tl.maximum(resolved, _visit(sketch, state, places, block))
+            resolved = tl.maximum(resolved, _visit(sketch, counts, unresolved, values, places, block))
             tl.debug_barrier()
-    left = tl.cast(0, tl.int64)
+    guessed = tl.cast(0, tl.int64)
     for block in tl.range(places.blocks):
         element = tl.cast(block, tl.int64) * LANES + lane
-        here = tl.load(state.unresolved + element).to(tl.int32)
+        here = tl.load(unresolved + element).to(tl.int32)
         a, b, c = _says(sketch, places, 0, block), _says(sketch, places, 1, block), _says(sketch, places, 2, block)
-        tl.store(state.found + element, _middle(a, b, c), mask=here != 0)
-        left += tl.sum(here, axis=0)
-    tl.store(state.left + tl.program_id(0), left)
+        tl.store(values + element, _middle(a, b, c), mask=here != 0)
+        guessed += tl.sum(here, axis=0)
+    tl.store(left + tl.program_id(0), guessed)
 
 
 @triton.jit
-def _visit(sketch: tl.tensor, state: _Peeling, places: _Places, block: int) -> tl.tensor:
+def _visit(
+    sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, places: _Places, block: int
+) -> tl.tensor:
     """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; 1 if any is.
 
     The row that gave the value is not read again, so it does not matter that the value is taken out of it too.
     """
     lane = _lanes()
     element = tl.cast(block, tl.int64) * LANES + lane
-    here = tl.load(state.unresolved + element) != 0
+    here = tl.load(unresolved + element) != 0
     known = lane < 0
     if tl.max(here.to(tl.int32), axis=0) > 0:
         value = tl.zeros((PART,), tl.float32)
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)
-            alone = here & ~known & (tl.load(state.counts + cell) == 1)
+            alone = here & ~known & (tl.load(counts + cell) == 1)
             value = tl.where(alone, sign * tl.load(sketch + cell), value)
             known = known | alone
-        tl.store(state.found + element, value, mask=known)
-        tl.store(state.unresolved + element, 0, mask=known)
+        tl.store(values + element, value, mask=known)
+        tl.store(unresolved + element, 0, mask=known)
         for third in tl.static_range(3):
             cell, sign = _cell(places, third, block)
-            tl.store(state.counts + cell, tl.load(state.counts + cell) - 1, mask=known)
+            tl.store(counts + cell, tl.load(counts + cell) - 1, mask=known)
             tl.store(sketch + cell, tl.load(sketch + cell) - sign * value, mask=known)
     return tl.max(known.to(tl.int32), axis=0)
 

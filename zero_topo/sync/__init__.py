@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from zero_topo.sync import dense, oktopk, quantized, radius, scape, tagc, ternary, topk  # noqa: F401  (they register)
-from zero_topo.sync.adam_like import AdamLike
-from zero_topo.sync.adams import AdamS
-from zero_topo.sync.aged_adamw import AgedAdamW
-from zero_topo.sync.base import Moment, Owed, Parameter, SyncContext, SyncMode, build_mode
+from zero_topo.sync.base import Moment, Parameter, ResidualOwners, SyncContext, SyncMode, build_mode
+from zero_topo.sync.optimizers import AdamLike, AdamS, AgedAdamW
 
 OPTIMIZERS: Mapping[str, type[AdamLike]] = MappingProxyType(
     {kind.__name__.lower(): kind for kind in (AdamS, AgedAdamW)}
@@ -23,8 +21,8 @@ __all__ = [
     "AdamS",
     "AgedAdamW",
     "Moment",
-    "Owed",
     "Parameter",
+    "ResidualOwners",
     "SyncContext",
     "SyncMode",
     "build_mode",

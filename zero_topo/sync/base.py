@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
@@ -12,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
 from zero_topo.collectives.meter import Counted, Meter
-from zero_topo.collectives.pack import Span, merged
+from zero_topo.collectives.queue import Handle
 from zero_topo.config import AGED_REFUSED
 from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import Plan
-from zero_topo.sync.aged_adamw import AgedAdamW
+from zero_topo.quant.operands import Range, merged
+from zero_topo.sync.optimizers import AgedAdamW
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Parameter:
     name: str
     numel: int
     dims: int
-    span: Span = (0, 0)
+    span: Range = (0, 0)
     persistent: bool = False
     place: int = 0
 
 
-class Owed(NamedTuple):
+class ResidualOwners(NamedTuple):
     """Whose elements a residual ``[P, C]`` holds.
 
     Attributes:
@@ -120,14 +119,56 @@ class SyncContext:
         return Counted(self.meter, "sync")
 
 
-class OptimizerHooks:
-    """What a mode may do around the optimizer's step; here nothing, as most modes do.
+class SyncMode:
+    """One way to reduce gradient shards across gradient domains.
+
+    Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
+    every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
+    A mode that says :attr:`wants_updates` after that wait is shown the optimizer's updates before :meth:`commit`.
 
     Attributes:
+        owes_in_shard: whether what this mode owes stays in the gradient shard from one step to the next.
+        steps: how many were synced and not skipped, in modes that begin otherwise than they go on.
         waits: whether what is not sent waits for a later step, and a sum of exactly zero means that nothing came.
     """
 
+    residual_in_shard = False
+    steps = 0
     waits = False
+
+    def __init__(self, context: SyncContext) -> None:
+        self.context = context
+
+    def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
+        """Begin to reduce some parameters, in place.
+
+        Args:
+            shard: that of the context: this gradient domain's sum, divided by N, times the loss scale. Once the handle
+                has been waited for, the rows of the rank's optimizer shard hold the sum over all gradient domains.
+            ranges: shard ranges (columns), one for each parameter.
+            scale: the loss scale. State is kept without it.
+        """
+        raise NotImplementedError
+
+    def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
+        """A run that has been started and waited for will be started again in this step, with more gradients.
+
+        What has been delivered stays in the rank's own row; the other rows keep only what has not.
+        """
+        own = self.context.own_row
+        for begin, end in merged(ranges):
+            shard[:own, begin:end].zero_()
+            shard[own + 1 :, begin:end].zero_()
+
+    def commit(self, skipped: bool) -> None:
+        """The optimizer has stepped, or skipped the step, or the gradients are dropped: empty the gradient shard.
+
+        Args:
+            skipped: as if the gradients had never been: state stays as it was, but for what lay among them.
+        """
+        self.context.shard.zero_()
+
+    # -- around the optimizer's step; most modes do nothing here -----------------------------------------------------
 
     @property
     def wants_updates(self) -> bool:
@@ -162,66 +203,20 @@ class OptimizerHooks:
         """
 
     def drain(self) -> None:
-        """Wait for what :meth:`SyncMode.commit` has begun; collective."""
+        """Wait for what :meth:`commit` has begun; collective."""
 
-
-class SyncMode(OptimizerHooks, ABC):
-    """One way to reduce gradient shards across gradient domains.
-
-    Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
-    every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
-    A mode that says :attr:`wants_updates` after that wait is shown the optimizer's updates before :meth:`commit`.
-
-    Attributes:
-        owes_in_shard: whether what this mode owes stays in the gradient shard from one step to the next.
-        steps: how many were synced and not skipped, in modes that begin otherwise than they go on.
-    """
-
-    owes_in_shard = False
-    steps = 0
-
-    def __init__(self, context: SyncContext) -> None:
-        self.context = context
-
-    @abstractmethod
-    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
-        """Begin to reduce some parameters, in place.
-
-        Args:
-            shard: that of the context: this gradient domain's sum, divided by N, times the loss scale. Once the handle
-                has been waited for, the rows of the rank's optimizer shard hold the sum over all gradient domains.
-            spans: ranges of columns, one for each parameter.
-            scale: the loss scale. State is kept without it.
-        """
-
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
-        """A run that has been started and waited for will be started again in this step, with more gradients.
-
-        What has been delivered stays in the rank's own row; the other rows keep only what has not.
-        """
-        own = self.context.own_row
-        for begin, end in merged(spans):
-            shard[:own, begin:end].zero_()
-            shard[own + 1 :, begin:end].zero_()
-
-    def commit(self, skipped: bool) -> None:
-        """The optimizer has stepped, or skipped the step, or the gradients are dropped: empty the gradient shard.
-
-        Args:
-            skipped: as if the gradients had never been: state stays as it was, but for what lay among them.
-        """
-        self.context.shard.zero_()
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def note(self) -> str | None:
         """What was chosen for the user, if anything was."""
         return None
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""
         return None
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of what the peers of another run still owed.
+        """Take a share of the residuals of another run's peers.
 
         Args:
             sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; alike on all ranks.
@@ -234,17 +229,17 @@ class SyncMode(OptimizerHooks, ABC):
             "delete zero_topo_owed.pt from the checkpoint to lose what they hold"
         )
 
-    def take_over(self, residual: Tensor, owed: Owed) -> int:
-        """Take over what this rank owed under another plan of the same ranks, as far as it has a place here.
+    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
+        """Take over this rank's residual of another plan of the same ranks, as far as it has a place here.
 
         Args:
             residual: the entry "residual" of that plan's :meth:`state_dict`.
-            owed: whose rows they are.
+            saved: whose rows they are.
 
         Returns:
             How many rows have none, of those that are not zero.
         """
-        return int(residual.view(len(owed.owners), -1).any(1).sum())
+        return int(residual.view(len(saved.owners), -1).any(1).sum())
 
     def report(self) -> dict[str, float]:
         """What a user may want to know of the last step: densities, norms, counts; this rank's own."""

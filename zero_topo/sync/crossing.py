@@ -4,31 +4,32 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.all_gather import all_gather_pieces
-from zero_topo.collectives.pack import Span, members, merged, places_of, rows_of, span_pieces
-from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
-from zero_topo.collectives.wire import Wire, wire_of
+from zero_topo.collectives.transport import all_gather_views, members, reduce_scatter, rows_of
 from zero_topo.mesh import Route
-from zero_topo.quant.pieces import total_numel
-from zero_topo.sync.base import Owed, SyncContext, SyncMode
+from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
+from zero_topo.quant.ops import dequantize, quantize
+from zero_topo.quant.spec import Cast, Format
+from zero_topo.sync.base import ResidualOwners, SyncContext, SyncMode
 
 logger = logging.getLogger(__name__)
 
+EXACT = Cast("fp32")
 
-class Crossing(SyncMode):
+
+class Crossing(SyncMode, ABC):
     """A mode whose peers exchange tables: row ``p`` of the table ``[P, C]`` belongs to peer ``p``.
 
     Attributes:
         peers: the ranks that hold the same elements.
     """
 
-    def __init__(self, context: SyncContext, dense_wire: Wire) -> None:
+    def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
         hops = context.across(context.plan.gradients).hops
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
@@ -40,86 +41,85 @@ class Crossing(SyncMode):
         return self.context.plan.group(self.context.mesh.rank, self.peers.lo, self.peers.hi)
 
     @abstractmethod
-    def owed_rows(self) -> Tensor | None:
-        """What is owed, a view: a row for each of the owners that :meth:`owed` names; None if that is None."""
+    def residual_rows(self) -> Tensor | None:
+        """The residual, a view: a row for each owner of :meth:`residual_owners`; None if that is None."""
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of what the peers of another run owed, in the rows of the owners here: as many have such rows.
+        """Take a share of the residuals of another run, in the rows of the owners here: as many have such rows.
 
         Args:
-            sums: as in the base.
+            sums: by parameter, FP32 ``[numel]``, the sum over the peers of that run.
         """
-        owed, rows = self.owed(), self.owed_rows()
+        mine, rows = self.residual_owners(), self.residual_rows()
         if self.peers.size == 1:
             if self.context.mesh.rank == 0:
                 logger.warning(
                     "zero_topo: residuals of another run are dropped: here one gradient domain has all ranks"
                 )
             return
-        if owed is None or rows is None:
+        if mine is None or rows is None:
             return super().inherit(sums)
         plan = self.context.plan
-        positions = [plan.position(owner) for owner in owed.owners]
-        for name, (_, first, past) in owed.parameters.items():
+        positions = [plan.position(owner) for owner in mine.owners]
+        for name, (_, first, past) in mine.parameters.items():
             if name not in sums:
                 continue
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
 
-    def take_over(self, residual: Tensor, owed: Owed) -> int:
+    def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
         """Take the rows of owners that are peers here too.
 
         Args:
-            residual: as in the base.
-            owed: the same.
+            residual: a row for each owner of ``saved``.
+            saved: the owners and parameters of a checkpoint's residual.
         """
-        mine, rows = self.owed(), self.owed_rows()
-        came = residual.view(len(owed.owners), -1)
-        left = came.any(1)
-        if mine is not None and rows is not None and mine.parameters == owed.parameters:
+        mine, rows = self.residual_owners(), self.residual_rows()
+        received = residual.view(len(saved.owners), -1)
+        left = received.any(1)
+        if mine is not None and rows is not None and mine.parameters == saved.parameters:
             place = {owner: row for row, owner in enumerate(mine.owners)}
-            fitting = [row for row, owner in enumerate(owed.owners) if owner in place]
-            rows[[place[owed.owners[row]] for row in fitting]] = came[fitting].to(rows)
+            fitting = [row for row, owner in enumerate(saved.owners) if owner in place]
+            rows[[place[saved.owners[row]] for row in fitting]] = received[fitting].to(rows)
             left[fitting] = False
         return int(left.sum())
+
+    def check_shapes(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a checkpoint has other entries than :meth:`state_dict`, or entries of other shapes."""
+        needed, found = (
+            {name: tuple(x.shape) for name, x in entries.items()} for entries in (self.state_dict(), state)
+        )
+        if found != needed:
+            raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 
     def rows(self, shard: Tensor) -> Tensor:
         """View of those rows of a gradient shard that the table has."""
         return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
 
-    def table(self, shard: Tensor, spans: Sequence[Span]) -> Tensor:
+    def table(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
         """The rows of all peers, FP32 ``[P, C]``, a copy: of the shard itself, or of its sums inside the node."""
         if self._inner is None:
-            return self.columns(shard, spans)
-        spans = merged(spans)
-        places = places_of(spans)
+            rows = range_views(shard[:, None], merged(ranges))
+            table = shard.new_empty(len(shard), total_numel(rows), dtype=torch.float32)
+            quantize(rows, EXACT, table.view(torch.uint8))
+            return table
+        ranges = merged(ranges)
+        places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)
-        parts = span_pieces(members(shard, self._inner.size), spans)
-        sums = Sums(span_pieces(table, places), self.context.counted)
-        reduce_scatter(self._inner, parts, self._dense_wire, sums).wait()
+        parts = range_views(members(shard, self._inner.size), ranges)
+        out = range_views(table, places)
+        reduce_scatter(self._inner, parts, self._dense_wire, out, self.context.counted).wait()
         return table
 
-    def columns(self, rows: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Some columns of some rows, FP32 ``[rows, C]``, a copy."""
-        pieces = span_pieces(rows[:, None], merged(spans))
-        table = rows.new_empty(len(rows), total_numel(pieces), dtype=torch.float32)
-        exact(self.context).encode(pieces, table.view(torch.uint8))
-        return table
-
-    def deliver(self, shard: Tensor, spans: Sequence[Span], table: Tensor, which: slice) -> None:
+    def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:
         """Put some rows of a table where they belong in a gradient shard."""
-        pieces = span_pieces(self.rows(shard)[which, None], merged(spans))
-        exact(self.context).decode(table[which].view(torch.uint8), pieces)
+        views = range_views(self.rows(shard)[which, None], merged(ranges))
+        dequantize(table[which].view(torch.uint8), EXACT, views)
 
 
-def exact(context: SyncContext) -> Wire:
-    """The format of values that nothing is taken from: FP32."""
-    return wire_of(None, torch.float32)
-
-
-def spread_back(context: SyncContext, shard: Tensor, spans: Sequence[Span], route: Route, wire: Wire) -> None:
+def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
     """Gather rows that are synced from the ranks that own them, over a route that begins at the wanted degree."""
     if route.size == 1:
         return
     step = route.lo // context.plan.gradients  # the rows of that shard are every step-th of the gradient shard
-    held = members(shard[context.own_row % step :: step], route.size)
-    all_gather_pieces(route, span_pieces(held, merged(spans)), wire, context.counted).wait()
+    rows = members(shard[context.own_row % step :: step], route.size)
+    all_gather_views(route, range_views(rows, merged(ranges)), wire, context.counted).wait()

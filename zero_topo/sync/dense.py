@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, merged, span_pieces
-from zero_topo.collectives.reduce_scatter import Sums, reduce_scatter
-from zero_topo.collectives.wire import wire_of
+from zero_topo.collectives.queue import Handle
+from zero_topo.collectives.transport import reduce_scatter
 from zero_topo.config import DenseSync
+from zero_topo.quant.operands import Range, merged, range_views
+from zero_topo.quant.ops import cast_to
 from zero_topo.sync.base import SyncContext, SyncMode, build_mode
 from zero_topo.sync.crossing import spread_back
 
@@ -32,19 +32,19 @@ class Dense(SyncMode):
         self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
-        self._wire = wire_of(None, context.dtype)
+        self._wire = cast_to(context.dtype)
 
-    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+    def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Begin the reduction; the way back to the ranks that need more follows when waited for."""
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
-        parts = span_pieces(shard[:, None], merged(spans))
-        sums = Sums([part.member(self._up.index) for part in parts], self.context.counted)
-        up = reduce_scatter(self._up, parts, self._wire, sums)
+        parts = range_views(shard[:, None], merged(ranges))
+        own = [part.member(self._up.index) for part in parts]
+        up = reduce_scatter(self._up, parts, self._wire, own, self.context.counted)
 
         def finish() -> None:
             up.wait()
-            spread_back(self.context, shard, spans, self._down, self._wire)
+            spread_back(self.context, shard, ranges, self._down, self._wire)
 
         return Handle(None, (), finish)
 

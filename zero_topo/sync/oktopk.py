@@ -9,27 +9,27 @@
 4. A rank's residual loses what it picked and all ranks chose.
 
 Note [Thresholds]
-    Exact ones cost a selection here, and a gather of all sums there, so they are found every ``tau_prime`` steps and
-    reused between; in the first ``tau_prime`` steps, when gradients change fast, every step finds both. After a reuse a
-    threshold moves by the fourth root of its count over k, as if counts fell with its fourth power. A rank that finds
-    less than 4/5 k picks by it, or more than 5/4 k, takes the k largest of what reaches five sixths of it, or of what
-    it found; if that is less than k, or over 8 k, the threshold is found anew. Of the sums no more than 5/4 k are
-    chosen, which bounds the words sent by 5 k (P - 1) / P: each rank keeps its share of them, the largest. If less than
-    4/5 k reach the global threshold, k are chosen among those that reach two thirds of it, in proportion to what ranks
-    have there; or five sixths, if sums are not of picks alone.
+    An exact local threshold costs a selection, an exact global one a gather of all sums. Both are computed every
+    ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change fast, every step
+    computes them. After a reuse a threshold is multiplied by the fourth root of its count over k, as if counts fell
+    with its fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k largest of
+    those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
+    over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, which bounds the words sent by
+    5 k (P - 1) / P: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global threshold, k
+    are chosen among those that reach two thirds of it, in proportion to the ranks' counts; or five sixths, if the sums
+    contain more than picks.
 
 Note [Sharded]
     Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
-    and nothing of step 3 travels but counts, and magnitudes when the threshold is found: of each owner the largest, up
-    to four times its share of k. A rank then does not know which of its picks were chosen: its residual loses all of
-    them, and the owner keeps the sums it did not choose. Picks are of the others' rows, ``density`` of their elements.
-    Its own row a rank need not send: all of it is in the sums, so that an element is chosen when what its owner has and
-    owes and what came is large together.
+    and of step 3 only counts travel, and magnitudes when the threshold is computed: of each owner the largest, up to
+    four times its share of k. The sender cannot know which of its picks the owner chose. It therefore clears them all
+    from its residual, and the owner keeps the sums that it did not choose in its own. Picks are ``density`` of the
+    elements of the other ranks' rows. A rank need not send its own row: all of it, with its residual, is in the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from struct import pack, unpack
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import OkTopkSync
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     TINY,
@@ -52,12 +52,12 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
-from zero_topo.sync.sparse import Outcome, Sparse, told
+from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 CROWDED = 4
 FALL = 4  # counts are taken to fall with this power of a threshold
 MOST_MOVED = 2.0  # a threshold in a step
-MOST_TAKEN = 8  # times k: of more than that the largest are found in place, which holds less
+MOST_TAKEN = 8  # times k: of more than that the largest are selected in place, which needs less memory
 # Times as low as a threshold: where more are if few reach it; of sums of picks most are zero.
 NEAR, NEAR_SUMS = 1.2, 1.5
 
@@ -77,22 +77,12 @@ class OkTopkState:
     bounds: Tensor
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """The result of step 3.
-
-    Attributes:
-        reduced: FP32 ``[n]``, or where sums stay with their owners ``[C]``.
-        count: of those that are not zero, int64 ``[]``.
-        threshold: for the next step, FP64 ``[]``.
-    """
-
-    reduced: Tensor
-    count: Tensor
-    threshold: Tensor
+_Chosen = tuple[Tensor, Tensor, Tensor]
+"""The result of step 3: FP32 ``[n]``, or where sums stay with their owners ``[C]``; how many of these are not zero,
+int64 ``[]``; the threshold for the next step, FP64 ``[]``."""
 
 
-class OkTopk(Sparse[OkTopkState]):
+class OkTopk(Sparse):
     """The largest of the sums of everybody's largest, by thresholds and regions that are reused."""
 
     config: OkTopkSync
@@ -104,16 +94,11 @@ class OkTopk(Sparse[OkTopkState]):
         self._open = self.numel - self._columns if config.sharded else self.numel  # elements that this rank picks of
 
     @property
-    def k(self) -> int:
-        """Picks of the sums."""
-        return share(self.density, self.numel)
-
-    @property
     def picks(self) -> int:
-        """Of a rank."""
+        """Elements that this rank picks; of the sums :attr:`k` are chosen."""
         return share(self.density, self._open)
 
-    def exchange(self, total: Tensor, state: OkTopkState) -> Outcome[OkTopkState]:
+    def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:
         """Reduce the picks at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
         own = self._own(total)
@@ -123,23 +108,23 @@ class OkTopk(Sparse[OkTopkState]):
             bounds = self._balanced(picked)
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         if own is not None:
-            chosen = self._sharded(sums, None if exact else world)
+            reduced, count, after = self._sharded(sums, None if exact else world)
             # This rank does not know whose picks were chosen: owners keep the rest of the sums.
             total[picked.indices] -= picked.values
-            torch.sub(sums, chosen.reduced, out=total[begin : begin + len(sums)])
+            torch.sub(sums, reduced, out=total[begin : begin + len(sums)])
         else:
-            chosen = self._choose(sums, begin, None if exact else world)
-            total[picked.indices] -= torch.where(chosen.reduced[picked.indices] != 0, picked.values, 0.0)
+            reduced, count, after = self._choose(sums, begin, None if exact else world)
+            total[picked.indices] -= torch.where(reduced[picked.indices] != 0, picked.values, 0.0)
             if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
-                came = chosen.reduced[begin : begin + len(sums)]
-                total[begin : begin + len(sums)] += torch.where(came != 0, sums - came, 0.0)
-        report: dict[str, float | Tensor] = {
+                received = reduced[begin : begin + len(sums)]
+                total[begin : begin + len(sums)] += torch.where(received != 0, sums - received, 0.0)
+        report: Report = {
             "density_asked": self.density,
             "density": len(picked) / self._open,
-            "union": chosen.count.double() / self.numel,
+            "union": count.double() / self.numel,
             "recomputed": float(recomputed) + float(exact),
         }
-        return Outcome(chosen.reduced, total, OkTopkState(threshold, chosen.threshold, bounds), report)
+        return reduced, OkTopkState(threshold, after, bounds), report
 
     def _own(self, total: Tensor) -> Tensor | None:
         """If sums stay with their owners, what this rank has of its row, ``[C]``, taken out of the total."""
@@ -153,23 +138,23 @@ class OkTopk(Sparse[OkTopkState]):
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
         """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
 
-        Also the local threshold for the next step, and whether it was found anew. One look, or two.
+        Also the local threshold for the next step, and whether it was computed anew. One host synchronization, or two.
         """
         if not exact:
             at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
             room = 5 * k // 4
-            reach = sparse_ops.compact_above(total, at, min(room, self.numel))
-            found, near = self.look(reach.found, sparse_ops.count_above(total, low))
-            few = 5 * found < 4 * k
-            count = near if few else found
+            indices, values, reaching = ops.compact_above(total, at, min(room, self.numel))
+            reached, near = self.to_host(reaching, ops.count_above(total, low))
+            few = 5 * reached < 4 * k
+            count = near if few else reached
             if k <= near and count <= MOST_TAKEN * k:
-                picked = Picked(reach.indices[:count], reach.values[:count])
+                picked = Picked(indices[:count], values[:count])
                 if few or count > room:
                     picked = above(total, low if few else at, count)
                     picked = picked.where(largest(picked.values, k).indices)
-                return picked.rounded(self.dtype), max(at * _moved(found / k), TINY), False
+                return picked.rounded(self.dtype), max(at * _moved(reached / k), TINY), False
         bound = kth_largest(total, self.picks)
-        threshold, reaching = self.look(bound, count_reaching(total, bound))
+        threshold, reaching = self.to_host(bound, count_reaching(total, bound))
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
@@ -182,7 +167,8 @@ class OkTopk(Sparse[OkTopkState]):
         return bounds
 
     def _summed(self, picked: Picked, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
-        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one look.
+        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one
+        host synchronization.
 
         To what this rank has of its own row they are added, in place.
         """
@@ -190,58 +176,55 @@ class OkTopk(Sparse[OkTopkState]):
         sizes = picked.counts(bounds)
         # The threshold's bits are an integer, so that counts stay integers.
         others = bounds[mine : mine + 2], world.view(torch.int64)
-        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values, own)), *others)
-        *_, begin, end, bits = seen
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values, own)), *others)
+        *_, begin, end, bits = numbers
         if self.config.sharded:
             picked = Picked(picked.indices % self._columns, picked.values)
-        message = self.peers.scatter_known(self._records.encode(picked), seen[:size], seen[size : 2 * size])
-        came = self._records.decode(message)
-        del picked, message
+        received = self._records.scatter(self.peers, picked, numbers[:size], numbers[size : 2 * size])
+        del picked
         if not self.config.sharded:
-            came.indices.sub_(begin)
-        zeros = partial(came.values.new_zeros, end - begin) if own is None else lambda: own
-        return begin, added(came, zeros), unpack("d", pack("q", bits))[0]
+            received.indices.sub_(begin)
+        zeros = partial(received.values.new_zeros, end - begin) if own is None else lambda: own
+        return begin, added(received, zeros), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
-        """The largest sums, on all ranks, by a threshold or exactly; one look."""
+        """The largest sums, on all ranks, by a threshold or exactly; one host synchronization."""
         if world is None:
-            counts = self.look(self.peers.gather(sums.count_nonzero()))
-            everything = self._all(_at(sums, positions(sums != 0, counts[self.peers.index]), begin), counts)
+            counts = self.to_host(self.peers.gather(sums.count_nonzero()))
+            indices = positions(sums != 0, counts[self.peers.index])
+            values = sums[indices]
+            everything = self._records.gather(self.peers, Picked(indices.add_(begin), values), counts)
             threshold = kth_largest(everything.values, self.k)
             everything.values.masked_fill_(everything.values.abs() < threshold, 0.0)
         else:
             own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
-            everything = self._all(*self._spread(own, counts))
+            everything = self._records.gather(self.peers, *self._spread(own, counts))
         reduced = self.zeros().index_copy_(0, everything.indices, everything.values)
-        return _Chosen(reduced, everything.values.count_nonzero(), threshold)
+        return reduced, everything.values.count_nonzero(), threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
-        """The sums that reach the old threshold, cut or filled up as Note [Thresholds] says; all counts; the next one.
+        """The sums that reach the old threshold, cut or filled up as in Note [Thresholds]; all counts; the next one.
 
-        One look.
+        One host synchronization.
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine, low = self.peers.index, max(threshold / near_by, TINY)
-        reach = self.look(self.peers.gather(torch.cat([sparse_ops.count_above(sums, at) for at in (threshold, low)])))
-        found, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
+        reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
+        reaching, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
             more = max(sum(reach[1::2]) - total, 1)
-            counts = torch.minimum(found + (near - found) * (self.k - total) // more, near).tolist()
+            counts = torch.minimum(reaching + (near - reaching) * (self.k - total) // more, near).tolist()
         else:
-            counts = (found if total <= most else most * found // total).tolist()
+            counts = (reaching if total <= most else most * reaching // total).tolist()
         own = reach[2 * mine + few]
         picked = above(sums, low if few else threshold, own)
         if counts[mine] < own:
             picked = picked.where(largest(picked.values, counts[mine]).indices)
         after = max(threshold * _moved(total / self.k), TINY)
         return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
-
-    def _all(self, own: Picked, counts: Sequence[int]) -> Picked:
-        """What all ranks have, so much each, in ascending order: regions follow one another, as do passed-on parts."""
-        return self._records.decode(self.peers.gather_known(self._records.encode(own), counts))
 
     def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
         """Equal parts of what all ranks have, if one has much more than the others; else what it is. And how much."""
@@ -253,11 +236,10 @@ class OkTopk(Sparse[OkTopkState]):
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
         expected = edges.clamp(ends[mine], ends[mine + 1]).diff().tolist()
-        came = self.peers.scatter_known(self._records.encode(own), sizes, expected)
-        return self._records.decode(came), ends.diff().tolist()
+        return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """As :meth:`_choose`, each on its owner; Note [Sharded]. One look, or none."""
+        """As :meth:`_choose`, each on its owner; Note [Sharded]. At most one host synchronization."""
         if world is None:
             most = min(self.k, CROWDED * -(-self.k // self.peers.size))
             magnitudes = largest(sums, most).values.abs()
@@ -266,7 +248,7 @@ class OkTopk(Sparse[OkTopkState]):
         else:
             own, _, threshold = self._reused(sums, world)
             mask = torch.zeros_like(sums, dtype=torch.bool).index_fill_(0, own.indices, 1)
-        return _Chosen(torch.where(mask, sums, 0.0), mask.sum(), threshold)
+        return torch.where(mask, sums, 0.0), mask.sum(), threshold
 
     def fresh(self) -> OkTopkState:
         """No threshold, regions of equal size."""
@@ -291,11 +273,6 @@ class OkTopk(Sparse[OkTopkState]):
 def _moved(share: float) -> float:
     """By what a threshold is multiplied whose count was this share of k."""
     return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
-
-
-def _at(sums: Tensor, indices: Tensor, begin: int) -> Picked:
-    """Some sums of a region, by their places in the vector."""
-    return Picked(indices + begin, sums[indices])
 
 
 build_mode.register(OkTopkSync, OkTopk)

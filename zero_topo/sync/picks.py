@@ -15,14 +15,15 @@ Note [Selection]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.transport import Group
 from zero_topo.config.sparse_config import index_bytes
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 
 TINY = 1e-45  # below every other positive FP32: a threshold that passes all but zeros
 LONGEST = 2**31 - 1
@@ -89,10 +90,18 @@ class Records:
     def decode(self, message: Tensor) -> Picked:
         """The inverse of :meth:`encode`, of any number of messages one after the other."""
         indices, values = message.split(self._words, dim=1)
-        found = indices.contiguous().view(-1).view(self._index).long()
+        places = indices.contiguous().view(-1).view(self._index).long()
         if self._index is torch.int32 and self.numel > LONGEST:
-            found.bitwise_and_(0xFFFFFFFF)
-        return Picked(found, values.contiguous().view(-1).view(self.dtype).float())
+            places.bitwise_and_(0xFFFFFFFF)
+        return Picked(places, values.contiguous().view(-1).view(self.dtype).float())
+
+    def scatter(self, peers: Group, picked: Picked, sizes: Sequence[int], expected: Sequence[int]) -> Picked:
+        """Send the next ``sizes[p]`` picks to each peer ``p``; those that the peers send here, one after the other."""
+        return self.decode(peers.scatter_known(self.encode(picked), sizes, expected))
+
+    def gather(self, peers: Group, picked: Picked, counts: Sequence[int]) -> Picked:
+        """The picks of all peers, one after the other; all peers know how many each has."""
+        return self.decode(peers.gather_known(self.encode(picked), counts))
 
     @property
     def _index(self) -> torch.dtype:
@@ -128,7 +137,7 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 def largest(x: Tensor, k: int) -> Picked:
     """The ``k`` elements of largest magnitude, some of which may be zero; see Note [Selection]."""
     k = min(k, x.numel())
-    indices = sparse_ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
+    indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
     return Picked(indices, x[indices])
 
 
@@ -153,8 +162,8 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
 def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest magnitudes, in any order, and where they are; Note [Selection]."""
     if x.numel() <= LONGEST:
-        found = torch.topk(x.abs(), k, sorted=False)
-        return found.values, found.indices
+        values, indices = torch.topk(x.abs(), k, sorted=False)
+        return values, indices
     parts = [torch.topk(part.abs(), min(k, part.numel()), sorted=False) for part in x.split(LONGEST)]
     values = torch.cat([part.values for part in parts])
     indices = torch.cat([part.indices + LONGEST * number for number, part in enumerate(parts)])
@@ -165,14 +174,15 @@ def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def count_reaching(x: Tensor, threshold: Tensor) -> Tensor:
     """How many magnitudes reach a threshold that is on the device (``[]``), as NaN does; int64 ``[]``."""
     if _on_cpu(x):
-        return sparse_ops.count_above(x, float(threshold))[0]
+        return ops.count_above(x, float(threshold))[0]
     return x.numel() - (x < threshold).sum() + (x <= -threshold).sum()
 
 
 def above(x: Tensor, threshold: float, count: int) -> Picked:
     """The elements whose magnitude reaches a threshold, known to be so many; of those that are not finite one."""
-    found = sparse_ops.compact_above(x, threshold, count if math.isfinite(threshold) else min(count, 1))
-    return Picked(found.indices, found.values.float())
+    room = count if math.isfinite(threshold) else min(count, 1)
+    indices, values, _ = ops.compact_above(x, threshold, room)
+    return Picked(indices, values.float())
 
 
 def positions(mask: Tensor, count: int) -> Tensor:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: what crosses between gradient domains is INT8 or INT4, and what that takes away is sent later.
+"""Quantized sync: gradients cross between gradient domains as INT8 or INT4, with error feedback.
 
 Note [Error feedback]
     Let ``g`` be this rank's gradient shard and ``e`` what earlier steps took away. It sends ``q = Q(g + e)`` to the
@@ -7,14 +7,14 @@ Note [Error feedback]
     minus the present ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). Its own row it adds without
     quantizing, so there is no ``e`` for it.
 
-Note [What is owed lies in the gradient shard]
+Note [The residual lies in the gradient shard]
     ``e`` needs no memory of its own: as soon as ``q`` is made it is subtracted where ``g + e`` lies, and the next
     step's gradients are added to that instead of to zero. The rounding of the gradient shard is then that of ``e``,
-    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of what is owed to
+    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of the residual of
     the same element adds nothing, so that an element that stays below 1e-4 of its block's largest may never be sent
     (FP32 loses half as many of them); ``"accumulation_dtype": "fp32"`` avoids that for 2 bytes an element more.
 
-    A step that is skipped, or gradients that ``zero_grad`` drops, take what is owed with them, for it is in them. In
+    A step that is skipped, or gradients that ``zero_grad`` drops, take the residual with them, for it is in them. In
     BF16 and FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps as a
     matter of course, and changes the scale: there ``e`` is copied to an FP32 residual when a step is known to count,
     without the scale, and added again when the run is started.
@@ -28,13 +28,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, merged, places_of, span_pieces
-from zero_topo.collectives.wire import wire_of
+from zero_topo.collectives.queue import Handle
 from zero_topo.config import QuantizedSync
-from zero_topo.quant.pieces import Piece, total_numel
-from zero_topo.quant.spec import Reduce
-from zero_topo.sync.base import Owed, SyncContext, build_mode
+from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
+from zero_topo.quant.ops import cast_to, dequantize, dequantize_reduce, quantize
+from zero_topo.sync.base import ResidualOwners, SyncContext, build_mode
 from zero_topo.sync.crossing import Crossing, spread_back
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,7 @@ class Quantized(Crossing):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
     1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
-    2. rows, with what is owed in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
+    2. rows, with the residual in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
        stays in them. See Note [Error feedback];
     3. the owner adds the messages, in tree order, to its own row in FP32;
     4. if optimizer shards are replicated: gather hop back to them, unquantized.
@@ -57,106 +55,107 @@ class Quantized(Crossing):
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
-        super().__init__(context, wire_of(None, context.dtype))
+        super().__init__(context, cast_to(context.dtype))
         self._down = context.across(context.plan.optimizer)
-        self.wire = wire_of(config.spec, context.dtype)
-        self._owing = config.error_feedback and self.peers.size > 1
-        self.owes_in_shard = self._owing and not context.loss_scaled
+        self.wire = config.spec
+        self._feedback = config.error_feedback and self.peers.size > 1
+        self.residual_in_shard = self._feedback and not context.loss_scaled
         self.residual: Tensor | None = None
-        if self._owing and context.loss_scaled:
+        if self._feedback and context.loss_scaled:
             self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
-        self._left: dict[tuple[Span, ...], Tensor] = {}  # owed, while the gradients sent back lie in its place
-        self._paid: set[tuple[Span, ...]] = set()  # runs whose residual is in the gradients already
-        self._scale = 1.0  # of the gradients of this step
-        self._told = False
+        # By run, the residual, while delivered gradients lie in its place in the shard: `start` on sync's queue stores
+        # it, `reopen` or `commit` puts it back.
+        self._saved_residuals: dict[tuple[Range, ...], Tensor] = {}
+        # Runs of this step whose residual is in the gradients already: a run may start twice in a step.
+        self._residual_added: set[tuple[Range, ...]] = set()
+        self._scale = 1.0  # the loss scale of this step's gradients, which the residual is stored without
+        self._warned = False  # once in a run about a residual that was dropped
 
-    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+    def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Send the messages of a run; what comes is added when waited for."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
-        run, own = tuple(spans), self.peers.index
-        self._pay(shard, run, scale)
+        run, own = tuple(ranges), self.peers.index
+        self._add_residual(shard, run, scale)
         copied = self._inner is not None or self._down.size > 1
-        rows, places = (self.table(shard, run), places_of(run)) if copied else (shard, run)
-        pieces = self._pieces(rows, places)
-        messages = rows.new_empty(self.peers.size, self.wire.nbytes(total_numel(pieces)), dtype=torch.uint8)
-        self.wire.encode(pieces, messages, without=own)
+        rows, places = (self.table(shard, run), packed_ranges(run)) if copied else (shard, run)
+        # One row for each member, each range filled up to whole blocks.
+        block = self.wire.block_size
+        views = range_views(rows[:, None], merged(places, block), block)
+        messages = rows.new_empty(self.peers.size, self.wire.nbytes(total_numel(views)), dtype=torch.uint8)
+        quantize(views, self.wire, messages, own)
         across = self.peers.scatter_later(messages)
-        if self._owing:
-            self.wire.decode(messages, pieces, Reduce(-1.0, accumulate=True), without=own)
+        if self._feedback:
+            dequantize(messages, self.wire, views, -1.0, accumulate=True, without=own)
 
         def finish() -> None:
-            mine = [piece.member(own) for piece in pieces]
-            self.wire.reduce(across.wait(), mine, Reduce(accumulate=True), without=own)
+            mine = [view.member(own) for view in views]
+            dequantize_reduce(across.wait(), self.wire, mine, accumulate=True, without=own)
             if copied:
                 self.deliver(shard, run, rows, slice(own, own + 1))
-                self._left |= {run: rows} if self._owing else {}
+                self._saved_residuals |= {run: rows} if self._feedback else {}
             if self._down.size == 1:
-                self._settle(shard, run)
+                self._restore_residual(shard, run)
             spread_back(self.context, shard, run, self._down, self._dense_wire)
 
         return Handle(None, (), finish)
-
-    def _pieces(self, rows: Tensor, spans: Sequence[Span]) -> list[Piece]:
-        """Some columns of the rows ``[P, ...]``, one row for each member, each span filled up to whole blocks."""
-        return span_pieces(rows[:, None], merged(spans, self.wire.block), self.wire.block)
 
     def _halves(self) -> tuple[tuple[slice, slice], ...]:
         """The members but this rank, before it and after it, and their rows of the residual."""
         own = self.peers.index
         return (slice(own), slice(own)), (slice(own + 1, None), slice(own, None))
 
-    def _pay(self, shard: Tensor, spans: tuple[Span, ...], scale: float) -> None:
+    def _add_residual(self, shard: Tensor, ranges: tuple[Range, ...], scale: float) -> None:
         """Add the residual of a run, if there is one, to its gradients, once in a step."""
-        if self.residual is None or spans in self._paid:
+        if self.residual is None or ranges in self._residual_added:
             return
-        self._paid.add(spans)
+        self._residual_added.add(ranges)
         self._scale, rows = scale, self.rows(shard)
-        for begin, end in merged(spans):
-            for others, owed in self._halves():
-                rows[others, begin:end].add_(self.residual[owed, begin:end], alpha=scale)
+        for begin, end in merged(ranges):
+            for others, kept in self._halves():
+                rows[others, begin:end].add_(self.residual[kept, begin:end], alpha=scale)
 
-    def _settle(self, shard: Tensor, spans: tuple[Span, ...]) -> None:
-        """What is owed of a run is in its rows of the gradient shard, and nothing else is but for the own row."""
-        left = self._left.pop(spans, None)
+    def _restore_residual(self, shard: Tensor, ranges: tuple[Range, ...]) -> None:
+        """Put the residual of a run back into its rows of the gradient shard; only the own row stays as it is."""
+        left = self._saved_residuals.pop(ranges, None)
         if left is None:
             return
-        super().reopen(shard, spans)
+        super().reopen(shard, ranges)
         for others, _ in self._halves():
-            self.deliver(shard, spans, left, others)
+            self.deliver(shard, ranges, left, others)
 
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
-        """What was delivered stays in the own row; the others keep what is owed, if anything is.
+    def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
+        """What was delivered stays in the own row; the others get the residual, if there is one.
 
         Args:
             shard: as in :meth:`start`.
-            spans: the same.
+            ranges: the same.
         """
-        if self._owing:
-            self._settle(shard, tuple(spans))
+        if self._feedback:
+            self._restore_residual(shard, tuple(ranges))
         else:
-            super().reopen(shard, spans)
+            super().reopen(shard, ranges)
 
     def commit(self, skipped: bool) -> None:
-        """What is owed stays for the next step; of a skipped one only a residual does."""
+        """Keep the residual for the next step; after a skipped step only a separate residual buffer survives."""
         shard = self.context.shard
-        for spans in () if skipped else tuple(self._left):
-            self._settle(shard, spans)
-        self._left.clear()
-        if self.residual is not None and self._paid and not skipped:
-            for others, owed in self._halves():
-                self.residual[owed] = self.rows(shard)[others]
+        for ranges in () if skipped else tuple(self._saved_residuals):
+            self._restore_residual(shard, ranges)
+        self._saved_residuals.clear()
+        if self.residual is not None and self._residual_added and not skipped:
+            for others, kept in self._halves():
+                self.residual[kept] = self.rows(shard)[others]
             self.residual.div_(self._scale)
-        self._paid.clear()
-        if self.owes_in_shard and not skipped:
+        self._residual_added.clear()
+        if self.residual_in_shard and not skipped:
             shard[self.context.own_row].zero_()
             return
         super().commit(skipped)
-        if self.owes_in_shard and not self._told and self.context.mesh.rank == 0:
-            self._told = True
+        if self.residual_in_shard and not self._warned and self.context.mesh.rank == 0:
+            self._warned = True
             logger.warning(
-                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and what quantized "
-                "sync owed of earlier steps with them, for it is among them"
+                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and with them what "
+                "quantized sync owed of earlier steps, for it is among them"
             )
 
     def note(self) -> str | None:
@@ -178,33 +177,31 @@ class Quantized(Crossing):
         """The residual; one that lies in the gradient shard is that."""
         return [] if self.residual is None else [self.residual]
 
-    def owed_rows(self) -> Tensor | None:
+    def residual_rows(self) -> Tensor | None:
         """Of the gradient shard, the own one among them, or the residual."""
-        return self.residual if not self.owes_in_shard else self.rows(self.context.shard)
+        return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """All peers of the one, those but this rank of the other."""
-        if not self._owing:
+        if not self._feedback:
             return None
-        owners = [rank for rank in self.members() if self.owes_in_shard or rank != self.context.mesh.rank]
-        return Owed(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
+        owners = [rank for rank in self.members() if self.residual_in_shard or rank != self.context.mesh.rank]
+        return ResidualOwners(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is owed; between steps."""
-        rows = self.owed_rows()
+        """The residual; between steps."""
+        rows = self.residual_rows()
         return {} if rows is None else {"residual": rows.contiguous()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what is owed, or start with nothing owed; refuse another shape."""
-        rows = self.owed_rows()
+        """Restore the residual, or start with zeros; refuse another shape."""
+        rows = self.residual_rows()
         if rows is None:
             return super().load_state_dict(state)
         if not state:
             rows.zero_()
             return
-        if set(state) != {"residual"} or state["residual"].shape != rows.shape:
-            shapes = {name: tuple(value.shape) for name, value in state.items()}
-            raise ValueError(f"quantized sync needs a residual of {tuple(rows.shape)}, not {shapes}")
+        self.check_shapes(state)
         rows.copy_(state["residual"])
 
 

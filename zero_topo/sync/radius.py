@@ -18,7 +18,7 @@ Note [One chooser]
     break differently on other devices, so none chooses for a row that is not its own. As slices of a parameter are
     equally wide in all rows, all rows of the mask hold equally many elements, and no lengths travel either.
 
-In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``masked.py``.
+In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``sparse.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import RadiusSync
+from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.masked import Masked
-from zero_topo.sync.sparse import Outcome
+from zero_topo.sync.sparse import Masked, Report
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Choice:
     moved: bool
 
 
-class Radius(Masked[RadiusState]):
+class Radius(Masked):
     """Reduces what one mask of all ranks holds, and everything where the mask is chosen anew."""
 
     config: RadiusSync
@@ -72,14 +72,14 @@ class Radius(Masked[RadiusState]):
         super().__init__(config, context)
         self._choice: _Choice | None = None
 
-    def exchange(self, total: Tensor, state: RadiusState) -> Outcome[RadiusState]:
+    def exchange(self, total: Tensor, state: RadiusState) -> tuple[Tensor, RadiusState, Report]:
         """Reduce what the mask holds, or everything in a step that resamples."""
         if self._resamples(state):
             reduced = self.reduce_rows(total.view(self.peers.size, -1))
-            return Outcome(reduced, total, state, self._numbers(self.numel, resampled=True))
+            return reduced, state, self._numbers(self.numel, resampled=True)
         kept = sum(state.kept)
         reduced = self.reduce_masked(total, self.mask(state), kept)
-        return Outcome(reduced, total, state, self._numbers(self.peers.size * kept, resampled=False))
+        return reduced, state, self._numbers(self.peers.size * kept, resampled=False)
 
     def _resamples(self, state: RadiusState) -> bool:
         """Whether the step reduces everything and chooses a mask."""
@@ -98,18 +98,18 @@ class Radius(Masked[RadiusState]):
     @property
     def wants_updates(self) -> bool:
         """Of a step that resamples."""
-        return self._stepped and self._resamples(self._state)
+        return self._undecided is not None and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
         """Choose the elements of the own row that the update moved most, if the learning rate moved any."""
         if self._choice is None:
-            kept = list(self._state.kept) or [0] * len(self._spans)
+            kept = list(self._state.kept) or [0] * len(self._ranges)
             self._choice = _Choice(self.mask(self._state)[self.peers.index], kept, False)
         if rate == 0 and self._state.kept:
             return
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
-        for index, ((first, past), (low, high)) in enumerate(zip(self._spans, self._places, strict=True)):
+        for index, ((first, past), (low, high)) in enumerate(zip(self._ranges, self._places, strict=True)):
             if begin <= first < begin + score.numel():
                 count = max(1, int(self.density * (past - first)))
                 largest = torch.topk(score[first - begin : past - begin], count, sorted=False).indices
@@ -117,12 +117,12 @@ class Radius(Masked[RadiusState]):
                 self._choice.kept[index] = count
 
     def commit(self, skipped: bool) -> None:
-        """Take over the step; after one that resamples it is collective, and tells the peers the choice."""
+        """Take over the step; after one that resamples it is collective, and sends the peers the choice."""
         choice, self._choice = self._choice, None
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
             return
-        self._state = replace(self._state, kept=tuple(choice.kept), bits=self.peers.gather(self.packed(choice.mask)))
+        self._state = replace(self._state, kept=tuple(choice.kept), bits=self.peers.gather(ops.pack(choice.mask)))
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -32,14 +32,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span
+from zero_topo.collectives.queue import Handle
 from zero_topo.config import ScapeSync
-from zero_topo.sync.adams import AdamS
+from zero_topo.quant import ops
+from zero_topo.quant.operands import Range
 from zero_topo.sync.base import Moment, SyncContext, build_mode
-from zero_topo.sync.masked import Masked
+from zero_topo.sync.optimizers import AdamS
 from zero_topo.sync.picks import largest, largest_of_each, share
-from zero_topo.sync.sparse import Outcome
+from zero_topo.sync.sparse import Masked, Report
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ScapeState:
     Attributes:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
         kept: elements that it holds in each row; in a state that is not decided yet, those of ``chosen``.
-        chosen: this rank's own row of the mask after it, to be told to the others; None when it is on its way.
+        chosen: this rank's own row of the mask after it, to be sent to the others; None when it is on its way.
     """
 
     bits: Handle[Tensor]
@@ -57,7 +57,7 @@ class ScapeState:
     chosen: Tensor | None
 
 
-class Scape(Masked[ScapeState]):
+class Scape(Masked):
     """Reduces what masks hold that the peers chose a step ahead, each for its own rows."""
 
     config: ScapeSync
@@ -75,7 +75,7 @@ class Scape(Masked[ScapeState]):
                 'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
             )
 
-    def exchange(self, total: Tensor, state: ScapeState) -> Outcome[ScapeState]:
+    def exchange(self, total: Tensor, state: ScapeState) -> tuple[Tensor, ScapeState, Report]:
         """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
         own, table = self.peers.index, total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
@@ -84,7 +84,7 @@ class Scape(Masked[ScapeState]):
         reduced = self.reduce_masked(total, mask, state.kept)
         table += momentum.masked_fill_(mask, 0)
         report = {"density_asked": self.density, "density": state.kept / self._columns}
-        return Outcome(reduced, total, ScapeState(state.bits, count, self.packed(chosen)), report)
+        return reduced, ScapeState(state.bits, count, ops.pack(chosen)), report
 
     def _chosen(self, score: Tensor) -> tuple[Tensor, int]:
         """The own row of the next mask, bool ``[C]``, and how many elements it holds."""
@@ -111,14 +111,14 @@ class Scape(Masked[ScapeState]):
 
         Neighbours are one.
         """
-        found: list[tuple[slice, slice]] = []
-        for (first, past), (low, high) in zip(self._spans, self._places, strict=True):
+        parts: list[tuple[slice, slice]] = []
+        for (first, past), (low, high) in zip(self._ranges, self._places, strict=True):
             if begin <= first < begin + width:
-                if found and found[-1][0].stop == first - begin:
-                    columns, places = found.pop()
+                if parts and parts[-1][0].stop == first - begin:
+                    columns, places = parts.pop()
                     first, low = begin + columns.start, places.start
-                found.append((slice(first - begin, past - begin), slice(low, high)))
-        return found
+                parts.append((slice(first - begin, past - begin), slice(low, high)))
+        return parts
 
     def _of_table(self, rows: Tensor) -> Tensor:
         """Those rows of a gradient shard that the table has."""
@@ -130,7 +130,7 @@ class Scape(Masked[ScapeState]):
 
     def before_update(self, begin: int, width: int) -> None:
         """Zero the momentum off the mask: it has gone into the residuals."""
-        if not self._stepped:
+        if self._undecided is None:
             return
         within = self._within(begin, width)
         if not within:
@@ -142,10 +142,10 @@ class Scape(Masked[ScapeState]):
                 for columns, places in within:
                     moment.mean[:, columns] *= mask[:, places.start - low : places.stop - low].to(moment.mean)
 
-    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+    def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange what the mask holds that the last step chose."""
-        self.drain()  # inside a node that is collective: all ranks do it here, before they say anything else
-        return super().start(shard, spans, scale)
+        self.drain()  # inside a node that is collective: all ranks do it here, before they send anything else
+        return super().start(shard, ranges, scale)
 
     def drain(self) -> None:
         """Wait for the mask that is under way; collective inside a node."""
@@ -173,7 +173,7 @@ class Scape(Masked[ScapeState]):
         """Everything is in the mask."""
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
-        bits = self.packed(ones).expand(rows, -1).contiguous()
+        bits = ops.pack(ones).expand(rows, -1).contiguous()
         return ScapeState(Handle(None, (), lambda: bits), self._columns, None)
 
     def state_bytes(self) -> int:

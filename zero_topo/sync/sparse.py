@@ -5,84 +5,77 @@ Note [A sparse step]
     Let ``g`` be this rank's gradient shard, reduced inside the node, without the loss scale, and ``e`` its residual.
     The mode turns ``a = g + e`` into a sum over the peers, of which it brings to the optimizer what that needs, and
     into a new residual ``e'``, such that nothing is lost: summed over the peers, ``a = u + e'`` element by element,
-    where ``u`` is what the owner of the element gets. ``e'`` and whatever else a mode remembers (thresholds, regions,
-    counts) take effect only when the step is known not to be skipped; until then ``e`` stays as it was. If the run is
-    reopened instead, ``e'`` goes back to the gradients. ``e`` is in that: it is paid, and not added once more when the
-    run is started again in this step.
+    where ``u`` is what the owner of the element gets. ``e'`` and the mode's other state (thresholds, regions, counts)
+    take effect only when the step is known not to be skipped; until then ``e`` stays as it was. If the run is reopened
+    instead, ``e'`` goes back to the gradients. It contains ``e``, so ``e`` is not added again when the run is started
+    again in this step.
 
 Note [Not a number]
-    What is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that swallowed
-    it would train on. NaN is the largest of all and above every threshold, so picks hold what is not finite if there is
-    any, and nobody goes through a gradient for it, but for a row of which a rank picks nothing. Where ranks tell one
-    another how many picks they will send, a rank that has such ones says -1 in place of its counts: all stop there, and
-    all get NaN. Where messages have one length, the sums have it. Under a mask ranks say a flag, and the device puts
-    NaN into the sums.
+    A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that
+    dropped it would train on. NaN counts as the largest value and as above every threshold, so a rank that has values
+    that are not finite selects one of them. No mode therefore reads a whole gradient to check it, except a row from
+    which a rank selects nothing. Where ranks exchange the counts of their selected elements, such a rank sends -1 in
+    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. Where messages have one length,
+    the sums contain the value. Under a mask ranks exchange a flag, and the device writes NaN into the sums.
 
-Note [Looks]
+Note [Host synchronizations]
     A host that reads a number of the device waits for all that was queued, and a GPU idles meanwhile. A mode reads what
-    it needs in few looks, whatever the number of peers.
+    it needs in few synchronizations (:meth:`Sparse.to_host`), however many peers there are.
 
 Note [Peers]
     Each rank is one of ``P`` peers that hold the same ``n`` elements of the gradient: row ``p`` of its table ``[P, C]``
     belongs to the optimizer shard of peer ``p``. In plain data parallelism every rank is a peer and all need all rows.
+
+Note [Rounding]
+    Where values are sent in 16 bits, a rank's residual keeps what rounding took from its values, and the owner's keeps
+    what rounding took from the sums.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.pack import Span, places_of
+from zero_topo.collectives.queue import Handle
 from zero_topo.config import DenseSync, SparseSync
 from zero_topo.mesh import Route
-from zero_topo.quant.pieces import DTYPES
-from zero_topo.sync.base import Owed, Parameter, SyncContext
-from zero_topo.sync.crossing import Crossing, exact, spread_back
+from zero_topo.quant import ops
+from zero_topo.quant.operands import DTYPES, Range, packed_ranges
+from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
+from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.picks import added_rows, share
+from zero_topo.sync.picks import added_rows, positions, share
 
-State = TypeVar("State")
+Report = Mapping[str, float | Tensor]
+"""A mode's numbers of one step; those of the device are read when somebody asks for them."""
 
 
-@dataclass(frozen=True)
-class Outcome(Generic[State]):
-    """What a mode made of one step.
+class Step(NamedTuple):
+    """A step that has been exchanged, all of it finite, and of which is not known yet whether it is skipped.
 
     Attributes:
-        reduced: FP32, the sums that this rank needs: ``[P * C]``, perhaps of :meth:`Sparse.zeros`, or ``[C]``, the own
-            row, where every rank has an optimizer shard of its own. Used up.
         residual: FP32 ``[P * C]``, what this rank did not deliver.
         state: of the mode, from the next step on.
-        report: numbers of this step; those of the device are read when somebody asks for them.
+        report: of this step.
+        scale: the loss scale of its gradients.
     """
 
-    reduced: Tensor
     residual: Tensor
-    state: State
-    report: Mapping[str, float | Tensor]
-
-
-class Step(NamedTuple, Generic[State]):
-    """A step that is not decided yet: its outcome but for the sums, and the scale of its gradients."""
-
-    residual: Tensor
-    state: State
-    report: Mapping[str, float | Tensor]
+    state: Any
+    report: Report
     scale: float
 
 
 class _NotFiniteError(Exception):
-    """Some rank has an element that is not finite: all ranks learn that in the same look."""
+    """Some rank has an element that is not finite; raised on all ranks, at the same host synchronization."""
 
 
-class Sparse(Crossing, Generic[State]):
+class Sparse(Crossing):
     """A mode that sends a share of the elements.
 
     Attributes:
@@ -95,15 +88,15 @@ class Sparse(Crossing, Generic[State]):
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
         self.config = config
-        super().__init__(context, exact(context))
+        super().__init__(context, EXACT)
         plan = context.plan
         self.dtype = DTYPES[config.value_dtype]
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
-        self._taken = tuple(p for p in context.parameters if taken(p, config))
-        self._spans = tuple(p.span for p in self._taken)
-        self._others = tuple(p.span for p in context.parameters if not taken(p, config))
-        self._places = places_of(self._spans)  # their columns of the table
+        self._included = tuple(p for p in context.parameters if takes_part(p, config))
+        self._ranges = tuple(p.span for p in self._included)
+        self._others = tuple(p.span for p in context.parameters if not takes_part(p, config))
+        self._places = packed_ranges(self._ranges)  # their columns of the table
         self._columns = self._places[-1][1] if self._places else 0
         self.numel = self.peers.size * self._columns
         self._dense = Dense(DenseSync(), context)
@@ -118,23 +111,32 @@ class Sparse(Crossing, Generic[State]):
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
+        # The counts of :meth:`shares` for one density, on the device: they are the same until the density changes.
         self._shared: tuple[float, Tensor, int] | None = None
-        self._undecided: Step[State] | None = None  # exchanged, all of it finite, and not decided yet
-        self._paid = False  # the residual is in the gradients already
+        # The last exchange, all of it finite, until `commit` takes it over or drops it, or `reopen` returns its
+        # residual to the gradients: a skipped step must leave residual and state as they were.
+        self._undecided: Step | None = None
+        # Whether `reopen` has put the residual into the gradients, so that the next `start` must not add it again.
+        self._residual_added = False
         self._state = self.fresh()
-        self._report: Mapping[str, float | Tensor] = {}
+        self._report: Report = {}
 
     @abstractmethod
-    def exchange(self, total: Tensor, state: State) -> Outcome[State]:
+    def exchange(self, total: Tensor, state: Any) -> tuple[Tensor, Any, Report]:
         """Reduce over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``, gradient plus residual, finite once a look has followed :func:`told`. May be
-                overwritten.
+            total: FP32 ``[P * C]``, gradient plus residual, finite once counts of :func:`counts_or_flag` are read; on
+                return the new residual, what this rank did not deliver.
             state: what the mode remembers; must not be changed.
+
+        Returns:
+            The sums that this rank needs, FP32: ``[P * C]``, perhaps of :meth:`zeros`, or ``[C]``, the own row, where
+            every rank has an optimizer shard of its own; they are used up. Then the state from the next step on, and
+            the numbers of this step.
         """
 
-    def start(self, shard: Tensor, spans: Sequence[Span], scale: float) -> Handle[None]:
+    def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange what takes part, all of it in one run; the rest is reduced densely, under way when this returns."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
@@ -143,37 +145,41 @@ class Sparse(Crossing, Generic[State]):
             self._undecided = self._step(shard, scale)
         return Handle(None, (), lambda: None if dense is None else dense.wait())
 
-    def look(self, *numbers: Tensor) -> list[Any]:
-        """Numbers of the device, on the host: ints if all are; see Note [Looks].
+    def to_host(self, *numbers: Tensor) -> list[Any]:
+        """Read numbers of the device on the host: ints if all are; see Note [Host synchronizations].
 
         Args:
-            numbers: of any shape, one after the other; none negative but what peers say by :func:`told`.
+            numbers: of any shape, one after the other; none negative but flags of :func:`counts_or_flag`.
         """
-        seen: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
-        if min(seen, default=0) < 0:
+        values: list[Any] = torch.cat([number.view(-1) for number in numbers]).tolist()
+        if min(values, default=0) < 0:
             raise _NotFiniteError
-        return seen
+        return values
 
-    def _step(self, shard: Tensor, scale: float) -> Step[State] | None:
-        total = self._owing(shard, scale)
+    def _step(self, shard: Tensor, scale: float) -> Step | None:
+        total = self._with_residual(shard, scale)
         try:
-            outcome = self._reduced_all(total) if self.steps < self.config.start else self.exchanged(total)
+            if self.steps < self.config.start:  # everything, as before the first sparse step
+                reduced, state = self.reduce_rows(total.view(self.peers.size, -1)), self._state
+                report: Report = {"density_asked": 1.0, "density": 1.0}
+            else:
+                reduced, state, report = self.exchanged(total)
         except _NotFiniteError:
-            for begin, end in self._spans:
+            for begin, end in self._ranges:
                 shard[:, begin:end] = torch.nan
             return None
-        self._deliver(shard, outcome.reduced if scale == 1 else outcome.reduced.mul_(scale))
-        return Step(outcome.residual, outcome.state, outcome.report, scale)
+        self._deliver(shard, reduced if scale == 1 else reduced.mul_(scale))
+        return Step(total, state, report, scale)
 
-    def _owing(self, shard: Tensor, scale: float) -> Tensor:
+    def _with_residual(self, shard: Tensor, scale: float) -> Tensor:
         """Gradient plus residual, FP32 ``[P * C]``, a copy."""
-        owes = self.residual.numel() and not self._paid
-        if owes and self._in_place is not None and scale == 1 and not self._offloaded:
+        add_residual = self.residual.numel() and not self._residual_added
+        if add_residual and self._in_place is not None and scale == 1 and not self._offloaded:
             return self._in_place + self.residual
-        total = self.table(shard, self._spans).view(-1)
+        total = self.table(shard, self._ranges).view(-1)
         if scale != 1:
             total /= scale
-        return total.add_(self.residual.to(total.device, non_blocking=True)) if owes else total
+        return total.add_(self.residual.to(total.device, non_blocking=True)) if add_residual else total
 
     def zeros(self) -> Tensor:
         """FP32 zeros ``[P * C]`` for the sums, when the gradients are no longer needed."""
@@ -181,7 +187,7 @@ class Sparse(Crossing, Generic[State]):
             return self._in_place.zero_()
         return torch.zeros(self.numel, device=self.context.device)
 
-    def exchanged(self, total: Tensor) -> Outcome[State]:
+    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
         """What the mode makes of it; what is not finite is in the sums."""
         return self.exchange(total, self._state)
 
@@ -191,14 +197,14 @@ class Sparse(Crossing, Generic[State]):
         return self.config.density_at(self.steps)
 
     @property
+    def k(self) -> int:
+        """Elements that the density means."""
+        return share(self.density, self.numel)
+
+    @property
     def since_start(self) -> int:
         """Steps synced since those that reduce everything."""
         return self.steps - self.config.start
-
-    def _reduced_all(self, total: Tensor) -> Outcome[State]:
-        """Everything, as before the first sparse step."""
-        reduced = self.reduce_rows(total.view(self.peers.size, -1))
-        return Outcome(reduced, total, self._state, {"density_asked": 1.0, "density": 1.0})
 
     def shares(self, density: float, rows: int) -> tuple[Tensor, int]:
         """Of each parameter's part of so many rows width and count, int64 ``[2, rows * parameters]``; all counts."""
@@ -224,47 +230,42 @@ class Sparse(Crossing, Generic[State]):
         del sent
         if not self.everywhere:
             return total
-        told = total.to(self.dtype)
-        packed[self.peers.index] += total - told
-        return self.peers.gather(told).float().view(-1)
+        counts_or_flag = total.to(self.dtype)
+        packed[self.peers.index] += total - counts_or_flag
+        return self.peers.gather(counts_or_flag).float().view(-1)
 
     def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
-        """Put the sums into the shard, and where a node's ranks need more rows, tell them."""
+        """Put the sums into the shard, and gather them inside the node where its ranks need more rows."""
         own, size = self.peers.index, self.peers.size
         which = slice(None) if self.everywhere else slice(own, own + 1)
         table = reduced.view(-1, self._columns).expand(size, -1)  # the own row at every place, if it is alone
         if reduced.data_ptr() != shard.data_ptr():
-            self.deliver(shard, self._spans, table, which)
+            self.deliver(shard, self._ranges, table, which)
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
-            spread_back(self.context, shard, self._spans, within, self._dense_wire)
+            spread_back(self.context, shard, self._ranges, within, self._dense_wire)
 
-    @property
-    def _stepped(self) -> bool:
-        """Whether a step was exchanged, all of it finite, that is not decided yet."""
-        return self._undecided is not None
-
-    def reopen(self, shard: Tensor, spans: Sequence[Span]) -> None:
+    def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
         """What was delivered stays in the own row; what the mode left goes back to the gradients; see the first note.
 
         Args:
             shard: as in :meth:`start`.
-            spans: the same.
+            ranges: the same.
         """
-        super().reopen(shard, spans)
+        super().reopen(shard, ranges)
         step, self._undecided = self._undecided, None
         if step is None:
             return
         rows, left = self.rows(shard), step.residual.view(self.peers.size, -1) * step.scale
-        for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+        for (begin, end), (first, past) in zip(self._ranges, self._places, strict=True):
             rows[:, begin:end] += left[:, first:past].to(rows.dtype)
-        self._paid = True
+        self._residual_added = True
 
     def commit(self, skipped: bool) -> None:
         """What the mode left, and what it remembers, are in force, or forgotten."""
         super().commit(skipped)
-        step, self._undecided, self._paid = self._undecided, None, False
+        step, self._undecided, self._residual_added = self._undecided, None, False
         if skipped or step is None:
             return
         if self.residual.numel():
@@ -274,24 +275,26 @@ class Sparse(Crossing, Generic[State]):
         self._report = step.report
         self.steps += 1
 
-    def debts(self) -> Tensor:
+    def residual_table(self) -> Tensor:
         """The residual at its place in a gradient shard, FP32 ``[P, F]``: rows and columns as the table's."""
         table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
         if self.residual.numel():
-            for (begin, end), (first, past) in zip(self._spans, self._places, strict=True):
+            for (begin, end), (first, past) in zip(self._ranges, self._places, strict=True):
                 table[:, begin:end] = self.residual.view(self.peers.size, -1)[:, first:past]
         return table
 
-    def owed_rows(self) -> Tensor | None:
+    def residual_rows(self) -> Tensor | None:
         """The residual; None without error feedback."""
         return self.residual.view(self.peers.size, -1) if self.residual.numel() else None
 
-    def owed(self) -> Owed | None:
+    def residual_owners(self) -> ResidualOwners | None:
         """Owners and columns of the residual; None without error feedback."""
         if not self.residual.numel():
             return None
-        places = zip(self._taken, self._places, strict=True)
-        return Owed(self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places})
+        places = zip(self._included, self._places, strict=True)
+        return ResidualOwners(
+            self.members(), {parameter.name: (parameter.numel, *place) for parameter, place in places}
+        )
 
     def report(self) -> dict[str, float]:
         """The mode's numbers of the last step, and the residual's norm."""
@@ -321,40 +324,83 @@ class Sparse(Crossing, Generic[State]):
             self.residual.zero_()
             self._state = self.fresh()
             return
-        wanted = self.state_dict()
-        if set(state) != set(wanted) or any(state[key].shape != wanted[key].shape for key in wanted):
-            shapes = {name: tuple(value.shape) for name, value in state.items()}
-            needed = {name: tuple(value.shape) for name, value in wanted.items()}
-            raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {shapes}")
+        self.check_shapes(state)
         self.residual.copy_(state["residual"])
         self.steps = int(state["step"])
         self._state = self.restored(state)
 
-    @abstractmethod
-    def fresh(self) -> State:
-        """The state before the first step."""
+    def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+        """Bits ``[rows, ceil(C / 8)]`` as bool ``[rows, end - begin]``, all columns by default."""
+        end = self._columns if end is None else end
+        first, past = begin // 8, -(-end // 8)
+        part = bits[:, first:past].contiguous()
+        rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
+        return rows[:, begin - 8 * first : end - 8 * first]
 
-    def save(self, state: State) -> dict[str, Tensor]:
+    def fresh(self) -> Any:
+        """The state before the first step; None in a mode that remembers nothing but the residual."""
+        return None
+
+    def save(self, state: Any) -> dict[str, Tensor]:
         """What the mode remembers, as tensors of fixed shapes."""
         return {}
 
-    def restored(self, saved: Mapping[str, Tensor]) -> State:
+    def restored(self, saved: Mapping[str, Tensor]) -> Any:
         """The inverse of :meth:`save`."""
         return self.fresh()
 
 
-def told(counts: Tensor, *held: Tensor | None) -> Tensor:
-    """What to tell all peers in place of a step's first counts, int64; see Note [Not a number].
+class Masked(Sparse):
+    """A sparse mode whose mask all peers share: values travel packed, without indices.
+
+    All rows of the mask hold equally many elements, so no lengths travel either.
+    """
+
+    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
+        """What the mode makes of it; NaN if any rank has an element that is not finite, in the mask or not."""
+        # Of the least and the largest, which NaN in any element makes NaN: nothing of the gradient's size is made.
+        finite = torch.stack(total.aminmax()).isfinite().all()
+        reduced, state, report = super().exchanged(total)
+        flags = self.peers.gather(finite.to(torch.uint8).view(1))
+        reduced.masked_fill_(flags.all().logical_not(), torch.nan)
+        return reduced, state, report
+
+    def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
+        """Sums over the peers of what the mask holds; collective.
+
+        Args:
+            total: FP32 ``[P * C]``; what rounding leaves takes the place of what is sent.
+            mask: bool ``[P, C]``.
+            kept: elements that it holds in each row.
+
+        Returns:
+            FP32, zero off the mask: ``[P * C]``, or the own row.
+        """
+        size, own = self.peers.size, self.peers.index
+        if kept == self._columns:
+            return self.reduce_rows(total.view(size, kept))
+        indices = positions(mask.reshape(-1), size * kept)
+        packed = total[indices].view(size, kept)
+        sums = self.reduce_rows(packed)
+        total[indices] = packed.view(-1)
+        if self.everywhere:
+            return self.zeros().index_copy_(0, indices, sums)
+        places = indices.view(size, kept)[own] - own * self._columns
+        return total.new_zeros(self._columns).index_copy_(0, places, sums)
+
+
+def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:
+    """A step's first counts, or -1 in place of each if a value is not finite, int64; see Note [Not a number].
 
     Args:
         counts: int64.
-        held: among which is what is not finite on this rank, if it has any: its picks, and what it does not pick from.
+        values: contain every value of this rank that is not finite: its picks, and the values it does not pick from.
     """
-    ends = [end for part in held if part is not None and len(part) for end in part.aminmax()]
+    ends = [end for part in values if part is not None and len(part) for end in part.aminmax()]
     return torch.where(torch.stack(ends).isfinite().all(), counts, -1) if ends else counts
 
 
-def taken(parameter: Parameter, config: SparseSync) -> bool:
+def takes_part(parameter: Parameter, config: SparseSync) -> bool:
     """Whether a parameter takes part, or is reduced densely."""
     if config.dense_vectors and parameter.dims < 2:
         return False

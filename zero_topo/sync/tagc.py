@@ -2,11 +2,11 @@
 """TAGC: an exact index and a count sketch of the values, reduced to the owner of each row.
 
 Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training" (EuroMLSys
-2025), on the sketch of Note [Count sketch] in ``quant/sparse_reference.py``.
+2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
 
 1. A rank picks the largest elements of its gradient plus residual; the residual keeps the rest.
 2. One bit per element says what it picked. The bits of each row go to the row's owner, who ORs them.
-3. Owners tell all peers how much the picks of all ranks cover, and all take the same compression.
+3. Owners send all peers how much the picks of all ranks cover, and all take the same compression.
 4. A count sketch of each row's values goes to the row's owner. Sketches add up, and the owner peels the sum.
 5. Where ranks need more than their own row, owners send the union and its values to all.
 
@@ -41,11 +41,11 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import TagcSync
-from zero_topo.quant import sparse_ops
-from zero_topo.quant.sparse_reference import LANES
+from zero_topo.quant import ops
+from zero_topo.quant.reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions, share
-from zero_topo.sync.sparse import Outcome, Sparse, told
+from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +66,13 @@ class _Index:
     """
 
     mask: Tensor
-    came: Tensor
+    received: Tensor
     union: Tensor
     bits: Tensor
     counts: list[int]
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """What the owner knows of its row.
-
-    Attributes:
-        row: FP32 ``[C]``.
-        beside: elements sent beside the sketch.
-        estimated: elements that are not exact, int64 ``[1]``; None for none.
-    """
-
-    row: Tensor
-    beside: int = 0
-    estimated: Tensor | None = None
-
-
-class Tagc(Sparse[int]):
+class Tagc(Sparse):
     """Reduces count sketches of the picks to the owners of the rows.
 
     The state counts the steps after a warm-up that took a smaller compression than asked for, or none.
@@ -108,10 +93,10 @@ class Tagc(Sparse[int]):
         """What a rank picks in this step, ``1 - theta`` after a warm-up."""
         return self._scheduled.density_at(self.steps)
 
-    def exchange(self, total: Tensor, state: int) -> Outcome[int]:
+    def exchange(self, total: Tensor, state: int) -> tuple[Tensor, int, Report]:
         """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
         picked = self._largest(total)
-        picked = picked.non_zero(self.look(picked.values.count_nonzero())[0])
+        picked = picked.non_zero(self.to_host(picked.values.count_nonzero())[0])
         index = self._index(picked)
         densest = max(index.counts) / self.width
         ratio = self.config.safe_ratio(densest, self.width)
@@ -125,17 +110,22 @@ class Tagc(Sparse[int]):
                 self.config.ratio,
                 f"takes {ratio}x" if ratio else "sends values without a sketch",
             )
-        sums = self._plain(picked, index, total) if ratio is None else self._sketched(picked, index, total, ratio)
+        stuck: int = 0
+        estimated: float | Tensor = 0.0
+        if ratio is None:
+            row = self._plain(picked, index, total)
+        else:
+            row, stuck, estimated = self._sketched(picked, index, total, ratio)
         report = {
             "density_asked": self.density,
             "density": len(picked) / self.numel,
             "union": sum(index.counts) / self.numel,
             "ratio": float(ratio or 0),  # 0: no sketch
-            "beside": float(sums.beside),
-            "estimated": 0.0 if sums.estimated is None else sums.estimated,
+            "beside": float(stuck),
+            "estimated": estimated,
             "fallbacks": float(state + fell_back),
         }
-        return Outcome(self._table_of(sums.row, index), total, state + fell_back, report)
+        return self._table_of(row, index), state + fell_back, report
 
     def _largest(self, total: Tensor) -> Picked:
         """The share that is picked, of all elements, or of each parameter's part of each row."""
@@ -146,35 +136,34 @@ class Tagc(Sparse[int]):
         return Picked(indices, total[indices])
 
     def _index(self, picked: Picked) -> _Index:
-        """The bits of every row at its owner; collective, and one look."""
+        """The bits of every row at its owner; collective, and one host synchronization."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
         mask[picked.indices] = True
         mask = mask.view(self.peers.size, -1)
-        came = self.peers.scatter(self._bits(mask))
-        union = self._masks(came).any(dim=0)
-        counts = self.look(self.peers.gather(told(union.sum(), picked.values)))
-        return _Index(mask, came, union, self._bits(union[None])[0], counts)
+        received = self.peers.scatter(self._bits(mask))
+        union = self.unpacked(received).any(dim=0)
+        counts = self.to_host(self.peers.gather(counts_or_flag(union.sum(), picked.values)))
+        return _Index(mask, received, union, self._bits(union[None])[0], counts)
 
     def _bits(self, rows: Tensor) -> Tensor:
         """Bool ``[rows, C]`` -> uint8 ``[rows, ceil(C / 8)]``, each row by itself."""
         rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
-        return sparse_ops.pack(rows.reshape(-1)).view(len(rows), -1)
+        return ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
-    def _masks(self, bits: Tensor) -> Tensor:
-        """The inverse of :meth:`_bits`."""
-        return sparse_ops.unpack(bits.reshape(-1), 8 * bits.numel()).view(len(bits), -1)[:, : self.width]
+    def _plain(self, picked: Picked, index: _Index, total: Tensor) -> Tensor:
+        """Sums of the own row, FP32 ``[C]``: values travel in the order of the bits.
 
-    def _plain(self, picked: Picked, index: _Index, total: Tensor) -> _Sums:
-        """Values in the order of the bits; what rounding takes away stays here. One look."""
-        size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self._masks(index.came)
-        seen = self.look(index.mask.sum(dim=1), masks.sum(dim=1))
-        came = self.peers.scatter_known(rounded.values.to(self.dtype), seen[:size], seen[size:])
-        places = positions(masks.reshape(-1), len(came)) % self.width
+        What rounding takes away stays here. One host synchronization.
+        """
+        size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self.unpacked(index.received)
+        numbers = self.to_host(index.mask.sum(dim=1), masks.sum(dim=1))
+        received = self.peers.scatter_known(rounded.values.to(self.dtype), numbers[:size], numbers[size:])
+        places = positions(masks.reshape(-1), len(received)) % self.width
         total[picked.indices] -= rounded.values
-        return _Sums(added(Picked(places, came.float()), partial(came.new_zeros, self.width, dtype=torch.float32)))
+        return added(Picked(places, received.float()), partial(received.new_zeros, self.width, dtype=torch.float32))
 
-    def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> _Sums:
-        """Sums of sketches, and of values beside them."""
+    def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
+        """Sums of sketches, and of values beside them: the own row, how many these are, how many are estimates."""
         size, rows = self.peers.size, self.config.sketch_rows(self.width, ratio)
         stuck, counts = self._stuck(index, rows)
         table = torch.where(index.mask, total.view(size, -1), 0.0)
@@ -188,20 +177,21 @@ class Tagc(Sparse[int]):
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # in the sketch they would not come apart
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
-        sketches = sparse_ops.sketch(table, SEED, rows)
+        sketches = ops.sketch(table, SEED, rows)
         del table
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = sparse_ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
+        own, left = ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
         if any(counts):
             own[stuck] = added_rows(beside.view(size, -1))
-        return _Sums(own, len(stuck), left)
+        return own, len(stuck), left
 
     def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:
         """Places in this rank's row, int64, that peeling does not reach, and how many there are in each row.
 
-        Note [Nothing is estimated]. A look for each attempt, of which all ranks make as many.
+        Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same number of
+        attempts.
         """
         device = index.bits.device
         stuck = torch.zeros_like(index.union)
@@ -209,10 +199,10 @@ class Tagc(Sparse[int]):
             generator = torch.Generator(device).manual_seed(attempt)
             probe = torch.randint(1, PROBE, (self.width,), generator=generator, dtype=torch.float32, device=device)
             probe *= index.union
-            found, left = sparse_ops.peel(sparse_ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
-            stuck |= found != probe
+            peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
+            stuck |= peeled != probe
             reached = stuck.sum()
-            counts = self.look(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))
+            counts = self.to_host(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))
             if max(counts) <= self.width:
                 break
         return positions(stuck, counts[self.peers.index]), counts
@@ -221,7 +211,7 @@ class Tagc(Sparse[int]):
         """FP32 ``[P * C]``: all rows, alike on all ranks; or the own one, if others are not needed."""
         if not self.everywhere:
             return row
-        masks = self._masks(self.peers.gather(index.bits))
+        masks = self.unpacked(self.peers.gather(index.bits))
         values = row[positions(index.union, index.counts[self.peers.index])]
         table = row.new_zeros(self.numel)
         table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(values, index.counts)

@@ -5,9 +5,9 @@
 2. Their mean magnitude is the block's scale; the owner gets it, the positions, and a sign for each.
 3. What was sent, ``+scale`` or ``-scale``, is taken from the residual: an element that is larger comes again soon, one
    that is smaller owes the other way.
-4. An owner adds what came to its own row of gradient plus residual, of which nothing had to travel, and tells the sums
-   in the same way: to all ranks, or to its own optimizer alone. What that leaves stays in its residual, so that an
-   element comes when the sum of all peers is large, and seldom: each peer's picks by themselves would come in many
+4. An owner adds what it receives to its own row of gradient plus residual, of which nothing had to travel, and sends
+   the sums in the same format: to all ranks, or to its own optimizer alone. The rest stays in its residual, so that an
+   element arrives when the sum of all peers is large, and seldom. Each peer's picks by themselves would arrive in many
    steps in small parts, and Adam would take each part for the whole.
 
 A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and
@@ -26,13 +26,13 @@ from torch.nn.functional import pad
 
 from zero_topo.config import TernarySync
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
-from zero_topo.quant import sparse_ops
+from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import added_rows
-from zero_topo.sync.sparse import Outcome, Sparse
+from zero_topo.sync.sparse import Report, Sparse
 
 
-class Ternary(Sparse[None]):
+class Ternary(Sparse):
     """Signs of the largest elements of every block, one scale for them, and error feedback."""
 
     config: TernarySync
@@ -41,16 +41,13 @@ class Ternary(Sparse[None]):
         super().__init__(config, context)
         self._blocks = -(-self._columns // BLOCK)  # of a row
 
-    def fresh(self) -> None:
-        """Nothing."""
-
     @property
     def now(self) -> TernarySync:
         """The settings at this step's density."""
         return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
 
-    def exchange(self, total: Tensor, state: None) -> Outcome[None]:
-        """Signs go to the owners of their rows, who add them to what they have, and tell the sums as signs again."""
+    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
+        """Signs go to the owners of their rows, who add them to what they have, and send the sums as signs again."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
         table = total.new_empty(size, self._blocks, BLOCK)
         rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
@@ -58,27 +55,27 @@ class Ternary(Sparse[None]):
         for there, here in turned:
             rows[here].copy_(total.view(size, columns)[there])
         padding.zero_()
-        sent, count = self._taken_from(table[1:].flatten(0, 1))
-        came = self.peers.scatter(torch.cat([sent[:1], sent]).roll(own, 0))  # nobody reads the own entry
-        table[0].view(-1).add_(added_rows(self._decoded(torch.cat([came[:own], came[own + 1 :]]))))
-        told, _ = self._taken_from(table[0])
-        sums = self._decoded(self.peers.gather(told[0]) if self.everywhere else told)
+        sent, count = self._send_largest(table[1:].flatten(0, 1))
+        received = self.peers.scatter(torch.cat([sent[:1], sent]).roll(own, 0))  # nobody reads the own entry
+        table[0].view(-1).add_(added_rows(self._decoded(torch.cat([received[:own], received[own + 1 :]]))))
+        sums_sent, _ = self._send_largest(table[0])
+        sums = self._decoded(self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent)
         reduced = sums[:, :columns].reshape(-1).contiguous()
         for there, here in turned:
             total.view(size, columns)[there].copy_(rows[here])
-        report: dict[str, float | Tensor] = {
+        report: Report = {
             "density_asked": self.density,
             "density": count.double() / (self.numel - columns),
             "union": reduced.count_nonzero().double() / len(reduced),
         }
-        return Outcome(reduced, total, None, report)
+        return reduced, None, report
 
-    def _taken_from(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _send_largest(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """What ``[rows * blocks of a row, 4096]`` send, uint8 ``[rows, bytes]``, which is subtracted from them.
 
         And how many elements that are, int64 ``[]``.
         """
-        index = sparse_ops.row_largest(blocks, self.now.picks)
+        index = ops.row_largest(blocks, self.now.picks)
         sizes = blocks.gather(1, index).abs_()
         count = sizes.count_nonzero(dim=1)[:, None]
         scale = (sizes.sum(dim=1, keepdim=True) / count.clamp(min=1)).to(self.dtype)
@@ -98,15 +95,15 @@ class Ternary(Sparse[None]):
         high = torch.zeros(len(index), config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
         lows = (index.short()[..., None] >> torch.arange(low, dtype=torch.int16, device=device)) & 1
         flags = torch.cat([part.bool().view(rows, -1) for part in (high, lows, signs)], dim=1)
-        bits = sparse_ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
+        bits = ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
-        """What some rows' messages say, FP32 ``[rows, blocks of a row * 4096]``."""
+        """The values of some rows' messages, FP32 ``[rows, blocks of a row * 4096]``."""
         size, config, device = len(messages), self.now, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
-        flags = sparse_ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
+        flags = ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
         parts = (config.high_bits, picks * config.low_bits, picks)
         padding = flags.shape[1] - self._blocks * config.block_bits
         high, lows, signs, _ = flags.split([*(self._blocks * part for part in parts), padding], dim=1)

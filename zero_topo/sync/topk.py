@@ -8,7 +8,6 @@ Words that a rank sends for ``k`` picks of ``n`` elements on ``P`` peers, a pick
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
 from statistics import NormalDist
 
@@ -30,35 +29,27 @@ from zero_topo.sync.picks import (
     positions,
     share,
 )
-from zero_topo.sync.sparse import Outcome, Sparse, told
+from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 FITTING_STEPS = 4
 
 
-class Stateless(Sparse[None]):
+class Stateless(Sparse):
     """A mode that remembers nothing but the residual."""
 
-    @property
-    def k(self) -> int:
-        """Picks of a rank."""
-        return share(self.density, self.numel)
-
-    def fresh(self) -> None:
-        """Nothing."""
-
     def k_largest(self, total: Tensor) -> Picked:
-        """Exactly ``k``, or all that are not zero; one look."""
+        """Exactly ``k``, or all that are not zero; one host synchronization."""
         picked = largest(total, self.k)
-        (count,) = self.look(picked.values.count_nonzero())
+        (count,) = self.to_host(picked.values.count_nonzero())
         return picked.non_zero(count)
 
-    def numbers(self, picked: int, union: Tensor) -> dict[str, float | Tensor]:
+    def numbers(self, picked: int, union: Tensor) -> Report:
         """The report: densities of a rank's picks and of the sum."""
         return {"density_asked": self.density, "density": picked / self.numel, "union": union.double() / self.numel}
 
 
-class AllGathered(Stateless):
-    """Every rank's picks go to all others, who add them up.
+class TopkA(Stateless):
+    """Every rank's picks, its ``k`` largest elements, go to all others, who add them up.
 
     Raises:
         ValueError: if these are more than a GPU can sort.
@@ -74,30 +65,22 @@ class AllGathered(Stateless):
                 'adds up its own part: "oktopk" or "topk_dsa"'
             )
 
-    @abstractmethod
     def pick(self, total: Tensor) -> Picked:
-        """What this rank sends of its vector."""
+        """What this rank sends of its vector: exactly ``k``, or all that are not zero."""
+        return self.k_largest(total)
 
-    def exchange(self, total: Tensor, state: None) -> Outcome[None]:
+    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
         """Gather all picks; the sum is everybody's union."""
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
         own = torch.full((1,), len(picked), device=total.device)
-        counts = self.look(self.peers.gather(told(own, picked.values)))
-        reduced = added(records.decode(self.peers.gather_known(records.encode(picked), counts)), self.zeros)
+        counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
+        reduced = added(records.gather(self.peers, picked, counts), self.zeros)
         total[picked.indices] -= picked.values
-        return Outcome(reduced, total, None, self.numbers(len(picked), reduced.count_nonzero()))
+        return reduced, None, self.numbers(len(picked), reduced.count_nonzero())
 
 
-class TopkA(AllGathered):
-    """The ``k`` largest elements of every rank."""
-
-    def pick(self, total: Tensor) -> Picked:
-        """Exactly ``k``, or all that are not zero."""
-        return self.k_largest(total)
-
-
-class GaussianK(AllGathered):
-    """About ``k``: those above a threshold that fits if elements are normally distributed.
+class GaussianK(TopkA):
+    """As TopkA, but about ``k`` picks: those above a threshold that fits if elements are normally distributed.
 
     Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv 1911.08772), algorithm 1: the
     threshold is halved or raised by half, a few times, until between 2/3 k and 4/3 k elements pass.
@@ -105,7 +88,7 @@ class GaussianK(AllGathered):
 
     def pick(self, total: Tensor) -> Picked:
         """Those above the threshold."""
-        bound, count = self.look(*self.threshold(total))
+        bound, count = self.to_host(*self.threshold(total))
         return above(total, bound, int(count))
 
     def threshold(self, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,26 +113,21 @@ class TopkDsa(Stateless):
     more than its own row.
     """
 
-    def exchange(self, total: Tensor, state: None) -> Outcome[None]:
+    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
         """Reduce the picks at the owners of their rows, then gather the sums if all ranks need them."""
         size, width = self.peers.size, self._columns
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
-        seen = self.look(sizes, self.peers.scatter(told(sizes, picked.values)))
-        own = self._owned(picked, records, seen)
+        numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values)))
+        sent = Picked(picked.indices % width, picked.values)
+        received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
+        del sent
+        own = added(received, partial(received.values.new_zeros, width))
+        del received
         total[picked.indices] -= picked.values
         union = own.count_nonzero()
         reduced = self._gathered(own, union, total) if self.everywhere else own
-        return Outcome(reduced, total, None, self.numbers(len(picked), union * size))
-
-    def _owned(self, picked: Picked, records: Records, sizes: list[int]) -> Tensor:
-        """The own row of all peers' picks, FP32 ``[C]``; ``sizes``: how many go to each member, and come from each."""
-        size = self.peers.size
-        message = records.encode(Picked(picked.indices % self._columns, picked.values))
-        message = self.peers.scatter_known(message, sizes[:size], sizes[size:])
-        came = records.decode(message)
-        del message
-        return added(came, partial(came.values.new_zeros, self._columns))
+        return reduced, None, self.numbers(len(picked), union * size)
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
         """All rows; what is lost by rounding sums stays with their owner."""
@@ -158,19 +136,19 @@ class TopkDsa(Stateless):
         sparse = counts * records.nbytes < own.nbytes
         dense = torch.where(sparse, 0, 1)
         counts = counts * sparse
-        seen = self.look(counts, dense)
-        if all(seen[size:]):
-            return self.peers.gather_known(own[None], seen[size:]).view(-1)
-        indices = positions(own != 0, seen[index])
+        numbers = self.to_host(counts, dense)
+        if all(numbers[size:]):
+            return self.peers.gather_known(own[None], numbers[size:]).view(-1)
+        indices = positions(own != 0, numbers[index])
         sums = Picked(indices, own[indices])
         total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
-        picks = records.decode(self.peers.gather_known(records.encode(sums), seen[:size]))
+        picks = records.gather(self.peers, sums, numbers[:size])
         rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
         reduced = self.zeros().view(size, width)
         reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
-        if any(seen[size:]):
-            came = self.peers.gather_known(own[None][: seen[size + index]], seen[size:])
-            reduced[positions(dense != 0, len(came))] = came
+        if any(numbers[size:]):
+            received = self.peers.gather_known(own[None][: numbers[size + index]], numbers[size:])
+            reduced[positions(dense != 0, len(received))] = received
         return reduced.view(-1)
 
 
@@ -179,10 +157,10 @@ class GTopk(Stateless):
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
     drops a sum on the way keeps it in its own residual, so that nothing is lost. Picks are always ``k``, zeros among
-    them if need be: all messages have one length, and nobody looks.
+    them if need be: all messages have one length, and no host synchronizes.
     """
 
-    def exchange(self, total: Tensor, state: None) -> Outcome[None]:
+    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
         """Merge picks up a tree of peers, then hand the result down the same tree."""
         picked = largest(total, self.k)
         total[picked.indices] -= picked.values
@@ -191,18 +169,18 @@ class GTopk(Stateless):
             parent, child = self._neighbours(step)
             if parent is not None:
                 picked = self._kept(picked, picked.rounded(self.dtype), total)
-            came = self._pass(picked, parent, child)
-            if came is not None:
-                both = torch.cat([picked.indices, came.indices]), torch.cat([picked.values, came.values])
+            received = self._pass(picked, parent, child)
+            if received is not None:
+                both = torch.cat([picked.indices, received.indices]), torch.cat([picked.values, received.values])
                 sums = in_runs(Picked(*both))
                 picked = self._kept(sums, sums.where(largest(sums.values, self.k).indices), total)
         if self.peers.index == 0:
             picked = self._kept(picked, picked.rounded(self.dtype), total)
         for step in reversed(steps):
             parent, child = self._neighbours(step)
-            came = self._pass(picked, child, parent)
-            picked = picked if came is None else came
-        return Outcome(added(picked, self.zeros), total, None, self.numbers(self.k, picked.values.count_nonzero()))
+            received = self._pass(picked, child, parent)
+            picked = picked if received is None else received
+        return added(picked, self.zeros), None, self.numbers(self.k, picked.values.count_nonzero())
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
         """At one level of the tree: the member this one reports to, and the one that reports to it."""
@@ -225,8 +203,8 @@ class GTopk(Stateless):
             sizes[target] = self.k
         if source is not None:
             expected[source] = self.k
-        came = self.peers.scatter_known(records.encode(picked)[: sum(sizes)], sizes, expected)
-        return None if source is None else records.decode(came)
+        received = self.peers.scatter_known(records.encode(picked)[: sum(sizes)], sizes, expected)
+        return None if source is None else records.decode(received)
 
 
 build_mode.register(TopkASync, TopkA)

@@ -1,22 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Lanes on a CPU: without overlap work has ended when it has begun, with overlap when somebody waits for it."""
+"""Ordered queues on a CPU: without overlap work has ended when it has begun, with overlap when it is waited for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from zero_topo.collectives.handle import Handle
-from zero_topo.collectives.lane import Lane
+from zero_topo.collectives.queue import Handle, OrderedQueue
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_work_ends_at_once_or_in_the_order_in_which_it_began(overlap: bool) -> None:
     """Waiting for the second of three ends the first as well; `finish` ends the rest."""
-    lane, ended = Lane(torch.device("cpu"), overlap), list[int]()
-    handles = [lane.run(lambda n=n: Handle(None, (), lambda: ended.append(n))) for n in range(3)]  # type: ignore[misc]
+    queue, ended = OrderedQueue(torch.device("cpu"), overlap), list[int]()
+    handles = [queue.run(lambda n=n: Handle(None, (), lambda: ended.append(n))) for n in range(3)]  # type: ignore[misc]
     assert ended == ([] if overlap else [0, 1, 2])
     handles[1].wait()
     assert ended[:2] == [0, 1]
-    lane.finish()
+    queue.finish()
     assert ended == [0, 1, 2]

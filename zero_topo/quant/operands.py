@@ -1,0 +1,355 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""What operators read and write: strided views of tensors, tables of messages, INT8 weights.
+
+Note [Views]
+    A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads the shard where it lies
+    and writes it where it belongs, so no pass over memory interleaves it (``zt_piece`` in ``csrc/zt_kernels.h``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from zero_topo.quant.spec import BlockSpec
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""A config's names of the types in which values are kept and travel."""
+
+FLOATS = tuple(DTYPES.values())
+
+
+@dataclass(eq=False)
+class View:
+    """A part of one message, or of the messages of all members of a group alike.
+
+    The message of member ``m`` gets ``rows x columns`` values in row-major order; that at ``(r, c)`` is the element
+    ``flat[m * member_stride + r * stride + c]``.
+
+    Attributes:
+        flat: 1-D, floating, unit stride. Begins with the first element; what lies beyond its end reads as zero and is
+            never written: the padding of a parameter's last shards.
+        rows: number of rows.
+        columns: values per row.
+        stride: elements from one row to the next, at least ``present``.
+        members: messages that have such a part.
+        member_stride: elements from one member's part to the next one's.
+        present: columns that exist; the others read as zero and are never written, and fill a row up to whole blocks.
+            None is all.
+        width: columns that exist.
+        numel: values that each message gets, those that do not exist included.
+        shape: the numbers that operators take: rows, columns, columns that exist, row stride, member stride.
+
+    Raises:
+        ValueError: for another dtype or shape of ``flat``, or rows that overlap.
+    """
+
+    flat: Tensor
+    rows: int
+    columns: int
+    stride: int
+    members: int = 1
+    member_stride: int = 0
+    present: int | None = None
+    width: int = field(init=False)
+    numel: int = field(init=False)
+    shape: tuple[int, int, int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        flat, width = self.flat, self.columns if self.present is None else self.present
+        self.width, self.numel = width, self.rows * self.columns
+        self.shape = self.rows, self.columns, width, self.stride, self.member_stride
+        if flat.dtype not in FLOATS:
+            raise ValueError(f"cannot quantize a tensor of dtype {flat.dtype}; give one of {FLOATS}")
+        if flat.dim() != 1 or (flat.numel() > 1 and flat.stride(0) != 1):
+            raise ValueError(f"a view lies in a 1-D tensor of adjacent elements, not {tuple(flat.shape)}")
+        if not 0 <= width <= self.columns or min(self.rows, self.members, self.member_stride) < 0:
+            raise ValueError(f"{self.members} x {self.rows} rows of {width} of {self.columns} elements: no view")
+        if self.rows > 1 and self.stride < width:
+            raise ValueError(f"{self.rows} rows of {width} elements, {self.stride} apart, are not a view")
+
+    def member(self, index: int) -> View:
+        """What the message of one member gets."""
+        begin = min(index * self.member_stride, self.flat.numel())
+        return replace(self, flat=self.flat[begin:], members=1, member_stride=0)
+
+    def _table(self, flat: Tensor) -> Tensor:
+        """``[members, rows, width]``: the elements, in a tensor that holds all of them."""
+        strides = (self.member_stride, self.stride, 1)
+        return flat.as_strided((self.members, self.rows, self.width), strides)
+
+    def _missing(self) -> int:
+        """Elements between the end of ``flat`` and that of the last row."""
+        if not (self.members and self.rows and self.width):
+            return 0
+        extent = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
+        return max(0, extent - self.flat.numel())
+
+    def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, ``[members, numel]``, a copy."""
+        out = torch.zeros(self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device)
+        missing = self._missing()
+        flat = pad(self.flat, (0, missing)) if missing else self.flat
+        out[..., : self.width].copy_(self._table(flat))
+        return out.view(self.members, self.numel)
+
+    def write(self, values: Tensor) -> None:
+        """Take over values ``[members, numel]``, rounded to the dtype of ``flat``."""
+        values = values.reshape(self.members, self.rows, self.columns)[..., : self.width]
+        missing = self._missing()
+        if not missing:
+            self._table(self.flat).copy_(values)
+            return
+        whole = pad(self.flat, (0, missing))
+        self._table(whole).copy_(values)
+        self.flat.copy_(whole[: self.flat.numel()])
+
+
+def view_of(tensor: Tensor, block: int = 1) -> View:
+    """A tensor as one view, without a copy.
+
+    Args:
+        tensor: contiguous or a matrix of adjacent columns, of one message; or ``[members, rows, columns]``.
+        block: rows of three dimensions are filled up to whole blocks of so many elements.
+
+    Raises:
+        ValueError: for a dtype that cannot be quantized, or strides that rows and columns cannot express.
+    """
+    if tensor.dim() < 3 and tensor.is_contiguous():
+        return View(tensor.view(-1), 1, tensor.numel(), tensor.numel())
+    if tensor.dim() not in (2, 3) or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+        raise ValueError(f"a tensor of strides {tensor.stride()} is not rows of adjacent columns; make it contiguous")
+    table = tensor if tensor.dim() == 3 else tensor[None]
+    (members, rows, columns), (member_stride, stride, _) = table.shape, table.stride()
+    extent = (members - 1) * member_stride + (rows - 1) * stride + columns if table.numel() else 0
+    flat, filled = table.as_strided((extent,), (1,)), -(-columns // block) * block
+    return View(flat, rows, filled, stride, members, member_stride, columns)
+
+
+Views = Tensor | Sequence[View]
+
+
+def described(x: Views) -> tuple[list[Tensor], list[int], int, int]:
+    """A tensor, or views one after the other, as operators take them.
+
+    Returns:
+        Their tensors, their shapes, how many members they have, and the values of one member's message.
+
+    Raises:
+        ValueError: if the views do not have the same members, or the tensor is no view.
+    """
+    views = [view_of(x)] if isinstance(x, Tensor) else x
+    flats: list[Tensor] = []
+    shapes: list[int] = []
+    members, numel = views[0].members, 0
+    for view in views:
+        if view.members != members:
+            raise ValueError(f"views of {members} and {view.members} members: all must have as many")
+        flats.append(view.flat)
+        shapes += view.shape
+        numel += view.numel
+    return flats, shapes, members, numel
+
+
+def total_numel(views: Sequence[View]) -> int:
+    """Values of a message that holds these views."""
+    return sum(view.numel for view in views)
+
+
+def at_blocks(views: Sequence[View], block: int) -> list[View]:
+    """The views, with values that do not exist between them, so that each begins a block and none is of two views."""
+    parts: list[View] = []
+    begin = 0
+    for view in views:
+        if missing := -begin % block:
+            parts.append(View(view.flat[:0], 1, missing, missing, view.members))
+        parts.append(view)
+        begin += missing + view.numel
+    return parts
+
+
+def read_all(views: Sequence[View], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The concatenated values, ``[members, numel]``, a copy."""
+    return torch.cat([view.read(dtype) for view in views], dim=1)
+
+
+def write_all(values: Tensor, views: Sequence[View]) -> None:
+    """Take over concatenated values ``[members, numel]``, each rounded to the dtype of its view."""
+    for view, part in zip(views, values.split([view.numel for view in views], dim=1), strict=True):
+        view.write(part)
+
+
+Range = tuple[int, int]
+
+
+def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
+    """The same columns in fewer ranges: neighbours are one where a block ends between them."""
+    fewer: list[Range] = []
+    for begin, end in ranges:
+        if fewer and fewer[-1][1] == begin and (fewer[-1][1] - fewer[-1][0]) % block == 0:
+            begin = fewer.pop()[0]
+        fewer.append((begin, end))
+    return tuple(fewer)
+
+
+def packed_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """The columns of a table that holds these ranges one after the other."""
+    return tuple(pairwise(accumulate((end - begin for begin, end in ranges), initial=0)))
+
+
+def range_views(rows: Tensor, ranges: Iterable[Range], block: int = 1) -> list[View]:
+    """Some columns of some rows, range by range, each row and range filled up to whole blocks.
+
+    Blocks that share a scale then never hold values of two parameters, and what is in them does not depend on which
+    ranges travel together.
+
+    Args:
+        rows: ``[members, r, F]``, or ``[r, F]`` of one member; columns adjacent.
+        ranges: of columns.
+        block: elements of a block; 1 fills nothing up.
+    """
+    rows = rows if rows.dim() == 3 else rows[None]
+    return [view_of(rows[..., begin:end], block) for begin, end in ranges]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What several sources say to several members.
+
+    Attributes:
+        table: uint8 ``[sources, outer, inner, bytes]``, the bytes of each message adjacent, the rest of any strides.
+            Member ``m`` is ``(m // inner, m % inner)``.
+        without_source: a source whose messages are not summed, -1 for none.
+        without_member: a member whose message is neither written nor read, -1 for none.
+    """
+
+    table: Tensor
+    without_source: int = -1
+    without_member: int = -1
+
+    @property
+    def members(self) -> int:
+        """How many members there are."""
+        return self.table.shape[1] * self.table.shape[2]
+
+    def kept(self) -> list[int]:
+        """The members but the one left out."""
+        return [m for m in range(self.members) if m != self.without_member]
+
+    def of(self, member: int) -> list[Tensor]:
+        """Messages to a member of each source but the one left out."""
+        outer, inner = divmod(member, self.table.shape[2])
+        return [t[outer, inner] for s, t in enumerate(self.table) if s != self.without_source]
+
+
+def to_members(messages: Tensor, without: int = -1) -> Messages:
+    """One message for each member: ``[bytes]``, ``[members, bytes]`` or ``[outer, inner, bytes]``."""
+    assert messages.dim() <= 3
+    return Messages(messages[(None,) * (4 - messages.dim())], without_member=without)
+
+
+def from_sources(messages: Tensor, without: int = -1) -> Messages:
+    """Messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for several members."""
+    assert messages.dim() in (2, 3)
+    return Messages(messages[:, None, None] if messages.dim() == 2 else messages[:, None], without_source=without)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes and scales of some parameters ("slots"), as a gather sends them.
+
+    A slot of ``rows`` rows of ``blocks`` blocks lies in ``held`` as one INT8 message of the wire format
+    (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their scales. Blocks never cross rows.
+
+    Attributes:
+        held: uint8, 1-D.
+        slots: int64 ``[slots, 6]``, on the device: bytes at which a slot's codes and scales begin, blocks of a row, the
+            first of its block columns, its first column in the table of masters, its columns.
+        slot_of: int32 ``[block columns]``, on the device: the slot of each block column.
+        block: values of a block.
+    """
+
+    held: Tensor
+    slots: Tensor
+    slot_of: Tensor
+    block: int
+
+    @classmethod
+    def build(cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device) -> Codes:
+        """Codes of zeros.
+
+        Args:
+            columns: of each slot: its first column in the table of masters, and how many it has.
+            rows: of the shard.
+            block: values of a block.
+            device: where they are.
+        """
+        wire, at, before = BlockSpec(8, block), 0, 0
+        slots, slot_of = [], []
+        for index, (first, width) in enumerate(columns):
+            blocks = wire.blocks(width)
+            numel = rows * blocks * block
+            slots.append((at, at + wire.scales_offset(numel), blocks, before, first, width))
+            slot_of += [index] * blocks
+            at, before = at + wire.nbytes(numel), before + blocks
+        held = torch.zeros(at, dtype=torch.uint8, device=device)
+        table = torch.tensor(slots, dtype=torch.int64, device=device).view(-1, 6)
+        return cls(held, table, torch.tensor(slot_of, dtype=torch.int32, device=device), block)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of which one message speaks: those of some block columns, row by row.
+
+    Attributes:
+        begin, end: block columns.
+        rows: rows of one member.
+        members: members of the hop; row ``r`` of member ``m`` is row ``m + r * members`` of the shard.
+    """
+
+    begin: int
+    end: int
+    rows: int
+    members: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a message."""
+        return self.rows * (self.end - self.begin)
+
+
+@dataclass(frozen=True)
+class Masters:
+    """FP32 masters of one member's rows.
+
+    Attributes:
+        table: ``[rows, columns]``, columns adjacent.
+        first: the column of :attr:`Codes.slots` that its first column is.
+        member: whose rows.
+    """
+
+    table: Tensor
+    first: int
+    member: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a publish is about to do to the codes of a part.
+
+    Attributes:
+        scales: FP32 ``[blocks]``: each block's from now on.
+        escaped: bool ``[blocks]``.
+        order: int64 ``[blocks]``: the blocks that do not escape, then those that do, each ascending.
+        count: int64 ``[1]``: how many escape.
+    """
+
+    scales: Tensor
+    escaped: Tensor
+    order: Tensor
+    count: Tensor

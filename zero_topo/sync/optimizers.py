@@ -1,0 +1,287 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The package's own optimizers, AdamS and AgedAdamW.
+
+Note [What arrives]
+    An element has arrived if its sum is not exactly zero. A dense gradient that is zero (an embedding's row that no
+    token used) therefore waits as well; AdamW would move it on by its momentum.
+
+Note [Ages]
+    The steps that an element has waited are one byte of state, so a wait counts for at most 256 steps. A skipped step
+    does not call the optimizer, and no element ages.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+OLDEST = 255  # steps that a byte can say
+FEW = 3  # times more elements wait than come: then those that come are taken out
+CHUNK = 1 << 22  # elements updated at once: bounds what is made beside the state
+
+
+class AdamLike(Optimizer):
+    """An optimizer in the style of ``torch.optim``, with Adam's settings and decoupled weight decay.
+
+    Args:
+        params: parameters or parameter groups, as for any torch optimizer; contiguous.
+        lr: learning rate, not negative.
+        betas: decay rates of momentum and of what it is divided by, each at least 0 and below 1; None takes
+            :attr:`BETAS`.
+        eps: added to the square root, not negative.
+        weight_decay: decoupled, not negative; None takes :attr:`WEIGHT_DECAY`.
+
+    Raises:
+        ValueError: for a setting out of range.
+    """
+
+    BETAS: ClassVar[tuple[float, float]]
+    WEIGHT_DECAY: ClassVar[float]
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] | None = None,
+        *,
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+    ) -> None:
+        name = type(self).__name__
+        betas = self.BETAS if betas is None else betas
+        weight_decay = self.WEIGHT_DECAY if weight_decay is None else weight_decay
+        for setting, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name}: {setting} is {value}; it must not be negative")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas are {betas}; give two numbers, each at least 0 and below 1")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss with gradients; its value is returned.
+
+        Raises:
+            ValueError: for a sparse gradient tensor.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if p.grad.is_sparse:
+                    name = type(self).__name__
+                    raise ValueError(f"{name}: a sparse gradient tensor; convert it with .to_dense() first")
+                self._prepare(p)
+                self.state[p]["step"] += 1
+            self._update(params, group)
+        return loss
+
+    @abstractmethod
+    def _prepare(self, p: Tensor) -> None:
+        """Bring the state of a parameter into being, if it is not there; ``step`` is 0 then."""
+
+    @abstractmethod
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """One step of the parameters of a group that have gradients; their steps are counted already."""
+
+
+class AdamS(AdamLike):
+    """AdamS: the momentum itself as the normalizer (Zhang et al., "AdamS", 2025; SCAPE, arXiv 2607.01678, uses it).
+
+    At step ``t``, counted from 1, with gradient ``g``, momentum ``m`` and weights ``w``:
+
+    1. ``v = b2 * m ** 2 + (1 - b2) * g ** 2``, of the momentum as it was: no second moment is kept;
+    2. ``m = b1 * m + (1 - b1) * g``;
+    3. ``w -= lr * ((m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps) + weight_decay * w)``.
+
+    Where ``m`` and ``g`` are both zero an element only decays. Its state is 4 bytes an element, half of Adam's.
+
+    Usable alone, or by ``"optimizer": {"type": "AdamS"}``.
+
+    Args:
+        foreach: update all parameters of a group in calls over lists; None does if they lie on an accelerator.
+        settings: ``eps`` and ``weight_decay``; they and the others as :class:`AdamLike` says.
+
+    Raises:
+        ValueError: for a setting out of range.
+    """
+
+    BETAS = (0.9, 0.95)
+    WEIGHT_DECAY = 0.0
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] | None = None,
+        *,
+        foreach: bool | None = None,
+        **settings: float,
+    ) -> None:
+        super().__init__(params, lr, betas, **settings)
+        self._foreach = foreach
+
+    def _prepare(self, p: Tensor) -> None:
+        if not self.state[p]:
+            self.state[p] |= {"step": 0, "exp_avg": torch.zeros_like(p)}
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        on_accelerator = bool(params) and params[0].device.type != "cpu"
+        together = on_accelerator if self._foreach is None else self._foreach
+        for batch in self._batches(params) if together else [[p] for p in params]:
+            self._update_together(batch, group)
+
+    def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Parameters that one call over lists may update: of one device, type and step count."""
+        batches: dict[tuple[Any, ...], list[Tensor]] = {}
+        for p in params:
+            batches.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
+        return list(batches.values())
+
+    def _update_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        (b1, b2), rate, count = group["betas"], float(group["lr"]), int(self.state[params[0]]["step"])
+        grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
+        moments = [self.state[p]["exp_avg"] for p in params]
+        norms = torch._foreach_mul(moments, moments)
+        torch._foreach_mul_(norms, b2 / (1 - b2**count))
+        torch._foreach_addcmul_(norms, grads, grads, (1 - b2) / (1 - b2**count))
+        torch._foreach_sqrt_(norms)
+        torch._foreach_add_(norms, group["eps"])
+        torch._foreach_mul_(moments, b1)
+        torch._foreach_add_(moments, grads, alpha=1 - b1)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+        torch._foreach_addcdiv_(params, moments, norms, -rate / (1 - math.pow(b1, count)))
+
+
+class AgedAdamW(AdamLike):
+    """AdamW for sums of several steps' gradients: it weighs each sum by the number of its steps.
+
+    With error feedback an element that is not selected waits in a residual, and arrives as the sum of its gradients
+    since it was last sent. AdamW takes that sum for one gradient: its second moment then grows with the square of the
+    wait, while its momentum has faded. Here an element whose sum ``g`` arrives after ``a`` steps (1 if it arrived in
+    the last step too) moves as far as ``a`` steps of the mean gradient ``g / a`` would have moved it:
+
+    1. ``m = b1 ** a * m + (1 - b1 ** a) * g / a``;
+    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, for the square of a sum of ``a`` noisy gradients is ``a`` times
+       as large;
+    3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
+
+    Where nothing arrives, moments stay. Weights decay everywhere, by ``1 - lr * weight_decay``, as in AdamW. If every
+    element arrives in every step, it *is* ``torch.optim.AdamW``, to the bit on a CPU. Noisy gradients that arrive in
+    sums move a weight as far as single ones do under AdamW; a constant one moves it more slowly, by the root of ``a``.
+
+    Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``.
+
+    Its state is that of AdamW, and one byte an element; its arguments are :class:`AdamLike`'s.
+    """
+
+    BETAS = (0.9, 0.999)
+    WEIGHT_DECAY = 0.01
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Any, ...], tuple[Tensor, ...]]:
+        """By device, type and betas; none is saved with the optimizer."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any torch optimizer's, which casts all state to the parameters' type: ages stay bytes."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "age" in state:
+                state["age"] = state["age"].to(torch.uint8)
+
+    def _prepare(self, p: Tensor) -> None:
+        """What is missing begins at zero: all of it, or the ages, where AdamW's own state was loaded."""
+        state = self.state[p]
+        state.setdefault("step", 0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(p)
+        if "age" not in state:
+            state["age"] = torch.zeros_like(p, dtype=torch.uint8)
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            state = self.state[p]
+            table = self._table(p, group["betas"])
+            parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
+            flats = (part.detach().view(-1).split(CHUNK) for part in parts if part is not None)
+            for chunk in zip(*flats, strict=True):
+                _step(chunk, table, group, int(state["step"]))
+
+    def _table(self, p: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
+        """By steps since an element came, 0 if it does not come now: what multiplies, see :func:`_step`; ``[257]``."""
+        key = (p.device, p.dtype, *betas)
+        if key not in self._tables:
+            (b1, b2), steps = betas, range(1, OLDEST + 2)
+            columns = (
+                (0.0, *(1 / a for a in steps)),
+                (0.0, *(1 - b1**a for a in steps)),
+                (1.0, *(b2**a for a in steps)),
+                (0.0, *((1 - b2**a) / a for a in steps)),
+            )
+            self._tables[key] = tuple(torch.tensor(column, dtype=p.dtype, device=p.device) for column in columns)
+        return self._tables[key]
+
+
+def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str, Any], count: int) -> None:
+    """One step of some elements; on a CPU, whose host need not wait, arithmetic is of those alone to which a sum came.
+
+    Args:
+        chunk: weights, gradient, both moments and ages, ``[n]`` each.
+        table: as :func:`_updated` takes it.
+        group: the settings.
+        count: steps taken, this one included.
+    """
+    p, g, mean, square, age = chunk
+    few = g.device.type == "cpu" and FEW * int(g.count_nonzero()) < len(g)
+    index = g.nonzero()[:, 0] if few else None
+    if group["weight_decay"]:
+        p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+    parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
+    steps = parts.pop(0).int().add_(1)
+    age.clamp_(max=OLDEST - 1).add_(1)
+    if index is None:
+        arrived = g != 0
+        steps.mul_(arrived)
+        age.masked_fill_(arrived, 0)
+    else:
+        age.index_fill_(0, index, 0)
+    _updated(parts, steps, table, group, count)
+    if index is not None:
+        for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
+            whole.index_copy_(0, index, part)
+
+
+def _updated(
+    parts: Sequence[Tensor], steps: Tensor, table: tuple[Tensor, ...], group: dict[str, Any], count: int
+) -> None:
+    """Weights, gradient and both moments of some elements, updated operation by operation as ``AdamW`` does it.
+
+    Args:
+        parts: ``[n]`` each.
+        steps: since a sum came, 0 where none came now, int32 ``[n]``.
+        table: the mean's share of a sum, its weight in the momentum, what is left of the second moment, and the weight
+            of the squared sum in it, each by steps.
+        group, count: as :func:`_step` takes them.
+    """
+    p, g, mean, square = parts
+    g, (b1, b2), (share, weight, left, gain) = g.to(p.dtype), group["betas"], table
+    mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
+    square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
+    norm = square.sqrt().div_((1 - b2**count) ** 0.5).add_(group["eps"])
+    p.addcdiv_(mean * steps, norm, value=-float(group["lr"]) / (1 - b1**count))
