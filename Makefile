@@ -42,7 +42,7 @@ help:
 	@echo 'make test-long               those that do: trainings, frameworks, the whole matrix of features; more examples'
 	@echo 'make test-fast               the tests that start no launcher or compiler (unit, ranks)'
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
-	@echo 'make test-hazards            break the package in each way of docs/hazards.md: a test must fail'
+	@echo 'make test-hazards            break the package in each way of tests/hazards.md: a test must fail'
 	@echo 'make test-coverage           which lines units, ranks and launches run, and which tests run each (.coverage)'
 	@echo 'make test-mutants            then break a sample of operators, numbers, branches at random, for hours'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'

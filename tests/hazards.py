@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Breaks a copy of the package in each way of `docs/hazards.md`, and asserts that the test named there then fails.
+"""Breaks a copy of the package in each way of `tests/hazards.md`, and asserts that the test named there then fails.
 
 python -m tests.hazards [part of a hazard's name]
 """
@@ -31,7 +31,7 @@ class Hazard(NamedTuple):
 
 def listed() -> list[Hazard]:
     """The rows of the table."""
-    lines = (ROOT / "docs/hazards.md").read_text().splitlines()
+    lines = (ROOT / "tests/hazards.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if " | `" in line]
     return [Hazard(what, *(re.sub("^`|`$", "", cell) for cell in row[:3])) for what, *row in cells]
 
@@ -71,7 +71,7 @@ def put(hazard: Hazard, root: Path) -> None:
     places = sum(path.read_text().count(hazard.text) for path in found)
     if places != 1:
         sys.exit(
-            f"{hazard.text} of {hazard.what!r} stands {places} times in zero_topo: bring docs/hazards.md up to date"
+            f"{hazard.text} of {hazard.what!r} stands {places} times in zero_topo: bring tests/hazards.md up to date"
         )
     found[0].write_text(found[0].read_text().replace(hazard.text, hazard.broken))
 

@@ -85,7 +85,7 @@ def test_ci_runs_the_readmes_command() -> None:
 
 
 def test_hazards_can_be_put_back() -> None:
-    """Each text of `docs/hazards.md` stands once in the package, and its test is there: else it proves nothing."""
+    """Each text of `tests/hazards.md` stands once in the package, and its test is there: else it proves nothing."""
     package = "\n".join(path.read_text() for path in (ROOT / "zero_topo").rglob("*.py"))
     launcher = "\n".join(path.read_text() for path in (ROOT / "tests/launcher").glob("*.py"))
     for hazard in listed():

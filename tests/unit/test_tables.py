@@ -337,6 +337,5 @@ def test_the_api_page_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
 def test_a_page_is_short(page: Path) -> None:
-    """The README is for a stranger; a page is about one thing. Tables of keys and hazards may be longer."""
-    limit = {README: 9_000, ROOT / "docs/hazards.md": 20_000}.get(page, 6_500)
-    assert len(page.read_bytes()) <= limit
+    """The README is for a stranger; a page is about one thing. Tables of keys may be longer."""
+    assert len(page.read_bytes()) <= (9_000 if page == README else 6_500)
