@@ -80,7 +80,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
         else:
             tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
-            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
+            report(engine, built, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 
