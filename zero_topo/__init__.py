@@ -25,6 +25,7 @@ _LAZY = {
     "Topology": ("zero_topo.topology", "Topology"),
     "enable": ("zero_topo.hook.api", "enable"),
     "initialize": ("zero_topo.hook.api", "initialize"),
+    "leave": ("zero_topo.hook.leaving", "leave"),
     "report": ("zero_topo.hook.report", "report"),
     "stats": ("zero_topo.hook.stats", "stats"),
 }

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import Force, taking
+from zero_topo.cli.options import Force, offering, taking
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine
+from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine, machine_names
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
 from zero_topo.observe.files import check_files
 from zero_topo.topology.launchers import launcher_view
@@ -30,7 +30,9 @@ Command = Annotated[
 MachineName = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FILE", help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file."
+        autocompletion=offering(machine_names),
+        metavar="NAME|FILE",
+        help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file.",
     ),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]

@@ -26,7 +26,7 @@ import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
 from zero_topo.observe.progress import Progress
 from zero_topo.observe.runlog import RunLog, new_run_folder
 from zero_topo.observe.tables import render
@@ -179,7 +179,7 @@ def main() -> None:
     title = f"Byte-level GPT, {len(run.corpus.train):,} bytes of text"
     zero_topo.report(run.engine, folder, title, vars(args))
     print(render(folder) if run.rank == 0 else "")
-    leave()
+    zero_topo.leave()
 
 
 if __name__ == "__main__":
