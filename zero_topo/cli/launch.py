@@ -55,6 +55,13 @@ class SlurmOptions:
         "block"
     )
     master_port: Port = PORT
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
+        ),
+    ] = None
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
     ] = None
@@ -82,6 +89,7 @@ def slurm(options: SlurmOptions) -> None:
         partition=options.partition,
         distribution=options.distribution,
         port=options.master_port,
+        environment=options.environment,
     )
     text, path = script(job), options.output or Path(f"{options.name}.sbatch")
     if options.dry_run:
