@@ -46,7 +46,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     ("line", "offered"),
     [
         ("plan --machine dgx-", {"dgx-a100", "dgx-h100"}),
-        ("simulate --model gpt-neox", {"gpt-neox-20b"}),
+        ("simulate --model gpt-neox-2", {"gpt-neox-2.7b", "gpt-neox-20b"}),
         ("simulate --schemes topo,zero", {"topo,zero3", "topo,zero++"}),
         ("launch slurm --machine gen", {"generic"}),
         ("plan --set sparse=ok", {"sparse=oktopk"}),
