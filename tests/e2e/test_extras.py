@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Run
 from tests.launching import ROOT, free_port
+from zero_topo.cli import main
 from zero_topo.observe.runlog import read_metrics, read_report
 
 
-def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path, run: Run) -> None:
+def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     """No rich, typer or matplotlib; the page is made later, where matplotlib is."""
     folder = tmp_path / "run"
     job = {
@@ -37,7 +37,7 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path, run: Run) -
     assert peak["min"] > 10_000_000 and not peak["on_device"] and peak["predicted"] > 0
     assert "3 optimizer steps; the last one: " in done.stdout and "Held by each rank" in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 200
-    assert run("report", str(folder))[0] == 0 and (folder / "report.html").exists()
+    assert main(["report", str(folder)]) == 0 and (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ def leave(status: int = 0) -> NoReturn:
     Args:
         status: exit status of the process.
     """
-    if dist.is_initialized():
-        rank = dist.get_rank()
+    met = dist.is_initialized()
+    if met:
         dist.barrier()
-        atexit._run_exitfuncs()
+    atexit._run_exitfuncs()
+    if met:
+        unlink_shared_memory(dist.get_rank())
         dist.destroy_process_group()
-        unlink_shared_memory(rank)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():  # else mpirun takes it for a crash
         mpi.Finalize()

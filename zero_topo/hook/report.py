@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.hook.seam import deepspeed_json
 from zero_topo.hook.stats import Stats, stats
 from zero_topo.observe.report import RankBytes, Run, build_report
 from zero_topo.observe.runlog import METRICS, RunLog
@@ -66,7 +67,7 @@ def _write(
         title or f"{type(engine.module).__name__}, {numel:,} parameters",
         dist.get_world_size(),
         settings,
-        engine._config._param_dict,
+        deepspeed_json(engine),
     )
     build_report(folder, run, found, ranks)
 
