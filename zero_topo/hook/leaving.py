@@ -31,7 +31,7 @@ def leave(status: int = 0) -> NoReturn:
         unlink_shared_memory(dist.get_rank())
         dist.destroy_process_group()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():  # else mpirun takes it for a crash
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():  # else mpirun takes it for a crash
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -35,10 +35,12 @@ class Pace:
         self.last: dict[str, float] = {}
 
     def forward_begins(self, inputs: Iterable[object]) -> None:
-        """Count a forward pass with gradients; its token ids are its first integer matrix."""
-        matrices = (value for value in inputs if isinstance(value, Tensor) and value.dim() == 2)
+        """Count a forward pass with gradients; its token ids are its first integer matrix, in a dict or tuple too."""
+        if not torch.is_grad_enabled():
+            return
+        matrices = (value for value in _tensors(inputs) if value.dim() == 2)
         ids = next((value for value in matrices if value.dtype in (torch.int64, torch.int32, torch.uint8)), None)
-        if ids is not None and torch.is_grad_enabled():
+        if ids is not None:
             model = replace(self._model, sequence=max(1, ids.shape[1]))
             self._tokens += ids.numel()
             self._flops += 3 * sum(model.module_flops(ids.numel()))  # a backward pass takes twice a forward pass
@@ -53,3 +55,12 @@ class Pace:
         if not self._tokens:
             self.last = {}
         self._tokens, self._flops = 0, 0.0
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Tensors among values, in the order in which they come."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping | tuple | list):
+            yield from _tensors(value.values() if isinstance(value, Mapping) else value)

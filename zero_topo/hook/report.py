@@ -65,7 +65,7 @@ def _write(
             log.timeline(engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
     run = Run(
         title or f"{type(engine.module).__name__}, {numel:,} parameters",
-        dist.get_world_size(),
+        dist.get_world_size() if found is None else found.config.plan.world_size,
         settings,
         deepspeed_json(engine),
     )
@@ -139,5 +139,9 @@ class Recorder:
         """Write the report of this rank."""
         self.finish()
         found = stats(self._engine)
-        _write(self._engine, self.folder, found, [found.of_rank()])
-        LOGGER.info("zero_topo: report in %s", self.folder)
+        try:
+            _write(self._engine, self.folder, found, [found.of_rank()])
+        except OSError as error:
+            LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
+        else:
+            LOGGER.info("zero_topo: report in %s", self.folder)
