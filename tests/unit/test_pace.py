@@ -35,7 +35,7 @@ def test_a_step_is_all_of_its_micro_batches(clock: list[float]) -> None:
     flops = 2 * 3 * sum(replace(scaled(125_000_000), sequence=128).module_flops(512))
     assert pace.last["tokens_per_s"] == 2048 and pace.last["mfu"] == pytest.approx(flops / 0.5 / 1e12)
     assert pace.last["tflops"] == pytest.approx(flops / 0.5 / 1e12)
-    assert 6 * 125e6 * 1024 < flops < 7.5 * 125e6 * 1024
+    assert 5 * 125e6 * 1024 < flops < 6.5 * 125e6 * 1024  # the embedding takes none
 
 
 @pytest.mark.parametrize(
