@@ -29,7 +29,7 @@ from benchmarks.control import Control
 from benchmarks.training import Bench, build_model, engine_of
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.collectives.meter import Meter
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 STEPS, SAVED_EVERY = 5, 2
 SLOW_S = 8.0

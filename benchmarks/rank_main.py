@@ -139,7 +139,8 @@ def _watch(children: dict[int, int], lifeline: int) -> int:
             continue
         rank = children.pop(pid)
         if status:
-            print(f"failed: rank {rank}", flush=True)
+            code = os.waitstatus_to_exitcode(status)
+            print(f"failed: rank {rank}{f' killed by {signal.Signals(-code).name}' if code < 0 else ''}", flush=True)
             return _end(children)
     return 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.room import check_room
+from zero_topo.doctor.files import shortage
 
 _FOREIGN = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "CROSS_", "GROUP_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+MEMORY = " (out of memory? `dmesg` says)"
 _SILENCE_S = 900.0  # longer than any step
 _ENDING_S = 5.0  # for the parent to end its ranks and itself
 _LINES = 30  # of a failed rank's log, in the error
@@ -93,6 +96,8 @@ class Ranks:
 
     def __init__(self, program: str, settings: Mapping[str, Any], places: Sequence[Place]) -> None:
         check_room(len(places), 0)
+        for line in shortage():
+            print(line, file=sys.stderr)
         self._world = {"program": program, "settings": settings, "places": [asdict(place) for place in places]}
         self._folder = tempfile.TemporaryDirectory(prefix="zero-topo-bench-")
 
@@ -176,8 +181,12 @@ class Ranks:
 
     def _failure(self) -> str:
         said = self._log("parent").read_text(errors="replace")
-        first = next((line.removeprefix("failed: rank ") for line in said.splitlines() if "failed: rank" in line), None)
-        return self._last_words(int(first)) if first is not None else f"their parent said:\n{said}"
+        failed = re.search(r"^failed: rank (\d+)(?: killed by (\w+))?", said, re.MULTILINE)
+        if failed is None:
+            return f"their parent said:\n{said}"
+        rank, killer = failed.groups()
+        why = "" if killer is None else f"rank {rank} was killed by {killer}{MEMORY if killer == 'SIGKILL' else ''}; "
+        return why + self._last_words(int(rank))
 
     def _last_words(self, rank: int) -> str:
         log = self._log(str(rank))

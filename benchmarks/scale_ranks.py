@@ -21,7 +21,8 @@ from torch import nn
 import zero_topo
 from benchmarks.control import Control
 from benchmarks.counting import Counts, Launches
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
+from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 
 WIDTH, WARM_UP = 64, 3

@@ -21,7 +21,8 @@ from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
+from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 from zero_topo.sync import Moment
 from zero_topo.sync.picks import share

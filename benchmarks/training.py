@@ -34,8 +34,9 @@ from benchmarks.floors import floors, loads, phases, stock_loads, uplink_bytes
 from benchmarks.training_setup import TrainingSetup
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
 from zero_topo.examples.train_gpt import EVALUATION_SEED, warm_up_and_cosine
+from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 
 COMPUTE_REPEATS = 3

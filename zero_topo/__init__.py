@@ -25,10 +25,12 @@ _LAZY = {
     "Topology": ("zero_topo.topology", "Topology"),
     "enable": ("zero_topo.hook.api", "enable"),
     "initialize": ("zero_topo.hook.api", "initialize"),
-    "stats": ("zero_topo.hook.api", "stats"),
+    "leave": ("zero_topo.hook.leaving", "leave"),
+    "report": ("zero_topo.hook.report", "report"),
+    "stats": ("zero_topo.hook.stats", "stats"),
 }
 
-__all__ = ["AdamS", "AgedAdamW", "Config", "Init", "Plan", "Topology", "__version__", "enable", "initialize", "stats"]
+__all__ = [*_LAZY, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,21 +21,24 @@ class Releases:
         oldest: the first that works.
         newest: the last that was tried.
         pinned: the one that everything is tested with.
+        seam: whether a newer one is tried, because ``hook/seam.py`` refuses it if it lacks what is relied on.
     """
 
     oldest: str
     newest: str
     pinned: str
+    seam: bool = False
 
     def __contains__(self, version: str) -> bool:
         places = self.oldest.count(".") + 1
-        return release(self.oldest) <= release(version)[:places] <= release(self.newest)
+        found = release(version)[:places]
+        return release(self.oldest) <= found and (self.seam or found <= release(self.newest))
 
 
 SUPPORTED: Mapping[str, Releases] = MappingProxyType(
     {
         "torch": Releases(oldest="2.6", newest="2.15", pinned="2.13"),
-        "deepspeed": Releases(oldest="0.18.0", newest="0.19.8", pinned="0.19.8"),
+        "deepspeed": Releases(oldest="0.18.0", newest="0.19.8", pinned="0.19.8", seam=True),
     }
 )
 
@@ -83,6 +86,14 @@ def refusal(package: str, version: str) -> str | None:
         f"{package} {version} is installed, but zero_topo works with {known.oldest} to {known.newest}: "
         f"install {package} {known.pinned}, or a zero_topo for your version"
     )
+
+
+def untried(package: str, version: str) -> str | None:
+    """A warning for a supported release of a package that is newer than those that were tried; None for others."""
+    known = SUPPORTED[package]
+    if release(version) <= release(known.newest) or refusal(package, version):
+        return None
+    return f"warning: {package} {version} is newer than {known.newest}, the last release that was tried"
 
 
 def installed_refusals() -> Iterator[str]:

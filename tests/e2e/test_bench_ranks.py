@@ -41,6 +41,13 @@ def test_a_rank_that_fails_ends_all_and_is_quoted() -> None:
     assert time.monotonic() - began < 60
 
 
+def test_the_signal_that_ended_a_rank_is_named() -> None:
+    """The kernel kills a rank where memory ends, and the rank itself can write nothing."""
+    said = r"rank 1 was killed by SIGKILL \(out of memory\? .*\); rank 1 said last:"
+    with pytest.raises(RuntimeError, match=said), Ranks(f"{PROGRAMS}:killed", {}, places(2)) as ranks:
+        list(ranks.messages())
+
+
 def test_ranks_end_with_the_benchmark() -> None:
     """Leaving the block, as Ctrl-C does, ends ranks that would go on."""
     began = time.monotonic()

@@ -16,8 +16,8 @@ import zero_topo
 from tests.launcher.training import Job, Net, advance, block, running
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes, padding_bytes
 from zero_topo.cost.volume import step_bytes
-from zero_topo.engine.stage3 import Stats
 from zero_topo.hook.seam import Stock
+from zero_topo.hook.stats import Stats
 
 pytestmark = pytest.mark.eight_ranks
 SCHEMES = ("zero3", "zero++", "hsdp", "paper", "topo")  # mics is hsdp

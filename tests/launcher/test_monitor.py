@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 import zero_topo
 from tests.launcher.training import Job, advance, block, largest_difference, running, train
+from zero_topo.observe.runlog import read_metrics, read_report
+from zero_topo.observe.tables import render
 
 STEPS, MICRO_BATCHES = 3, 2
 RADIUS = {"mode": "radius", "density": 0.1, "interval": 2}
@@ -58,6 +60,7 @@ def test_monitors_get_bytes_times_and_densities_of_each_step(rank: int, shared_p
         for phase in ("gather_forward", "scatter", "sync", "publish"):
             steps, milliseconds = table(shared_path, f"zero_topo_ms_{phase}")
             assert steps == axis and min(milliseconds) > 0
+        assert min(table(shared_path, "zero_topo_peak_bytes")[1]) > 1e6
         densities = [path for path in (shared_path / "job").glob("zero_topo_sync_*density*.csv")]
         assert densities and all(table(shared_path, path.stem)[0] == axis for path in densities)
 
@@ -71,6 +74,44 @@ def test_wall_clock_breakdown_adds_a_line_of_phases(
     assert len(timed) == (1 if rank == 0 else 0)
     for line in timed:
         assert line.startswith("zero_topo: gather_forward ") and " ms, scatter " in line and " ms, publish " in line
+
+
+def test_the_key_report_leaves_a_run_with_losses_and_a_page(rank: int, shared_path: Path) -> None:
+    """Rank 0 alone, from its own measurements, when the engine is destroyed; losses are those of its batches."""
+    folder = shared_path / "run"
+    job = Job(zero_topo=block("topo", report=str(folder)), steps=STEPS, micro_batches=MICRO_BATCHES)
+    with running(job) as engine:
+        losses = advance(job, engine, 0, STEPS)
+        sent = zero_topo.stats(engine).step_bytes
+        assert ("step" in vars(engine)) == (rank == 0)
+    dist.barrier()
+    if rank == 0:
+        steps = [line for line in read_metrics(folder) if "lr" in line]
+        assert [line["step"] for line in steps] == [1, 2, 3] and all("loss" in line for line in steps)
+        assert steps[-1]["sent"] == {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sent.items()}
+        report = read_report(folder)
+        assert report["zero_topo"]["ranks"] == 1 and report["steps"] == STEPS and len(losses) >= STEPS
+        assert {"report.html", "loss.png", "bytes.png"} <= {path.name for path in folder.iterdir()}
+        assert "Sent by one rank per optimizer step" in render(folder)
+
+
+def test_a_report_can_have_the_measurements_of_all_ranks(rank: int, shared_path: Path) -> None:
+    """Of stock ZeRO-3 too, which has no bytes; and tables of any rank's statistics are text."""
+    job = Job(zero_topo=block("topo"), steps=1)
+    for each, ranks in ((job, dist.get_world_size()), (job.under(None), None)):
+        folder = shared_path / f"all-{ranks}"
+        with running(each) as engine:
+            advance(each, engine, 0, 1)
+            zero_topo.report(engine, folder, title="All ranks", settings={"seed": 7})
+            if ranks is not None:
+                assert "Sent by one rank per optimizer step of 1 micro-batch\n" in str(zero_topo.stats(engine))
+        dist.barrier()
+        if rank == 0:
+            report = read_report(folder)
+            measured = report["zero_topo"]
+            assert (report["title"], report["settings"]) == ("All ranks", {"seed": 7})
+            assert (None if measured is None else measured["ranks"]) == ranks
+            assert measured is None or measured["peak"]["max"] > 0
 
 
 @pytest.fixture

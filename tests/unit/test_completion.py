@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,26 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     """As a user's shell does, whose Python this is not."""
     assert {"migrate", "measure"} & completed("zero-topo m", tmp_path) == {"migrate"}
     assert completed("zero-topo launch slurm --distr", tmp_path) == {"--distribution"}
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("plan --machine dgx-", {"dgx-a100", "dgx-h100"}),
+        ("simulate --model gpt-neox-2", {"gpt-neox-2.7b", "gpt-neox-20b"}),
+        ("simulate --schemes topo,zero", {"topo,zero3", "topo,zero++"}),
+        ("launch slurm --machine gen", {"generic"}),
+        ("plan --set sparse=ok", {"sparse=oktopk"}),
+        ("plan --set laye", {"layers="}),
+        ("completion b", {"bash"}),
+    ],
+)
+def test_values_complete(line: str, offered: set[str]) -> None:
+    """Machines, models, schemes, modes and settings, also after a comma; as zsh asks."""
+    env = {**os.environ, "_ZERO_TOPO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": f"zero-topo {line}"}
+    program = [sys.executable, "-c", "from zero_topo.cli import main; main()"]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert set(re.findall(r'"([^"]*)"', done.stdout)) == offered, done.stderr
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "mesh": (*_PLANNING, "quant", "collectives"),
     "sync": (*_PLANNING, "mesh", "quant", "collectives"),
     "engine": (*_PLANNING, "mesh", "quant", "collectives", "sync"),
-    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine"),
+    "hook": ("", *_PLANNING, "mesh", "quant", "collectives", "sync", "engine", "observe"),
     "observe": (*_PLANNING, "mesh", "quant", "collectives"),
 }
 """What each room may import besides itself. Rooms not named here are the top and may import any other room but each

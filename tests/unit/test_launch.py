@@ -64,17 +64,20 @@ def test_the_script_for_frontier_is_this(run: Run) -> None:
 def test_every_script_is_bash_and_every_setting_has_its_reason(name: str, distribution: str) -> None:
     """`bash -n` accepts it; each variable, module and machine's option stands right under a comment with a source."""
     machine = load_launch_machine(name)
-    job = SlurmJob(TRAIN, machine, 3, machine.ranks_per_node or 4, distribution=distribution)
+    environment = "env.tar.gz" if machine.disk else None
+    ranks = machine.ranks_per_node or 4
+    job = SlurmJob(TRAIN, machine, 3, ranks, distribution=distribution, environment=environment)
     lines = script(job).splitlines()
     checked = subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    for setting in (*machine.modules, *machine.sbatch, *machine.srun, *machine.variables, *machine.doctors):
+    disk = (*machine.disk, *machine.disk_sbatch)
+    for setting in (*machine.modules, *machine.sbatch, *machine.srun, *machine.variables, *machine.doctors, *disk):
         name, _, value = setting.use.partition("=")
         written = setting.use if name.startswith("-") or not value else f'export {name}="{value}"'
         above = lines[max(index for index, line in enumerate(lines) if written in line) - 1].strip()
         assert above.startswith("# ") and above.rstrip(".:").endswith(")"), f"{written}: {above}"
     exported = [line for line in lines if line.startswith("export ")]
-    assert len(exported) == 1 + len(machine.variables) + len(machine.doctors)
+    assert len(exported) == 1 + len(machine.variables) + len(machine.doctors) + 2 * len(machine.disk)
 
 
 def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
@@ -87,6 +90,41 @@ def test_the_scripts_command_survives_the_shell(tmp_path: Path) -> None:
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stdout.splitlines() == list(words[2:]), done.stderr
+
+
+def test_an_environment_is_unpacked_on_each_node(tmp_path: Path, run: Run) -> None:
+    """A conda-pack archive: ranks take their Python from the node's disk, after its paths were mended there."""
+    packed, disk = tmp_path / "env" / "bin", tmp_path / "disk"
+    packed.mkdir(parents=True)
+    disk.mkdir()
+    program(packed, "python", 'echo "python of $(dirname "$0")"')
+    program(packed, "conda-unpack", 'touch "$(dirname "$0")/mended"')
+    subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], cwd=tmp_path, check=True)
+    machine = json.loads((DATA / "half-frontier.json").read_text())
+    setting = {"use": f"NODE_DISK={disk}", "reason": "a disk", "source": "us"}
+    constraint = {"use": "--constraint=nvme", "reason": "asks for it", "source": "us"}
+    (tmp_path / "m.json").write_text(json.dumps(machine | {"disk": [setting], "disk_sbatch": [constraint]}))
+    words = ["--machine", "m.json", "--nodes", "2", "--environment", "env.tar.gz", "--dry-run", "--", *TRAIN]
+    status, text, _ = run("launch", "slurm", *words)
+    assert status == 0 and "#SBATCH --constraint=nvme" in text
+    program(tmp_path, "sbcast", '[ "$1 $2" = "--force --preserve" ] && cp "$3" "$4"')
+    program(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    program(tmp_path, "module", "true")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USER": "u"}
+    done = subprocess.run(["bash"], input=text, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+    where = disk / "zero-topo-7" / "bin"
+    assert done.stdout.splitlines() == [f"python of {where}"] * 2, done.stderr  # the build, and the ranks
+    assert (where / "mended").exists() and not list(disk.glob("*.tar"))
+
+
+def test_frontiers_environment_goes_to_its_nvme(run: Run) -> None:
+    """As OLCF asks for at scale; a machine that names no disk of its nodes refuses the option."""
+    words = ["--environment", "env.tar.gz", "--dry-run", "--", "true"]
+    _, text, _ = run("launch", "slurm", "--machine", "frontier", *words)
+    assert "#SBATCH --constraint=nvme" in text and 'export NODE_DISK="/mnt/bb/$USER"' in text
+    assert 'sbcast --force --preserve env.tar.gz "$environment.tar"' in text
+    status, _, err = run("launch", "slurm", "--machine", "perlmutter", *words)
+    assert status == 2 and "machine perlmutter names no disk of a node" in err
 
 
 def test_machines_fit_their_presets() -> None:

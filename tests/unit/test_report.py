@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks import tree_figure
 from tests.commands import Run
@@ -21,14 +19,16 @@ from zero_topo.cli.documents import document
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress
-from zero_topo.observe.report import RankBytes, Result, build_report, read_report, render
-from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics
+from zero_topo.observe.report import RankBytes, build_report
+from zero_topo.observe.report import Run as Ran
+from zero_topo.observe.runlog import RunLog, new_run_folder, read_metrics, read_report
+from zero_topo.observe.tables import render
 from zero_topo.observe.tree import COLOURS
 from zero_topo.topology.presets import emulated
 from zero_topo.units import format_bytes
 
-VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "triton": None}
-RESULT = Result("A model", 8, 2.5, 61.0, {"data": Path("x")}, {"bf16": {}, "comet": {"api_key": "mine"}}, VERSIONS)
+RESULT = Ran("A model", 8, {"data": Path("x")}, {"bf16": {}, "comet": {"api_key": "mine"}})
+PACE = {"tokens_per_s": 2048.0, "tflops": 61.2, "mfu": 0.32}
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,16 @@ class FakeStats:
     optimizer_itemsize: int = 12
     phase_seconds: Mapping[str, float] = field(default_factory=lambda: {"gather_forward": 0.25})
     sync_report: Mapping[str, float] = field(default_factory=lambda: {"density_asked": 0.01, "union": 0.03})
+    on_device: bool = True
+    predicted_memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 3_000_000, "messages": 500_000})
 
 
 CONFIG = resolve(emulated(2, 2, 2), scheme="topo", quantize={"resident": None})
 RUN = FakeStats(CONFIG, Workload.uniform([100_003, 50, 7], micro_batches=2), 2)
 """A run of the scheme topo with parameters that do not divide evenly."""
-EXACT = RankBytes(step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2))
+EXACT = RankBytes(
+    step_bytes(RUN.config, RUN.work), memory_bytes(RUN.config, RUN.work, accumulation_itemsize=2), 4_250_000
+)
 """A rank that sent and holds exactly what the formulas say."""
 
 
@@ -56,17 +60,19 @@ def folder(tmp_path: Path) -> Path:
     """A run's, with the log of three steps and one evaluation."""
     with RunLog(tmp_path) as log:
         for step, loss in enumerate((5.5, 4.0, 3.0), 1):
-            log.step(step, loss, 1e-3, 0.5, {("scatter", "node"): 10})
+            log.step(step, loss, 1e-3, 20.5, {("scatter", "node"): 10}, PACE)
         log.timeline(3, 0.5, [("gather_forward", 0.1, 0.2), ("scatter", 0.25, 0.375), ("gather_forward", 0.4, 0.45)])
         assert log.evaluation(3, 2.5) == 2.5
     return tmp_path
 
 
+PEAK = "Peak memory: 4.25 MB of the device; predicted for tensors: 3.50 MB."
+SPEED = "speed of each rank: 2,048 tokens/s, 61.2 TFLOP/s, MFU 32.0%"
+
+
 def printed(folder: Path) -> str:
-    """What `render` prints, 80 columns wide."""
-    out = io.StringIO()
-    render(folder, Console(file=out, width=80))
-    return out.getvalue()
+    """What `zero-topo report` prints."""
+    return render(folder)
 
 
 def test_report_sets_measured_bytes_beside_the_formula_and_zero3(folder: Path) -> None:
@@ -97,11 +103,11 @@ def test_report_prints_every_number_again_from_its_folder(folder: Path) -> None:
     report = build_report(folder, RESULT, RUN, [EXACT] * 8)
     (folder / "metrics.jsonl").unlink()
     text = printed(folder)
-    assert max(map(len, text.splitlines())) <= 80 + len(str(folder))
+    assert max(len(line) for line in text.splitlines() if "  " in line) <= 80  # of the tables
     for row in report["zero_topo"]["sent"]:
         assert format_bytes(max(row["max"], row["zero3"])) in text
-    named = ("secondary", "publish", "5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "1 min 01 s")
-    for word in (*named, "gather forward 250", "union 0.03"):
+    named = ("secondary", "publish", "5.500 -> 3.000", "evaluation 2.500", "2 micro-batches", "1 min 02 s")
+    for word in (*named, "gather forward 250", "union 0.03", PEAK, SPEED):
         assert word in text, word
     assert json.loads((folder / "report.json").read_text()) == report
 
@@ -166,19 +172,39 @@ def test_memory_formula_takes_the_buffers_types_from_the_engine(folder: Path) ->
     assert rows == memory_bytes(RUN.config, RUN.work, 4, 8)
 
 
-def test_progress_writes_lines_where_there_is_no_terminal() -> None:
-    """A log file gets the first step, the last and some between, and other ranks write nothing."""
-    out = io.StringIO()
-    with Progress(100, console=Console(file=out, width=200)) as progress:
-        for step in range(1, 101):
-            progress.advance(step, 3.0)
-    lines = out.getvalue().splitlines()
+def test_progress_writes_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first step, the last and some between, with the speed; other ranks write nothing."""
+    progress, quiet = Progress(100), Progress(1, quiet=True)
+    for step in range(1, 101):
+        progress.advance(step, 3.0, PACE)
+    quiet.advance(1, 3.0, PACE)
+    lines = capsys.readouterr().out.splitlines()
     assert 5 <= len(lines) <= 20
     assert lines[0].startswith("step   1/100") and lines[-1].startswith("step 100/100")
-    quiet = io.StringIO()
-    with Progress(1, quiet=True, console=Console(file=quiet)) as progress:
-        progress.advance(1, 3.0)
-    assert quiet.getvalue() == ""
+    assert "2,048 tokens/s, 61.2 TFLOP/s" in lines[0]
+
+
+def test_a_report_of_one_rank_says_so(folder: Path) -> None:
+    """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the process."""
+    build_report(folder, RESULT, replace(RUN, on_device=False), [EXACT])
+    text = printed(folder)
+    assert "Sent by one rank per" in text and "Held by one rank" in text and "each rank per" not in text
+    assert "Peak memory: 4.25 MB of the process" in text
+
+
+def test_a_run_without_a_log_has_a_report(tmp_path: Path) -> None:
+    """`zero_topo.report(engine, folder)` of a script that logs elsewhere: bytes and memory, no losses."""
+    report = build_report(tmp_path / "new", RESULT, RUN, [EXACT] * 8)
+    assert (report["steps"], report["first_loss"], report["seconds_per_step"], report["pace"]) == (0, None, None, {})
+    assert "loss" not in printed(tmp_path / "new").replace("loss.png", "")
+    document("report").validate_python(report)
+
+
+def test_a_report_needs_no_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has the package without extras: it leaves report.json, of which `zero-topo report` makes the page."""
+    monkeypatch.setattr("zero_topo.observe.report.find_spec", lambda _: None)
+    build_report(folder, RESULT, RUN, [EXACT] * 8)
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.json"}
 
 
 def test_run_folders_are_named_after_config_and_time() -> None:

@@ -12,9 +12,9 @@ import pytest
 from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo import lazy_hook
-from zero_topo.versions import SUPPORTED, refusal
+from zero_topo.versions import SUPPORTED, refusal, untried
 
-OUTSIDE = [("torch", "2.5.1+cpu"), ("torch", "2.16.0a0"), ("deepspeed", "0.17.6"), ("deepspeed", "0.19.9")]
+OUTSIDE = [("torch", "2.5.1+cpu"), ("torch", "2.16.0a0"), ("deepspeed", "0.17.6")]
 INSIDE = [
     ("torch", "2.6.0+rocm6.2"),
     ("torch", "2.15.3"),
@@ -36,6 +36,14 @@ def test_a_release_outside_the_range_is_refused(package: str, version: str) -> N
 def test_a_release_inside_the_range_passes(package: str, version: str) -> None:
     """Patch releases of torch and builds of a vendor too; 2.10 comes after 2.6."""
     assert refusal(package, version) is None
+
+
+def test_a_newer_deepspeed_is_left_to_the_seam() -> None:
+    """It is not refused by its number; the log and `doctor` say that nobody has tried it."""
+    newest = SUPPORTED["deepspeed"].newest
+    assert refusal("deepspeed", "0.20.0") is None and refusal("deepspeed", "0.19.9.dev1") is None
+    assert str(untried("deepspeed", "0.20.0")).endswith(f"is newer than {newest}, the last release that was tried")
+    assert untried("deepspeed", newest) is None and untried("deepspeed", "0.17.0") is None
 
 
 @pytest.mark.parametrize(("package", "version"), OUTSIDE)
@@ -69,8 +77,8 @@ def test_pip_and_make_go_by_the_same_table() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for package, known in SUPPORTED.items():
         *places, last = known.newest.split(".")
-        beyond = ".".join([*places, str(int(last) + 1)])
-        assert f'"{package}>={known.oldest.removesuffix(".0")},<{beyond}"' in text
+        below = "" if known.seam else f",<{'.'.join([*places, str(int(last) + 1)])}"
+        assert f'"{package}>={known.oldest.removesuffix(".0")}{below}"' in text
     assert f'"deepspeed=={SUPPORTED["deepspeed"].pinned}"' in text
     make = (ROOT / "Makefile").read_text()
     assert f"TORCH_VERSION := {SUPPORTED['torch'].pinned}." in make

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+EXTRAS: Mapping[str, str] = MappingProxyType({"typer": "cli", "rich": "cli", "matplotlib": "plot"})
+"""Package that a command may need -> the extra of zero_topo that installs it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 2 after one line on stderr for wrong input.
     """
-    from zero_topo.cli.app import run
+    try:
+        from zero_topo.cli.app import run
 
-    return run(arguments)
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        print(f"zero-topo: {missing} is not installed: pip install 'zero_topo[{EXTRAS[missing]}]'", file=sys.stderr)
+        return 2

@@ -19,7 +19,7 @@ from zero_topo.cli.forecast import (
     request_for,
 )
 from zero_topo.cli.inputs import machine
-from zero_topo.cli.options import Overlap
+from zero_topo.cli.options import MACHINES, MODEL_NAMES, Overlap
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import DEGREES, places_table, show
 from zero_topo.config import (
@@ -54,13 +54,20 @@ def check(
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option("--machine", metavar="FILE|PRESET", help="Machine of the job, if the block does not name one."),
+        typer.Option(
+            "--machine",
+            autocompletion=MACHINES,
+            metavar="FILE|PRESET",
+            help="Machine of the job, if the block does not name one.",
+        ),
     ] = None,
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B: checks memory.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+            autocompletion=MODEL_NAMES,
+            metavar="NAME|FILE",
+            help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params.",
         ),
     ] = None,
     overlap: Overlap = None,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
 from zero_topo.topology.presets import load_machine
 
@@ -20,7 +21,8 @@ COLOURS = (("ok", "green"), ("warn", "yellow"), ("fail", "bold red"))
 def doctor(
     config: Annotated[str | None, typer.Option(metavar="DS_CONFIG", help="DeepSpeed JSON to check as well.")] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Preset; default: detected from Slurm and loaded modules.")
+        str | None,
+        typer.Option(autocompletion=MACHINES, help="Preset; default: detected from Slurm and loaded modules."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:

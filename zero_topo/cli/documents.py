@@ -58,6 +58,7 @@ class _Resolved(_Document):
     accumulation_dtype: str | None
     overlap: bool
     meter: bool
+    report: NotRequired[str | None]  # older runs have none
     seed: int | None
     debug_checks: bool
     notes: list[str]
@@ -245,7 +246,15 @@ class _HeldRow(_Row):
     padding: int | None
 
 
+class _Peak(_Document):
+    min: int
+    max: int
+    on_device: bool
+    predicted: int
+
+
 class _Measured(_Document):
+    ranks: NotRequired[int]
     config: _Resolved
     topology: Topology
     parameters: int
@@ -254,6 +263,7 @@ class _Measured(_Document):
     phase_seconds: dict[str, Seconds]
     sync: dict[str, float]
     memory: list[_HeldRow]
+    peak: NotRequired[_Peak]
 
 
 class _Report(_Document):
@@ -263,9 +273,10 @@ class _Report(_Document):
     steps: int
     first_loss: float | None
     last_loss: float | None
-    eval_loss: float
+    eval_loss: float | None
     seconds: Seconds
     seconds_per_step: Seconds | None
+    pace: NotRequired[dict[str, float]]
     zero_topo: _Measured | None
     settings: dict[str, Any]
     deepspeed: dict[str, Any]

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.options import Force, taking
+from zero_topo.cli.options import Force, offering, taking
 from zero_topo.launch.env import PORT
-from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine
+from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_machine, machine_names
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
 from zero_topo.observe.files import check_files
 from zero_topo.topology.launchers import launcher_view
@@ -30,7 +30,9 @@ Command = Annotated[
 MachineName = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FILE", help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file."
+        autocompletion=offering(machine_names),
+        metavar="NAME|FILE",
+        help="frontier, lumi-g, perlmutter, dgx-a100, dgx-h100, generic, or a machine file.",
     ),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
@@ -53,6 +55,13 @@ class SlurmOptions:
         "block"
     )
     master_port: Port = PORT
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="Python environment (conda pack, or tar of a venv) to unpack on each node's disk.",
+        ),
+    ] = None
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write the script to; default: NAME.sbatch.")
     ] = None
@@ -80,6 +89,7 @@ def slurm(options: SlurmOptions) -> None:
         partition=options.partition,
         distribution=options.distribution,
         port=options.master_port,
+        environment=options.environment,
     )
     text, path = script(job), options.output or Path(f"{options.name}.sbatch")
     if options.dry_run:

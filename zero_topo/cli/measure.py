@@ -34,7 +34,8 @@ def measure_command(stated: Sequence[str] | None, as_json: bool) -> None:
     import torch.distributed as dist
 
     from zero_topo.collectives.measure import choose_device, measure
-    from zero_topo.examples.process import behave, leave
+    from zero_topo.examples.process import behave
+    from zero_topo.hook.leaving import leave
 
     behave()
     device = choose_device(os.environ)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.options import Force, Overlap, taking
+from zero_topo.cli.options import MACHINES, MODEL_NAMES, Force, Overlap, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_model, found_params
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
@@ -58,7 +58,11 @@ class MigrateOptions:
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
     machine: Annotated[
         str | None,
-        typer.Option(metavar="FILE|PRESET", help="Machine of the job, for bytes and memory; default: this job's."),
+        typer.Option(
+            autocompletion=MACHINES,
+            metavar="FILE|PRESET",
+            help="Machine of the job, for bytes and memory; default: this job's.",
+        ),
     ] = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
@@ -68,7 +72,9 @@ class MigrateOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params."
+            autocompletion=MODEL_NAMES,
+            metavar="NAME|FILE",
+            help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params.",
         ),
     ] = None
     overlap: Overlap = None

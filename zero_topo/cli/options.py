@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from zero_topo.config import SCHEMES, SPARSE_MODES
+from zero_topo.cost.model_files import MODELS
 from zero_topo.strict import cut, did_you_mean
+from zero_topo.topology.presets import preset_names
 
 SET = "settings"
 
@@ -23,11 +26,34 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if t
 T = TypeVar("T")
 
 
+def offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell offers as the value of an option: names that go on as the word begins; of a list, the last word.
+
+    Args:
+        names: all that there are.
+    """
+
+    def offered(incomplete: str) -> list[str]:
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
+
+    return offered
+
+
+MACHINES, MODEL_NAMES = offering(preset_names), offering(lambda: MODELS)
+SCHEME_NAMES = offering(lambda: (*SCHEMES, *(f"stock-{name}" for name in SCHEMES)))
+SPARSE_NAMES = tuple(mode.MODE for mode in SPARSE_MODES)
+
+
 @dataclass(frozen=True)
 class Rare:
-    """Marks a field that is given as ``--set KEY=VALUE``; ``help`` says what it is in a few words."""
+    """Marks a field that is given as ``--set KEY=VALUE``; ``help`` says what it is in a few words.
+
+    A shell offers the ``values``.
+    """
 
     help: str
+    values: tuple[str, ...] = ()
 
 
 def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
@@ -67,7 +93,9 @@ def taking(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., No
     ]
     if rare:
         keys = "; ".join(f"{name.replace('_', '-')}: {of.help}" for name, (_, of) in rare.items())
-        option = typer.Option("--set", metavar="KEY=VALUE", help=f"A rarely needed setting; repeatable. {keys}.")
+        known = [f"{name}={value}" for name, (_, of) in rare.items() for value in of.values or ("",)]
+        about = f"A rarely needed setting; repeatable. {keys}."
+        option = typer.Option("--set", metavar="KEY=VALUE", help=about, autocompletion=offering(lambda: known))
         kind: Any = Annotated[list[str] | None, option]
         parameters.append(inspect.Parameter(SET, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 

@@ -12,7 +12,7 @@ import typer
 from pydantic import Field
 
 from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, machine, read_count, read_rates
-from zero_topo.cli.options import Overlap, Rare
+from zero_topo.cli.options import MACHINES, MODEL_NAMES, SPARSE_NAMES, Overlap, Rare
 from zero_topo.config import (
     SCHEMES,
     SPARSE_MODES,
@@ -43,7 +43,11 @@ class PlanOptions:
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."),
+        typer.Option(
+            autocompletion=MODEL_NAMES,
+            metavar="NAME|FILE",
+            help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
+        ),
     ] = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
@@ -58,6 +62,7 @@ class PlanOptions:
         typer.Option(
             "--topology",
             "--machine",
+            autocompletion=MACHINES,
             metavar="FILE|PRESET",
             help="Preset, .json file or JSON object that describes the machine.",
         ),
@@ -79,11 +84,13 @@ class PlanOptions:
     layers: Annotated[Count | None, Rare("number of layers")] = None
     hidden: Annotated[Count | None, Rare("hidden size")] = None
     checkpointing: Annotated[bool, Rare("false keeps activations instead of recomputing them")] = True
-    attention: Annotated[str, Rare("flash, or eager, which stores the score matrix")] = "flash"
+    attention: Annotated[str, Rare("flash, or eager, which stores the score matrix", ("flash", "eager"))] = "flash"
     states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
-    scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all")] = ()
+    scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
     reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
-    sparse: Annotated[tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy")] = ()
+    sparse: Annotated[
+        tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
+    ] = ()
     rates: Annotated[str | None, Rare("link rates, a file or JSON as simulate --calibrate prints them")] = None
     deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose bucket sizes and offload count")] = None
     force: Annotated[bool, Rare("write over any file")] = False

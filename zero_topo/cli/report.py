@@ -35,7 +35,7 @@ def report(
     if as_json:
         print_json(found)
     else:
-        render(folder)
+        print(render(folder))
     if file is not None:
         try:
             write_page(found, read_metrics(folder), file)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from zero_topo.cli.fitting import fit
 from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import Force, Overlap, Rare, refuse_others, taking
+from zero_topo.cli.options import MACHINES, MODEL_NAMES, SCHEME_NAMES, Force, Overlap, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
@@ -48,15 +48,27 @@ class Options:
 
     machine: Annotated[
         str,
-        typer.Option(metavar="PRESET|FILE|JSON", help="Preset, .json file or JSON object that describes the machine."),
+        typer.Option(
+            autocompletion=MACHINES,
+            metavar="PRESET|FILE|JSON",
+            help="Preset, .json file or JSON object that describes the machine.",
+        ),
     ] = "frontier"
     model: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML.")
+        str,
+        typer.Option(
+            autocompletion=MODEL_NAMES,
+            metavar="NAME|FILE",
+            help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
+        ),
     ] = "gpt-neox-20b"
     gcds: Annotated[str | None, typer.Option(help="Rank counts, comma-separated.", show_default=GCDS)] = None
     schemes: Annotated[
         str,
-        typer.Option(help="Names or block files (.json), comma-separated; stock-NAME is stock DeepSpeed's traffic."),
+        typer.Option(
+            autocompletion=SCHEME_NAMES,
+            help="Names or block files (.json), comma-separated; stock-NAME is stock DeepSpeed's traffic.",
+        ),
     ] = "zero3,zero++,paper,topo"
     micro_batches: Annotated[str, typer.Option(help="Micro-batches per optimizer step, comma-separated.")] = "1,8"
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost.planner import Priced
-from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
+from zero_topo.observe.console import figures_table, wide_console
+from zero_topo.observe.tables import bytes_or_dash
 from zero_topo.topology.model import LINKED_DOMAINS
 from zero_topo.units import format_bytes, format_seconds
 

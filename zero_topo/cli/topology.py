@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
 from zero_topo.topology.render import render_tree
 from zero_topo.topology.render_devices import render_devices
@@ -19,7 +20,9 @@ FROM_HELP = (
 
 
 def topology(
-    source: Annotated[list[str] | None, typer.Option("--from", metavar="FILE|PRESET", help=FROM_HELP)] = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--from", autocompletion=MACHINES, metavar="FILE|PRESET", help=FROM_HELP)
+    ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
     ] = None,

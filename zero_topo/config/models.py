@@ -75,6 +75,11 @@ class ZeroTopoConfig(StrictModel):
         "model's own type unless set. fp32 doubles its memory in 16-bit training.",
     )
     meter: bool = Field(True, strict=True, description="Count the bytes each collective sends, by phase and domain.")
+    report: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder into which rank 0 writes the run's log and, at its end, tables, plots and an HTML page.",
+    )
     seed: int | None = Field(
         None,
         ge=0,

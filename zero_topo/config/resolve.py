@@ -46,6 +46,7 @@ class ResolvedConfig:
         accumulation_dtype: type of the gradient buffer, or None for the model's own.
         overlap: whether sync runs under the last backward pass and publish under the next forward pass.
         meter: whether collectives count their bytes.
+        report: folder of the log and the report of a run, or None for none.
         seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them alone.
         debug_checks: whether replicas are compared after each step.
         notes: one line for each choice made for the user.
@@ -63,6 +64,7 @@ class ResolvedConfig:
     accumulation_dtype: str | None
     overlap: bool
     meter: bool
+    report: str | None
     seed: int | None
     debug_checks: bool
     notes: tuple[str, ...]
@@ -86,6 +88,7 @@ class ResolvedConfig:
             "accumulation_dtype": self.accumulation_dtype,
             "overlap": self.overlap,
             "meter": self.meter,
+            "report": self.report,
             "seed": self.seed,
             "debug_checks": self.debug_checks,
             "notes": list(self.notes),
@@ -144,6 +147,7 @@ def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig
         accumulation_dtype=config.accumulation_dtype,
         overlap=config.overlap,
         meter=config.meter,
+        report=config.report,
         seed=config.seed,
         debug_checks=config.debug_checks,
         notes=tuple(_notes(config, choice, plan, topology, dropped, codes)),

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from zero_topo.units import MB, format_bytes, format_seconds
 STALE_S = 15 * 60  # longer than anything compiles
 ENOUGH = 512 * MB
 BUFFERS = "deepspeed_allreduce_buffer_*"
+BUFFER_OF_RANK = re.compile(r"_\d+$")
 MEASURED = "measured"
 
 
@@ -63,12 +66,25 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
         yield Finding(WARN, "/dev/shm", text, "remove what is left over, or start the container with --shm-size=8g")
     else:
         yield Finding(OK, "/dev/shm", f"{format_bytes(free)} free")
-    buffers = sorted(path.name for path in folder.glob(BUFFERS))
+    buffers = {path.name: path.stat().st_size for path in sorted(folder.glob(BUFFERS))}
     used = _mapped(seen.root / "proc") if buffers else ""
     left = [name for name in buffers if name not in used]
     if left:
-        fix = f"rm {shlex.join(f'/dev/shm/{name}' for name in left[:4])}{' ...' if len(left) > 4 else ''}"
-        yield Finding(WARN, "/dev/shm", f"{len(left)} buffers of crashed runs are left there", fix)
+        # a pattern for each job of which nothing is used: its buffers differ in the rank at their end
+        alive = {BUFFER_OF_RANK.sub("", name) for name in set(buffers) - set(left)}
+        jobs = {name: BUFFER_OF_RANK.sub("", name) for name in left}
+        whole = sorted(job for job in set(jobs.values()) - alive if job not in jobs)
+        named = [f"{shlex.quote(f'/dev/shm/{job}')}_*" for job in whole]
+        named += [shlex.quote(f"/dev/shm/{name}") for name, job in jobs.items() if job not in whole]
+        text = f"{len(left)} buffers of ended runs are left there, {format_bytes(sum(buffers[name] for name in left))}"
+        yield Finding(WARN, "/dev/shm", text, f"rm {' '.join(named)}")
+
+
+def shortage() -> list[str]:
+    """Lines to print before ranks start on a host whose ``/dev/shm`` is short: how short, and what can be removed."""
+    short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
+    found = shared_memory(Surroundings()) if short else ()
+    return [f"zero_topo: {finding.subject}: {finding.line()}" for finding in found if finding.state == WARN]
 
 
 def _mapped(proc: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.surroundings import Surroundings
-from zero_topo.versions import SUPPORTED, refusal
+from zero_topo.versions import SUPPORTED, refusal, untried
 
 PYTHON = (3, 11)
 COMPILE = "compile it now: zero-topo build"
@@ -47,9 +47,11 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
     if told["seam"] is not None:
         yield Finding(FAIL, "deepspeed", told["seam"], "install the release that it names")
     else:
-        known = SUPPORTED["deepspeed"]
-        text = f"{seen.version('deepspeed')}, as zero_topo expects ({known.oldest} to {known.newest})"
-        yield Finding(OK, "deepspeed", text)
+        known, version = SUPPORTED["deepspeed"], seen.version("deepspeed") or ""
+        if newer := untried("deepspeed", version):
+            yield Finding(WARN, "deepspeed", newer.removeprefix("warning: "), f"if it fails: install {known.pinned}")
+        else:
+            yield Finding(OK, "deepspeed", f"{version}, as zero_topo expects ({known.oldest} to {known.newest})")
 
 
 def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Meter, Span
+from zero_topo.collectives.meter import Meter
 from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
@@ -32,42 +32,6 @@ from zero_topo.sync import Moment, Parameter, SyncContext, build_mode
 from zero_topo.topology.seats import Seat
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an engine did and holds, on this rank; see ``zero_topo.stats``.
-
-    Attributes:
-        config: the resolved block.
-        steps: optimizer steps taken, skipped ones included.
-        micro_batches: micro-batches per optimizer step.
-        step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
-        total_bytes: the same since the start.
-        memory: role -> bytes held on this rank; offloaded ones too, which are on the host.
-        work: the model as the cost formulas see it.
-        accumulation_itemsize: bytes per element of the gradient buffer.
-        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
-            4 less with AdamS, 1 more with AgedAdamW.
-        calls: phase -> collectives since the start.
-        phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
-        sync_report: what the mode of sync says of the last step: densities, norms, counts.
-        phase_spans: (phase, begin, end) of what ``phase_seconds`` sums, in seconds since the step before was over.
-    """
-
-    config: ResolvedConfig
-    steps: int
-    micro_batches: int
-    step_bytes: dict[tuple[str, str], int]
-    total_bytes: dict[tuple[str, str], int]
-    memory: dict[str, int]
-    work: Workload
-    accumulation_itemsize: int
-    optimizer_itemsize: int
-    calls: dict[str, int]
-    phase_seconds: dict[str, float]
-    sync_report: dict[str, float]
-    phase_spans: Collection[Span]
 
 
 class Stage3:

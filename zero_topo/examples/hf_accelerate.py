@@ -19,9 +19,9 @@ from accelerate.utils import DummyOptim, set_seed
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
 
-import zero_topo  # noqa: F401  (this is all)
+import zero_topo
 from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def main() -> None:
         run.accelerator.save_state(str(args.save / "state"))
         run.accelerator.save_model(run.model, str(args.save / "weights"))
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    leave()
+    zero_topo.leave()
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from transformers import Trainer, TrainingArguments, set_seed
 
-import zero_topo  # noqa: F401  (this is all)
+import zero_topo
 from zero_topo.examples.hf_model import Windows, deepspeed_config, join, llama, with_lora
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def main() -> None:
     config = deepspeed_config(args.deepspeed_config, args.plain)
     trainer = train(Settings(config, args.output, args.steps, args.save_every, args.resume, args.lora))
     print(f"loss {losses(trainer)[0]:.4f} -> {losses(trainer)[-1]:.4f}")
-    leave()
+    zero_topo.leave()
 
 
 if __name__ == "__main__":

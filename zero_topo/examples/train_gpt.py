@@ -26,11 +26,10 @@ import zero_topo
 from zero_topo.config import load_deepspeed_config
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig, sample
-from zero_topo.examples.process import behave, leave
+from zero_topo.examples.process import behave
 from zero_topo.observe.progress import Progress
-from zero_topo.observe.report import RankBytes, Result, build_report, render
 from zero_topo.observe.runlog import RunLog, new_run_folder
-from zero_topo.versions import used
+from zero_topo.observe.tables import render
 
 PROMPT = b"def "
 EVALUATION_SEED = 1_000_000  # evaluation draws the same windows every time
@@ -110,27 +109,25 @@ def warm_up_and_cosine(steps: int, warmup: int, step: int) -> float:
     return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def train(run: Run, log: RunLog, first: int) -> Any:
-    """Take optimizer steps from `first` on; returns zero_topo's stats after the last, or None under stock ZeRO-3."""
-    args, engine, stats = run.args, run.engine, None
+def train(run: Run, log: RunLog, first: int) -> None:
+    """Take optimizer steps from `first` on."""
+    args, engine = run.args, run.engine
     accumulation = engine.gradient_accumulation_steps()
-    with Progress(args.steps, first, quiet=run.rank != 0) as progress:
-        for step in range(first, args.steps):
-            began, losses = time.perf_counter(), []
-            for number in range(step * accumulation, (step + 1) * accumulation):
-                loss = engine(*run.micro_batch(run.corpus.train, args.seed, number))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
-            mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
-            stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
-            log.step(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes)
-            progress.advance(step + 1, mean)
-            if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
-                progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
-    if stats is not None:
-        log.timeline(args.steps, seconds, stats.phase_spans)
-    return stats
+    progress = Progress(args.steps, first, quiet=run.rank != 0)
+    for step in range(first, args.steps):
+        began, losses = time.perf_counter(), []
+        for number in range(step * accumulation, (step + 1) * accumulation):
+            loss = engine(*run.micro_batch(run.corpus.train, args.seed, number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        mean, seconds = run.mean(torch.stack(losses).mean()), time.perf_counter() - began
+        stats = zero_topo.stats(engine) if "zero_topo" in run.config else None
+        pace = {} if stats is None else stats.pace
+        log.step(step + 1, mean, engine.get_lr()[0], seconds, stats and stats.step_bytes, pace)
+        progress.advance(step + 1, mean, pace)
+        if (step + 1) % args.eval_every == 0 and step + 1 < args.steps:
+            progress.note(f"step {step + 1}: evaluation loss {log.evaluation(step + 1, evaluate(run)):.3f}")
 
 
 @torch.no_grad()
@@ -155,21 +152,8 @@ def write_sample(run: Run) -> None:
         print(f"\n--- the model writes\n{text}\n---\n")
 
 
-def report(run: Run, folder: Path, stats: Any, eval_loss: float, seconds: float) -> None:
-    """Bring every rank's measurements to rank 0, which writes and prints the report."""
-    ranks: list[Any] = [None] * run.world
-    dist.all_gather_object(ranks, stats and RankBytes(stats.step_bytes, stats.memory))
-    if run.rank == 0:
-        numel = sum(parameter.ds_numel for parameter in run.engine.module.parameters())
-        title = f"Byte-level GPT, {numel:,} parameters, {len(run.corpus.train):,} bytes of text"
-        result = Result(title, run.world, eval_loss, seconds, vars(run.args), run.config, used())
-        build_report(folder, result, stats, [rank for rank in ranks if rank is not None])
-        render(folder)
-
-
 def main() -> None:
     """Everything, in order."""
-    began = time.perf_counter()
     behave()
     args = parse_arguments()
     try:
@@ -186,14 +170,16 @@ def main() -> None:
             sys.exit(f"train_gpt: --resume {args.resume} has {first} steps behind it: give --steps more than that")
     folder = args.run_dir or new_run_folder(Path(args.deepspeed_config).stem)
     with RunLog(folder, quiet=run.rank != 0) as log:
-        stats = train(run, log, first)
-        last = log.evaluation(args.steps, evaluate(run))
+        train(run, log, first)
+        log.evaluation(args.steps, evaluate(run))
     if args.sample:
         write_sample(run)
     if args.save is not None:
         run.engine.save_checkpoint(args.save, client_state={"step": args.steps})
-    report(run, folder, stats, last, time.perf_counter() - began)
-    leave()
+    title = f"Byte-level GPT, {len(run.corpus.train):,} bytes of text"
+    zero_topo.report(run.engine, folder, title, vars(args))
+    print(render(folder) if run.rank == 0 else "")
+    zero_topo.leave()
 
 
 if __name__ == "__main__":

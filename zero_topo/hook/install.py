@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero_topo.config import deepspeed_hints
 from zero_topo.hook.initialize import checked_first, seed_everything
+from zero_topo.hook.leaving import unlink_shared_memory
 from zero_topo.hook.loading import loading_together
 from zero_topo.hook.log import one_line, refusals, show_log, tell
 from zero_topo.hook.monitor import report
@@ -34,6 +35,7 @@ from zero_topo.hook.saving import copying_beside, saving_beside
 from zero_topo.hook.seam import Stock, check_deepspeed
 from zero_topo.hook.start import agreed, check_order, meeting
 from zero_topo.sync import OPTIMIZERS
+from zero_topo.versions import untried
 
 
 def install() -> None:
@@ -69,8 +71,10 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             return configure(engine, optimizer)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
         rank = dist.get_rank()
+        unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
         show_log(rank)
-        tell(rank, [*resolved.log_lines(), *hints])
+        newer = untried("deepspeed", deepspeed.__version__)
+        tell(rank, [*([newer] if newer else []), *resolved.log_lines(), *hints])
         ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
         try:
             built = configure(engine, optimizer)
@@ -80,7 +84,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
         else:
             tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
-            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
+            report(engine, built, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_topo.collectives.meter import Exchange
-from zero_topo.engine.stage3 import Stage3
 from zero_topo.hook.log import LOGGER
+from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.hook.report import Recorder
+from zero_topo.hook.stats import peak_memory
+from zero_topo.observe.tables import pace_words
 from zero_topo.plan import PHASES
 from zero_topo.units import GB, format_bytes
 
@@ -29,7 +33,11 @@ Event = tuple[str, float, int]
 
 
 def step_events(
-    sent: Mapping[tuple[str, str], int], seconds: Mapping[str, float], report: Mapping[str, float], samples: int
+    sent: Mapping[tuple[str, str], int],
+    seconds: Mapping[str, float],
+    report: Mapping[str, float],
+    more: Mapping[str, float],
+    samples: int,
 ) -> list[Event]:
     """The monitor's events of one optimizer step.
 
@@ -37,59 +45,66 @@ def step_events(
         sent: (phase, domain) -> bytes.
         seconds: phase -> seconds of the host.
         report: what the mode of sync says: densities, norms, counts.
+        more: values with the names that they get.
         samples: where the step stands on the monitor's axis.
 
     Returns:
-        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>`` and ``zero_topo/sync_<name>``.
+        ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>``, ``zero_topo/sync_<name>`` and ``zero_topo/<name>``.
     """
     domains: dict[str, int] = {}
     for (_, domain), nbytes in sent.items():
         domains[domain] = domains.get(domain, 0) + nbytes
     values = {f"bytes_{domain}": float(nbytes) for domain, nbytes in domains.items()}
     values |= {f"ms_{phase}": 1e3 * value for phase, value in seconds.items()}
-    values |= {f"sync_{name}": value for name, value in report.items()}
+    values |= {f"sync_{name}": value for name, value in report.items()} | dict(more)
     return [(f"zero_topo/{name}", value, samples) for name, value in sorted(values.items())]
 
 
-def breakdown(seconds: Mapping[str, float]) -> str:
-    """One line: the host's time in each phase of a step, in a step's order."""
+def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
+    """One line: the host's time in each phase of a step, in a step's order, and the speed of the rank."""
     parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
-    return f"zero_topo: {', '.join(parts) or 'nothing metered'}"
+    return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
 
 
-def report(engine: Any, topo: Stage3, log: Callable[..., None], comms_logger: Any) -> None:
-    """Tell DeepSpeed's comms logger of each exchange, and its monitors and the log of each step if the config asks so.
+def report(engine: Any, optimizer: TopoStage3, log: Callable[..., None], comms_logger: Any) -> None:
+    """Have DeepSpeed's comms logger hear of each exchange, and its monitors, the log and the run's folder of each step.
 
     Args:
         engine: DeepSpeed's.
-        topo: what works for it.
+        optimizer: what works for it.
         log: DeepSpeed's, of a line and the ranks that write it, for the comms logger's lines.
         comms_logger: DeepSpeed's; it decides by its own switches what it wants.
     """
-    topo.meter.listener = CommsLog(comms_logger, log)
-    if not (engine.monitor.enabled or engine.wall_clock_breakdown()):
+    optimizer.topo.meter.listener = CommsLog(comms_logger, log)
+    folder = optimizer.topo.config.report
+    if engine.global_rank != 0 or not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
         return
+    optimizer.recorder = Recorder(engine, Path(folder)) if folder else None
     step = engine.step
 
     @wraps(step)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = engine.global_steps
         result = step(*args, **kwargs)
-        if engine.global_steps > before and engine.global_rank == 0:
-            _report_step(engine, engine.optimizer.topo)
+        if engine.global_steps > before:
+            _report_step(engine, optimizer)
         return result
 
     engine.step = wrapper
 
 
-def _report_step(engine: Any, topo: Stage3) -> None:
+def _report_step(engine: Any, optimizer: TopoStage3) -> None:
+    topo, pace = optimizer.topo, optimizer.pace.last
     seconds = topo.meter.last_seconds()
+    if optimizer.recorder is not None:
+        optimizer.recorder.step(topo.meter.last_step(), pace)
     if engine.monitor.enabled:
-        of_mode = topo.gradients.mode.report()
-        engine.monitor.write_events(step_events(topo.meter.last_step(), seconds, of_mode, engine.global_samples))
+        of_mode, more = topo.gradients.mode.report(), {**pace, "peak_bytes": float(peak_memory()[0])}
+        events = step_events(topo.meter.last_step(), seconds, of_mode, more, engine.global_samples)
+        engine.monitor.write_events(events)
     every = engine.steps_per_print()
     if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
-        LOGGER.info(breakdown(seconds))
+        LOGGER.info(breakdown(seconds, pace))
 
 
 NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}

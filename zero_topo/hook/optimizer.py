@@ -21,10 +21,12 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from torch import Tensor
 
 from zero_topo.config import ResolvedConfig
+from zero_topo.cost.step import known_rates
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook.frozen import Frozen
+from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
@@ -51,6 +53,9 @@ class TopoStage3(Stock):
         topo: the shards, which know nothing of DeepSpeed.
         slots: ``ds_id`` -> number of each parameter: the trained ones, then the frozen ones that follow the plan.
         frozen: the parameters that are not trained.
+        pace: speed of the last optimizer step.
+        predicted_memory: role -> bytes at the peak of a step by the planner, once somebody has asked.
+        recorder: what writes the run's folder on rank 0, if the block names one.
         stepping: whether ``step`` is running.
         offloaded_states: which states ``offload_states`` has moved to the host.
     """
@@ -76,6 +81,8 @@ class TopoStage3(Stock):
         self._hinted = False
         super().__init__(*args, **kwargs)
         self._host_copies = HostCopies(self.topo.like.device)
+        self.recorder: Any = None
+        self.predicted_memory: dict[str, int] = {}
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
@@ -116,7 +123,10 @@ class TopoStage3(Stock):
         require = partial(self.require_states, LP_PARAMS)
         self._gathers = ParameterGathers(self.topo, self.slots, self._write_back, require, self._in_forward)
         self._gathers.adopt(self.module.parameters())
-        self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
+        self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        rates = None if self.topo.config.topology.emulated else known_rates(self.topo.config.topology)
+        numel = sum(param.ds_numel for param in self.module.parameters())
+        self.pace = Pace(numel, None if rates is None else rates.peak_flops)
 
     def _described(self, param: Any, place: int) -> Parameter:
         name = str(self.param_names.get(param, param.ds_id))
@@ -231,8 +241,9 @@ class TopoStage3(Stock):
             self.topo.gradients.zero()
         super().zero_grad(set_to_none)
 
-    def forward_begins(self, *_: Any) -> None:
+    def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
+        self.pace.forward_begins([*args, *kwargs.values()])
         self.frozen.refuse_unfrozen()
         self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
@@ -267,6 +278,7 @@ class TopoStage3(Stock):
         if self.overflow and self.persistent_parameters:  # DeepSpeed leaves them partitioned after a skipped step
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
         self.topo.end_step(skipped=self.overflow)
+        self.pace.end_step()
 
     def _copy_gradients_to_host(self) -> None:
         """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""

@@ -96,6 +96,11 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
 )
 
 
+def deepspeed_json(engine: Any) -> dict[str, Any]:
+    """The DeepSpeed JSON of an engine."""
+    return dict(engine._config._param_dict)
+
+
 def has(name: str) -> bool:
     """Whether the installed release has what :data:`SINCE` names."""
     return release(deepspeed.__version__) >= release(SINCE[name])

@@ -28,6 +28,11 @@ DISTRIBUTIONS = {
     "block": "ranks node by node, so that neighbours share a package and then a node",
     "cyclic": "ranks dealt to the nodes in turn; zero_topo reads this and still groups them by node",
 }
+UNPACK = (
+    'mkdir -p "$1" && tar -xf "$1.tar" -C "$1" && rm "$1.tar" && export PATH="$1/bin:$PATH" '
+    "&& if command -v conda-unpack >/dev/null; then conda-unpack; fi"
+)
+"""What each node does with the archive: paths in a conda environment are those of another folder until then."""
 WIDTH = 110
 _PLAIN = re.compile(r"[\w./:=@%+,-]+")
 
@@ -48,6 +53,7 @@ class SlurmJob:
         partition: or None for the machine's or the cluster's.
         distribution: "block" or "cyclic".
         port: of the rendezvous on the first node.
+        environment: archive of a Python environment that each node unpacks on its own disk, or None.
     """
 
     command: tuple[str, ...]
@@ -61,6 +67,7 @@ class SlurmJob:
     partition: str | None = None
     distribution: str = "block"
     port: int = PORT
+    environment: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would end the script's lines or break them.
@@ -77,7 +84,12 @@ class SlurmJob:
                 f"--ranks-per-node {self.ranks_per_node}: {self.machine.name} has {self.machine.ranks_per_node} on "
                 "each node, and its binding is for that many; leave it out, or give --machine FILE.json"
             )
-        for option in ("name", "log", "account", "time", "partition"):
+        if self.environment is not None and not self.machine.disk:
+            raise ValueError(
+                f"--environment {self.environment}: machine {self.machine.name} names no disk of a node; leave it out, "
+                'or give --machine FILE.json with a "disk"'
+            )
+        for option in ("name", "log", "account", "time", "partition", "environment"):
             value = getattr(self, option)
             if value is not None and not _PLAIN.fullmatch(value):
                 raise ValueError(f"--{option} {value!r}: use letters, digits and . / : = @ % + - only")
@@ -99,6 +111,7 @@ def script(job: SlurmJob) -> str:
         "",
         "set -eo pipefail",
         *_modules(machine.modules),
+        *_environment(job),
         "",
         "# -- Rendezvous: this script runs on the first node of the job, which is that of rank 0.",
         "MASTER_ADDR=$(hostname -i | cut -d' ' -f1)",
@@ -141,7 +154,8 @@ def _resources(job: SlurmJob) -> Iterator[str]:
     yield f"#SBATCH --nodes={job.nodes}"
     yield f"#SBATCH --ntasks-per-node={job.ranks_per_node}"
     yield f"#SBATCH --cpus-per-task={job.machine.cpus_per_rank}"
-    for setting in without(job.machine.sbatch, asked):
+    disk = job.machine.disk_sbatch if job.environment else ()
+    for setting in without((*job.machine.sbatch, *disk), asked):
         yield from _comment(f"{setting.comment}:")
         yield f"#SBATCH {setting.use}"
 
@@ -151,6 +165,19 @@ def _modules(modules: Sequence[Setting]) -> Iterator[str]:
         yield from ("", "# -- Software.")
     for setting in modules:
         yield from (*_comment(f"{setting.comment}."), f"module load {setting.use}")
+
+
+def _environment(job: SlurmJob) -> Iterator[str]:
+    """Copy the Python environment to the disk of each node, and use it there."""
+    if job.environment is None:
+        return
+    yield from _variables("# -- The Python environment, unpacked on a disk of each node.", job.machine.disk)
+    each = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
+    yield 'environment="$NODE_DISK/zero-topo-$SLURM_JOB_ID"'
+    yield from _comment("A failed copy may leave a part of the file: the job ends then (OLCF documentation).")
+    yield f'sbcast --force --preserve {job.environment} "$environment.tar"'
+    yield f"{each} bash -c '{UNPACK}' unpack \"$environment\""
+    yield 'export PATH="$environment/bin:$PATH"'
 
 
 def _variables(title: str, settings: Sequence[Setting]) -> Iterator[str]:

@@ -30,7 +30,7 @@ def train(options: Options) -> None:
         require(options)
     adopt_launcher()
     reach(options)
-    from zero_topo.examples.process import leave
+    from zero_topo.hook.leaving import leave
 
     neox_args = arguments(options)
     neox_args.configure_distributed_args()

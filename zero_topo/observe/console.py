@@ -14,7 +14,6 @@ from rich.segment import Segment
 from rich.table import Table
 
 from zero_topo.strict import plain
-from zero_topo.units import format_bytes
 
 
 class PlainConsole(Console):
@@ -39,11 +38,6 @@ def figures_table(columns: Sequence[str], title: str | None = None, left: Collec
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", no_wrap=True)
     return table
-
-
-def bytes_or_dash(nbytes: int | None) -> str:
-    """A cell: bytes with their unit, or a dash for none."""
-    return format_bytes(nbytes) if nbytes else "-"
 
 
 @contextmanager

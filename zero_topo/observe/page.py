@@ -2,7 +2,8 @@
 """A run's report as one HTML file: no script, nothing fetched, and the same bytes whenever it is written again.
 
 It shows the tables of ``tables.py`` and the pictures of ``plots.py``, and no number that the run's files do not hold.
-Pictures are images, so that what is in one cannot act on the page; a dark page inverts them.
+Pictures are images, so that what is in one cannot act on the page; a dark page inverts them. Jinja2, which torch
+requires, escapes every value.
 """
 
 from __future__ import annotations
@@ -10,13 +11,9 @@ from __future__ import annotations
 import io
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
-from rich.text import Text
 
 from zero_topo.observe import plots
 from zero_topo.observe.files import PAGE
@@ -30,8 +27,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HTML = "report.html"
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-STYLE = """
+TEMPLATE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="{{ mark }}">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
 :root { color-scheme: light dark; }
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem;
   overflow-wrap: anywhere; background: Canvas; color: CanvasText; }
@@ -44,6 +49,31 @@ caption { text-align: left; font-weight: bold; }
 th, td { padding: .15rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
 .left { text-align: left; }
 @media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg); } }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+{% for line in lines %}<p>{{ line }}</p>
+{% endfor %}
+{% for section in sections %}
+{% if section.picture %}<h2>{{ section.title }}</h2>
+<figure><img alt="{{ section.title }}, drawn" src="data:image/svg+xml;base64,{{ section.picture }}"></figure>
+{% endif %}
+{% if section.table %}<div><table><caption>{{ section.table.title }}</caption>
+{% for row in section.table.rows %}<tr>{% set tag = "th" if loop.first else "td" %}
+{% for cell in row %}<{{ tag }}{% if loop.index <= section.table.words %} class="left"{% endif %}>{{ cell }}
+{% endfor %}{% endfor %}</table></div>
+{% endif %}
+{% for line in section.lines %}<p>{{ line }}</p>
+{% endfor %}
+{% endfor %}
+<h2>Versions and settings</h2>
+<div><table>{% for name, version in versions.items() %}
+<tr><td class="left">{{ name }}<td class="left">{{ version or "not installed" }}{% endfor %}</table></div>
+{% for name, text in details.items() %}<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
+{% endfor %}
+</body>
+</html>
 """
 HOST = (
     "On the host of rank 0, counted from the end of the step before: packing, waiting, unpacking. What runs beside the "
@@ -59,57 +89,44 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
         metrics: lines of ``metrics.jsonl``.
         path: where to.
     """
-    head = [
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="generator" content="{PAGE}">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(report['title'])}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
-    ]
-    path.write_text("\n".join([*head, *_body(report, metrics), "</body>\n</html>\n"]), encoding="utf-8")
+    from jinja2 import Environment
 
-
-def _body(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     measured = report["zero_topo"]
-    yield f"<h1>{escape(report['title'])}</h1>"
-    yield from _paragraphs([*run_lines(report), *([STOCK] if measured is None else measured["config"]["notes"])])
-    yield from _picture("Loss", plots.loss_curve(metrics))
-    if measured is not None:
-        yield from _measured(measured)
-        for line in (line for line in metrics if "timeline" in line):
-            yield from _picture(f"Step {line['step']}", plots.step_timeline(line))
-            yield from _paragraphs([HOST])
-        yield from _paragraphs(last_step_lines(measured))
-    yield "<h2>Versions and settings</h2>"
-    found = "".join(
-        f'<tr><td class="left">{escape(name)}<td class="left">{escape(version or "not installed")}'
-        for name, version in report.get("versions", {}).items()
-    )
-    yield f"<div><table>{found}</table></div>"
     plan = {} if measured is None else {"The plan in full": measured["config"], "The machine": measured["topology"]}
-    for name, content in {"Arguments": report["settings"], "DeepSpeed config": report["deepspeed"], **plan}.items():
-        text = escape(json.dumps(content, indent=2))
-        yield f"<details><summary>{name}</summary><pre>{text}</pre></details>"
+    details = {"Arguments": report["settings"], "DeepSpeed config": report["deepspeed"], **plan}
+    page = Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE)
+    text = page.render(
+        mark=PAGE,
+        title=report["title"],
+        lines=[*run_lines(report), *([STOCK] if measured is None else measured["config"]["notes"])],
+        sections=list(_sections(measured, metrics)),
+        versions=report.get("versions", {}),
+        details={name: json.dumps(content, indent=2) for name, content in details.items()},
+    )
+    path.write_text(text, encoding="utf-8")
 
 
-def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
-    """What was sent and held, and by which plan."""
-    yield from _picture("Bytes sent", plots.bytes_by_domain(measured))
-    yield _table(sent_table(measured))
+def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pictures with their titles, tables and lines, in the page's order."""
+    yield _section("Loss", plots.loss_curve(metrics))
+    if measured is None:
+        return
+    yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
     held = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
-    yield from _picture("Memory", memory_bars(held, None, "Held by each rank", ""))
-    yield _table(memory_table(measured))
+    yield _section("Memory", memory_bars(held, None, "Held by each rank", ""), table=memory_table(measured))
     config, topology = measured["config"], Topology.from_json(measured["topology"])
     plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}
-    yield from _picture("Plan", tree_svg(Tree(plan, topology, wire)))
+    yield _section("Plan", tree_svg(Tree(plan, topology, wire)))
+    for line in (line for line in metrics if "timeline" in line):
+        yield _section(f"Step {line['step']}", plots.step_timeline(line), lines=[HOST])
+    yield {"lines": list(last_step_lines(measured))}
 
 
-def _picture(title: str, drawn: Figure | str) -> Iterator[str]:
-    """A section's heading and its picture."""
-    data = b64encode(drawn.encode() if isinstance(drawn, str) else _svg(drawn)).decode()
-    yield f"<h2>{escape(title)}</h2>"
-    yield f'<figure><img alt="{escape(title)}, drawn" src="data:image/svg+xml;base64,{data}"></figure>'
+def _section(title: str, drawn: Figure | str, **more: Any) -> dict[str, Any]:
+    picture = drawn.encode() if isinstance(drawn, str) else _svg(drawn)
+    return {"title": title, "picture": b64encode(picture).decode(), **more}
 
 
 def _svg(figure: Figure) -> bytes:
@@ -120,21 +137,3 @@ def _svg(figure: Figure) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": PAGE}):
         figure.savefig(file, format="svg", dpi=200, metadata={"Date": None})
     return file.getvalue()
-
-
-def _table(table: Table) -> str:
-    """A table of the terminal."""
-    sides = ['class="left"' if column.justify == "left" else "" for column in table.columns]
-    columns = [[column.header, *column.cells] for column in table.columns]
-    rows = [
-        "".join(
-            f"<{tag} {side}>{escape(Text.from_markup(str(cell)).plain)}"
-            for cell, side in zip(cells, sides, strict=True)
-        )
-        for tag, cells in zip(["th", *["td"] * table.row_count], zip(*columns, strict=True), strict=True)
-    ]
-    return f"<div><table><caption>{escape(str(table.title))}</caption><tr>{'<tr>'.join(rows)}</table></div>"
-
-
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    yield from (f"<p>{escape(line)}</p>" for line in lines)

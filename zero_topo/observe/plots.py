@@ -57,7 +57,7 @@ def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     ):
         lines = [line for line in metrics if key in line]
         axes.plot([line["step"] for line in lines], [line[key] for line in lines], style, color=colour, label=name)
-    axes.set(xlabel="optimizer step", ylabel="loss, nats per byte")
+    axes.set(xlabel="optimizer step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure

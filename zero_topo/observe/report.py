@@ -2,7 +2,7 @@
 """The report of a run: what was sent and held, beside the formulas and beside ZeRO-3 on the same machine.
 
 ``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` beside the run's
-``metrics.jsonl``; ``render`` prints its tables, then or any time later.
+``metrics.jsonl``; ``render`` of ``tables.py`` gives its tables as text, then or any time later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +19,10 @@ from zero_topo.cost import Workload, memory_bytes, padding_bytes, step_bytes
 from zero_topo.observe import plots
 from zero_topo.observe.files import RUN, write_png
 from zero_topo.observe.page import HTML, write_page
-from zero_topo.observe.runlog import FORMAT, REPORT, Key, read_metrics, read_report
-from zero_topo.observe.tables import render
+from zero_topo.observe.runlog import FORMAT, METRICS, REPORT, Key, read_metrics
 from zero_topo.plan import PHASES
 from zero_topo.topology.model import LINKED_DOMAINS
-
-__all__ = ["RankBytes", "Result", "RunStats", "build_report", "read_report", "render"]
+from zero_topo.versions import used
 
 
 class RunStats(Protocol):
@@ -43,6 +42,10 @@ class RunStats(Protocol):
     def phase_seconds(self) -> Mapping[str, float]: ...
     @property
     def sync_report(self) -> Mapping[str, float]: ...
+    @property
+    def on_device(self) -> bool: ...
+    @property
+    def predicted_memory(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -52,77 +55,81 @@ class RankBytes:
     Attributes:
         sent: (phase, domain) -> bytes it sent in the last optimizer step.
         memory: role -> bytes it holds.
+        peak: bytes of its device at the peak, on a CPU of its process.
     """
 
     sent: Mapping[Key, int]
     memory: Mapping[str, int]
+    peak: int
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the program knows of its run.
+class Run:
+    """What was run.
 
     Attributes:
         title: one line about model and data.
         world_size: ranks.
-        eval_loss: at the end, in nats per byte.
-        seconds: of the whole run, start-up included.
         settings: the program's arguments.
         deepspeed: the DeepSpeed config.
-        versions: of what the run used; None for what was not installed.
     """
 
     title: str
     world_size: int
-    eval_loss: float
-    seconds: float
     settings: Mapping[str, Any]
     deepspeed: Mapping[str, Any]
-    versions: Mapping[str, str | None]
 
 
-def build_report(folder: Path, result: Result, stats: RunStats | None, ranks: Sequence[RankBytes]) -> dict[str, Any]:
-    """Write a run's ``report.json`` and plots.
+def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+    """Write a run's ``report.json`` and, if matplotlib is installed, its page and plots.
 
     Args:
-        folder: the run's folder, with its ``metrics.jsonl``.
-        result: what the program knows.
+        folder: the run's folder, with its ``metrics.jsonl`` if there is one.
+        run: what was run.
         stats: of this rank's engine; None for a run under stock ZeRO-3.
-        ranks: every rank's measurements in rank order; empty for stock ZeRO-3.
+        ranks: measurements in rank order, of every rank or of rank 0 alone; empty for stock ZeRO-3.
 
     Returns:
         What ``report.json`` holds.
     """
-    metrics = read_metrics(folder)
-    steps = [line for line in metrics if "loss" in line]
-    measured = None if stats is None else _measurements(stats, ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
+    steps = [line for line in metrics if "lr" in line]
+    losses, evaluations = ([line[key] for line in metrics if key in line] for key in ("loss", "eval_loss"))
+    seconds = [line["seconds"] for line in steps]
+    pace = {key: _median([line[key] for line in steps if key in line]) for key in ("tokens_per_s", "tflops", "mfu")}
     report = {
         "format": FORMAT,
-        "title": result.title,
-        "world_size": result.world_size,
+        "title": run.title,
+        "world_size": run.world_size,
         "steps": len(steps),
-        "first_loss": steps[0]["loss"] if steps else None,
-        "last_loss": steps[-1]["loss"] if steps else None,
-        "eval_loss": result.eval_loss,
-        "seconds": round(result.seconds, 1),
-        "seconds_per_step": _median([line["seconds"] for line in steps]),
-        "zero_topo": measured,
-        "settings": {key: _plain(value) for key, value in result.settings.items()},
-        "deepspeed": _shareable(result.deepspeed),
-        "versions": dict(result.versions),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "eval_loss": evaluations[-1] if evaluations else None,
+        "seconds": round(sum(seconds), 1),
+        "seconds_per_step": _median(seconds),
+        "pace": {key: value for key, value in pace.items() if value is not None},
+        "zero_topo": None if stats is None else measurements(stats, ranks),
+        "settings": {key: _plain(value) for key, value in run.settings.items()},
+        "deepspeed": _shareable(run.deepspeed),
+        "versions": used(),
     }
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    write_png(plots.loss_curve(metrics), folder / "loss.png", RUN)
-    if measured is not None:
-        write_png(plots.bytes_by_domain(measured), folder / "bytes.png", RUN)
-    write_page(report, metrics, folder / HTML)
+    if find_spec("matplotlib") is not None:
+        write_png(plots.loss_curve(metrics), folder / "loss.png", RUN)
+        if report["zero_topo"] is not None:
+            write_png(plots.bytes_by_domain(report["zero_topo"]), folder / "bytes.png", RUN)
+        write_page(report, metrics, folder / HTML)
     return report
 
 
-def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+def measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
+    """The ``zero_topo`` part of a report; of one rank alone if only that is given."""
     config, work = stats.config, stats.work
     zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
+    peaks = [rank.peak for rank in ranks]
     return {
+        "ranks": len(ranks),
         "config": config.to_json(),
         "topology": config.topology.to_json(),
         "parameters": sum(work.numels),
@@ -131,6 +138,12 @@ def _measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]
         "phase_seconds": dict(stats.phase_seconds),
         "sync": dict(stats.sync_report),
         "memory": _memory_rows(stats, zero3, [rank.memory for rank in ranks]),
+        "peak": {
+            "min": min(peaks),
+            "max": max(peaks),
+            "on_device": stats.on_device,
+            "predicted": sum(stats.predicted_memory.values()),
+        },
     }
 
 

@@ -1,10 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """A run's folder: ``metrics.jsonl``, one line per optimizer step or evaluation, written as the run goes.
 
-A line of a step holds ``step`` (from 1), ``loss`` (nats per byte, mean over ranks), ``lr``, ``seconds`` and, with
-zero_topo, ``sent``: bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``. Gathers of an evaluation
-count in the step after it. A line of an evaluation holds ``step`` and ``eval_loss``; one line of the last step, with
-zero_topo, ``step``, ``seconds`` and ``timeline``: when rank 0's host worked or waited for which phase of it.
+A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with zero_topo, ``sent``:
+bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as far as they are known rank 0's
+``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation count in the step after it. A line of an evaluation
+holds ``step`` and ``eval_loss``; one line of the last step, with zero_topo, ``step``, ``seconds`` and ``timeline``:
+when rank 0's host worked or waited for which phase of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -30,10 +31,13 @@ Key = tuple[str, str]
 
 class _Step(TypedDict):
     step: int
-    loss: float
+    loss: NotRequired[float]
     lr: float
     seconds: Seconds
     sent: NotRequired[dict[str, int]]
+    tokens_per_s: NotRequired[float]
+    tflops: NotRequired[float]
+    mfu: NotRequired[float]
 
 
 class _Evaluation(TypedDict):
@@ -66,9 +70,6 @@ class RunLog:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> RunLog:
-        if not self._quiet:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.folder / METRICS, "a", encoding="utf-8")
         return self
 
     def __exit__(
@@ -76,19 +77,29 @@ class RunLog:
     ) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
-    def step(self, step: int, loss: float, lr: float, seconds: float, sent: Mapping[Key, int] | None = None) -> None:
+    def step(
+        self,
+        step: int,
+        loss: float | None,
+        lr: float,
+        seconds: float,
+        sent: Mapping[Key, int] | None = None,
+        pace: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Log an optimizer step.
 
         Args:
             step: its number, from 1.
-            loss: nats per byte, mean over ranks and micro-batches.
+            loss: mean over micro-batches, or None if it is not known.
             lr: learning rate after it.
             seconds: that it took.
             sent: (phase, domain) -> bytes rank 0 sent in it; None where nothing is metered.
+            pace: tokens/s, TFLOP/s and MFU of rank 0.
         """
-        line: dict[str, Any] = {"step": step, "loss": loss, "lr": lr, "seconds": round(seconds, 6)}
+        line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6), **pace}
+        if loss is not None:
+            line["loss"] = loss
         if sent is not None:
             line["sent"] = {f"{phase}/{domain}": nbytes for (phase, domain), nbytes in sorted(sent.items())}
         self._write(line)
@@ -104,8 +115,12 @@ class RunLog:
         self._write({"step": step, "seconds": round(seconds, 6), "timeline": rounded})
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            print(json.dumps(line), file=self._file, flush=True)
+        if self._quiet:
+            return
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (for the run)
+        print(json.dumps(line), file=self._file, flush=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -119,7 +134,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{folder} has no {METRICS}: give the folder of a run, such as one under {RUNS}/")
     text, lines = read_text(path, str(path), MOST_BYTES), []
     for number, line in enumerate(text.splitlines(), 1):
-        kind = _Step if '"loss"' in line else _Evaluation if '"eval_loss"' in line else _Timeline
+        kind = _Step if '"lr"' in line else _Evaluation if '"eval_loss"' in line else _Timeline
         try:
             lines.append(conform(kind, f"{path}: line {number}", line))
         except ValueError as error:

@@ -1,50 +1,77 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run's report as tables on the terminal; each fits 80 columns."""
+"""A run's report as tables of plain text; each fits 80 columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from zero_topo.observe.console import bytes_or_dash, figures_table, wide_console
 from zero_topo.observe.runlog import read_report
-from zero_topo.units import format_seconds
+from zero_topo.units import format_bytes, format_seconds
 
-WIDTH = 80
 STOCK = 'This run used stock ZeRO-3, which counts nothing: add a "zero_topo" block to the JSON to see bytes and memory.'
+GAP = 2  # spaces between columns
 
 
-def render(folder: Path, console: Console | None = None) -> None:
-    """Print the report of the run in ``folder``.
+@dataclass(frozen=True)
+class Table:
+    """A table of a report; ``str`` gives it as aligned text.
+
+    Attributes:
+        title: the line above it.
+        words: how many columns, from the left, hold words and are set left; the others hold figures.
+        rows: the headings, then one tuple of cells for each line.
+    """
+
+    title: str
+    words: int
+    rows: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = [
+            (" " * GAP)
+            .join(
+                cell.ljust(width) if index < self.words else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            .rstrip()
+            for row in self.rows
+        ]
+        rule = "-" * (sum(widths) + GAP * (len(widths) - 1))
+        return "\n".join([self.title, lines[0], rule, *lines[1:], ""])
+
+
+def render(folder: Path) -> str:
+    """The report of the run in ``folder`` as text.
 
     Raises:
         ValueError: if there is none.
     """
-    console = wide_console(WIDTH, console)
     report = read_report(folder)
     measured = report["zero_topo"]
-    _print_run(console, report)
+    lines = ["", report["title"], *run_lines(report)]
     if measured is None:
-        console.print(STOCK)
+        lines.append(STOCK)
     else:
-        for note in measured["config"]["notes"]:
-            console.print(f"- {note}", markup=False)
-        console.print()
-        console.print(sent_table(measured))
-        console.print(memory_table(measured))
-        for line in last_step_lines(measured):
-            console.print(line, markup=False)
+        lines += [*(f"- {note}" for note in measured["config"]["notes"]), "", measured_text(measured)]
     files = sorted(path.name for path in folder.iterdir() if path.suffix in (".html", ".json", ".jsonl", ".png"))
-    console.print(f"More in {folder}: {', '.join(files)}", markup=False, soft_wrap=True)
+    return "\n".join([*lines, f"More in {folder}: {', '.join(files)}"])
+
+
+def measured_text(measured: Mapping[str, Any]) -> str:
+    """Bytes, memory and times of a report's ``zero_topo`` part."""
+    return "\n".join([*map(str, (sent_table(measured), memory_table(measured))), *last_step_lines(measured)])
 
 
 def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """Where this rank's last step went, and what a sparse mode of sync says of it."""
+    """Peak memory beside its prediction, the time of rank 0's last step, and what the mode of sync reports of it."""
+    peak = measured.get("peak")
+    if peak is not None:
+        of = "the device" if peak["on_device"] else "the process, with Python and its libraries, as there is no device"
+        yield f"Peak memory: {_range(peak)} of {of}; predicted for tensors: {format_bytes(peak['predicted'])}."
     if measured["phase_seconds"]:
         parts = [f"{phase.replace('_', ' ')} {format_seconds(s)}" for phase, s in measured["phase_seconds"].items()]
         yield f"Time of rank 0's last step in communication: {', '.join(parts)}."
@@ -53,57 +80,57 @@ def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
         yield f"Sync of rank 0's last step: {', '.join(parts)}."
 
 
-def _print_run(console: Console, report: Mapping[str, Any]) -> None:
-    console.print(f"\n{report['title']}", style="bold", markup=False)
-    for line in run_lines(report):
-        console.print(line)
-
-
 def run_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Steps and losses; of a run that took no step, none."""
-    pace = report["seconds_per_step"]
-    if pace is not None:
-        took = f"in {format_seconds(report['seconds'])}, {format_seconds(pace)} per step"
+    """Steps, speed and losses; nothing for a run without a step."""
+    seconds = report["seconds_per_step"]
+    if seconds is not None:
+        took = f"in {format_seconds(report['seconds'])}, {format_seconds(seconds)} per step"
         yield f"{report['steps']} steps on {report['world_size']} ranks {took}"
-        losses = f"{report['first_loss']:.3f} -> {report['last_loss']:.3f} nats/byte"
-        yield f"loss {losses}, evaluation {report['eval_loss']:.3f}"
+    if report.get("pace"):
+        yield f"speed of each rank: {pace_words(report['pace'])}"
+    if report["first_loss"] is not None:
+        evaluated = "" if report["eval_loss"] is None else f", evaluation {report['eval_loss']:.3f}"
+        yield f"loss {report['first_loss']:.3f} -> {report['last_loss']:.3f}{evaluated}"
+
+
+def pace_words(pace: Mapping[str, float]) -> str:
+    """``tokens_per_s``, ``tflops`` and ``mfu``, as far as they are known, in words."""
+    forms = {"tokens_per_s": "{:,.0f} tokens/s", "tflops": "{:.3g} TFLOP/s", "mfu": "MFU {:.1%}"}
+    return ", ".join(form.format(pace[name]) for name, form in forms.items() if name in pace)
 
 
 def sent_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per domain and phase, with a sum for each domain."""
-    batches = measured["micro_batches"]
-    per_step = f"per optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
-    columns = ("domain", "phase", "measured", "formula", "ZeRO-3")
-    table = figures_table(columns, f"Sent by each rank {per_step}", left=columns[:2])
+    batches, rows = measured["micro_batches"], [("domain", "phase", "measured", "formula", "ZeRO-3")]
     for domain in dict.fromkeys(row["domain"] for row in measured["sent"]):
-        rows = [row for row in measured["sent"] if row["domain"] == domain]
-        for row in rows:
-            table.add_row(
-                escape(domain),
-                escape(row["phase"].replace("_", ", ")),
-                _range(row),
-                *(bytes_or_dash(row[key]) for key in ("formula", "zero3")),
-            )
-        total = {key: sum(row[key] for row in rows) for key in ("min", "max", "formula", "zero3")}
-        cells = (escape(domain), "all", _range(total), bytes_or_dash(total["formula"]), bytes_or_dash(total["zero3"]))
-        table.add_row(*(f"[bold]{cell}" for cell in cells), end_section=True)
-    return table
+        of_domain = [row for row in measured["sent"] if row["domain"] == domain]
+        total = {key: sum(row[key] for row in of_domain) for key in ("min", "max", "formula", "zero3")}
+        for row in (*of_domain, {"domain": domain, "phase": "all", **total}):
+            figures = _range(row), *(bytes_or_dash(row[key]) for key in ("formula", "zero3"))
+            rows.append((domain, row["phase"].replace("_", ", "), *figures))
+    step = f"optimizer step of {batches} micro-batch{'es' if batches > 1 else ''}"
+    return Table(f"Sent by {_who(measured)} per {step}", 2, tuple(rows))
 
 
 def memory_table(measured: Mapping[str, Any]) -> Table:
     """Bytes per role, with their sum; the measured column spans the ranks if they differ."""
-    table = figures_table(("role", "measured", "formula", "of it padding", "ZeRO-3"), "Held by each rank")
     keys = ("formula", "padding", "zero3")
-    rows = measured["memory"]
-    for row in rows:
-        table.add_row(escape(row["role"]), _range(row), *(bytes_or_dash(row[key]) for key in keys))
-    total = {key: sum(row[key] or 0 for row in rows) for key in ("min", "max", *keys)}
-    table.add_row(
-        "[bold]all", *(f"[bold]{cell}" for cell in (_range(total), *(bytes_or_dash(total[key]) for key in keys)))
-    )
-    return table
+    total = {key: sum(row[key] or 0 for row in measured["memory"]) for key in ("min", "max", *keys)}
+    rows = (*measured["memory"], {"role": "all", **total})
+    cells = [(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys)) for row in rows]
+    return Table(f"Held by {_who(measured)}", 1, (("role", "measured", "formula", "of it padding", "ZeRO-3"), *cells))
+
+
+def _who(measured: Mapping[str, Any]) -> str:
+    """Whose measurements these are: of all ranks, or of one that wrote the report alone."""
+    return "one rank" if measured.get("ranks") == 1 < measured["config"]["world_size"] else "each rank"
 
 
 def _range(row: Mapping[str, int]) -> str:
     low, high = row["min"], row["max"]
     return bytes_or_dash(low) if low == high else f"{bytes_or_dash(low)} .. {bytes_or_dash(high)}"
+
+
+def bytes_or_dash(nbytes: int | None) -> str:
+    """A cell: bytes with their unit, or a dash for none."""
+    return format_bytes(nbytes) if nbytes else "-"

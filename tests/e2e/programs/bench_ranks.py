@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.control import Control
 from benchmarks.emulated_cluster.ring import ring_reduce_scatter_tensor
 from zero_topo.collectives.measure import measure
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 
 def ring(settings: dict[str, Any], control: Control) -> None:
@@ -46,4 +47,11 @@ def failing(settings: dict[str, Any], control: Control) -> None:
     """Rank 1 fails while the others wait for it."""
     if int(os.environ["RANK"]) == 1:
         raise ZeroDivisionError(settings["words"])
+    time.sleep(600)
+
+
+def killed(settings: dict[str, Any], control: Control) -> None:
+    """Rank 1 is killed while the others wait for it."""
+    if int(os.environ["RANK"]) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)

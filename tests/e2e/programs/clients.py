@@ -38,7 +38,7 @@ from tests.e2e.programs.blocks import BLOCKS, STEPS
 from zero_topo.config.errors import ROOT
 from zero_topo.examples.hf_model import deepspeed_config, join
 from zero_topo.examples.hf_trainer import losses
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 WORDS = ("red", "green", "blue", "warm", "cold", "old", "new", "sea", "sky", "hill")
 SIZES = {"vocab_size": 64, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

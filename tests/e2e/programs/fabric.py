@@ -22,7 +22,7 @@ from torch import nn
 
 import zero_topo
 from tests.e2e.programs.blocks import BLOCKS, STEPS
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 
 class AsCuda:

@@ -28,7 +28,7 @@ import zero_topo
 from zero_topo.examples.hf_accelerate import Run, start
 from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
 from zero_topo.examples.hf_trainer import Settings, losses, train
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 STEPS, SAVED = 20, 10
 

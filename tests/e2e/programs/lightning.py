@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero_topo
 from tests.e2e.programs.fabric import AsCuda, OverGloo
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 EPOCHS, STEPS, MICRO_BATCHES, BATCH = 2, 10, 2, 4  # steps of an epoch
 BLOCK = {

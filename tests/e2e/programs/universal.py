@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.launcher.training import AGED, Job, advance, block, close, start, weights
 from zero_topo.engine.residual_transfer import carry
-from zero_topo.examples.process import leave
+from zero_topo.hook.leaving import leave
 
 STEPS = {"two": (0, 2), "eight": (2, 4), "four": (4, 6)}
 """The steps that each number of ranks takes."""

@@ -85,6 +85,8 @@ class LaunchMachine:
         sbatch: options of the job.
         srun: options of the step, its CPU and GPU binding among them.
         variables: environment variables, ``NAME=value``; a shell expands the value.
+        disk: ``NODE_DISK=folder`` on a disk of each node, for a Python environment that is copied there.
+        disk_sbatch: options of a job that uses it.
     """
 
     name: Line
@@ -96,6 +98,8 @@ class LaunchMachine:
     sbatch: Words
     srun: Words
     variables: Variables
+    disk: Variables = ()
+    disk_sbatch: Words = ()
 
     def __post_init__(self) -> None:
         if self.preset is not None:

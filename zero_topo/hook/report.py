@@ -1,0 +1,147 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero_topo.report``, and the report that the block's key ``report`` asks for.
+
+With the key, rank 0 writes a line for each optimizer step, and a report of its own measurements when the engine is
+destroyed or the process ends; that takes no collective. ``zero_topo.report`` brings those of all ranks together.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from zero_topo.hook.log import LOGGER
+from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.hook.seam import deepspeed_json
+from zero_topo.hook.stats import Stats, stats
+from zero_topo.observe.report import RankBytes, Run, build_report
+from zero_topo.observe.runlog import METRICS, RunLog
+
+
+def report(
+    engine: Any, folder: str | Path, title: str | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
+
+    It shows the losses and speeds of the steps that the folder's ``metrics.jsonl`` holds; the key ``report`` of the
+    block has them written there. Of an engine without a ``zero_topo`` block it has no bytes and no memory.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png``.
+        title: one line about model and data; by default the model's class and size.
+        settings: of the program, to show in the report.
+    """
+    found = stats(engine) if isinstance(engine.optimizer, TopoStage3) else None
+    ranks: list[RankBytes | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found and found.of_rank())
+    if found is not None and (recorder := engine.optimizer.recorder) and recorder.folder == Path(folder):
+        recorder.finish()
+    if dist.get_rank() == 0:
+        _write(engine, Path(folder), found, [rank for rank in ranks if rank is not None], title, settings)
+
+
+def _write(
+    engine: Any,
+    folder: Path,
+    found: Stats | None,
+    ranks: Sequence[RankBytes],
+    title: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
+    if found is not None and found.phase_spans:
+        with RunLog(folder) as log:
+            log.timeline(engine.global_steps, list(found.phase_spans)[-1][2], found.phase_spans)
+    run = Run(
+        title or f"{type(engine.module).__name__}, {numel:,} parameters",
+        dist.get_world_size() if found is None else found.config.plan.world_size,
+        settings,
+        deepspeed_json(engine),
+    )
+    build_report(folder, run, found, ranks)
+
+
+class Recorder:
+    """Writes a run's folder on rank 0, without waiting for the device: a loss is read once it has arrived at the host.
+
+    Args:
+        engine: DeepSpeed's, whose ``backward`` and ``destroy`` are wrapped.
+        folder: of the run; the log of an older run in it goes on if this one resumes, and is replaced if it does not.
+    """
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self.folder = folder
+        self._engine, self._log, self._began = engine, RunLog(folder), time.perf_counter()
+        self._loss: Tensor | None = None
+        self._waiting: deque[tuple[Any, Tensor | None, dict[str, Any]]] = deque()
+        engine.backward, engine.destroy = self._backward(engine.backward), self._destroy(engine.destroy)
+        atexit.register(self.close)
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def wrapper(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                share = 1 if kwargs.get("scale_wrt_gas") is False else 1 / self._engine.gradient_accumulation_steps()
+                part = loss.detach().float().reshape(()) * share
+                self._loss = part if self._loss is None else self._loss + part
+            return backward(loss, *args, **kwargs)
+
+        return wrapper
+
+    def _destroy(self, destroy: Callable[[], None]) -> Callable[[], None]:
+        @wraps(destroy)
+        def wrapper() -> None:
+            self.close()
+            destroy()
+
+        return wrapper
+
+    def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
+        """Log an optimizer step: what this rank sent in it, and how fast it was."""
+        now, engine, loss, event = time.perf_counter(), self._engine, self._loss, None
+        seconds, self._began, self._loss = now - self._began, now, None
+        if loss is not None and not get_accelerator().is_synchronized_device():
+            loss = loss.to("cpu", non_blocking=True)
+            event = get_accelerator().Event()
+            event.record()
+        if engine.global_steps == 1:
+            (self.folder / METRICS).unlink(missing_ok=True)
+        lr = float(engine.get_lr()[0])
+        line = {"step": engine.global_steps, "lr": lr, "seconds": seconds, "sent": sent, "pace": pace}
+        self._waiting.append((event, loss, line))
+        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
+            self._write_line()
+
+    def _write_line(self) -> None:
+        _, loss, line = self._waiting.popleft()
+        self._log.step(**line, loss=None if loss is None else loss.item())
+
+    def finish(self) -> None:
+        """Write the lines that wait for their loss; no report is written at the end."""
+        atexit.unregister(self.close)
+        for event, _, _ in list(self._waiting):
+            if event is not None:
+                event.synchronize()
+            self._write_line()
+
+    def close(self) -> None:
+        """Write the report of this rank."""
+        self.finish()
+        found = stats(self._engine)
+        try:
+            _write(self._engine, self.folder, found, [found.of_rank()])
+        except OSError as error:
+            LOGGER.warning("zero_topo: the report in %s is not written: %s", self.folder, error)
+        else:
+            LOGGER.info("zero_topo: report in %s", self.folder)

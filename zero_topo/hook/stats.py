@@ -1,0 +1,135 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""``zero_topo.stats``: what an engine sent, holds and waited for."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from zero_topo.collectives.meter import Span
+from zero_topo.config import ResolvedConfig
+from zero_topo.cost import Workload
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
+from zero_topo.hook.automatic import request_of
+from zero_topo.hook.optimizer import TopoStage3
+from zero_topo.observe.report import RankBytes, measurements
+from zero_topo.observe.tables import measured_text, pace_words
+from zero_topo.sync import AdamS, AgedAdamW
+from zero_topo.units import KIB
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine did and holds, on this rank; see ``zero_topo.stats``. ``str`` gives tables of it.
+
+    Attributes:
+        config: the resolved block.
+        steps: optimizer steps taken, skipped ones included.
+        micro_batches: micro-batches per optimizer step.
+        step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
+        total_bytes: the same since the start.
+        memory: role -> bytes held on this rank; offloaded ones too, which are on the host.
+        work: the model as the cost formulas see it.
+        accumulation_itemsize: bytes per element of the gradient buffer.
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
+            4 less with AdamS, 1 more with AgedAdamW.
+        calls: phase -> collectives since the start.
+        phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
+        sync_report: what the mode of sync says of the last step: densities, norms, counts.
+        phase_spans: (phase, begin, end) of what ``phase_seconds`` sums, in seconds since the step before was over.
+        peak_memory: the most bytes that tensors took on this rank's device; on a CPU that the process took in all.
+        on_device: whether ``peak_memory`` is of a device.
+        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them.
+        pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
+    """
+
+    config: ResolvedConfig
+    steps: int
+    micro_batches: int
+    step_bytes: dict[tuple[str, str], int]
+    total_bytes: dict[tuple[str, str], int]
+    memory: dict[str, int]
+    work: Workload
+    accumulation_itemsize: int
+    optimizer_itemsize: int
+    calls: dict[str, int]
+    phase_seconds: dict[str, float]
+    sync_report: dict[str, float]
+    phase_spans: Collection[Span]
+    peak_memory: int
+    on_device: bool
+    predicted_memory: dict[str, int]
+    pace: dict[str, float]
+
+    def __str__(self) -> str:
+        head = f"{self.steps} optimizer steps" + (f"; the last one: {pace_words(self.pace)}" if self.pace else "")
+        return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
+
+    def of_rank(self) -> RankBytes:
+        """This rank's part of a report."""
+        return RankBytes(self.step_bytes, self.memory, self.peak_memory)
+
+
+def stats(engine: Any) -> Stats:
+    """What a DeepSpeed engine with a ``zero_topo`` block did and holds, on this rank. Not collective.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+
+    Raises:
+        ValueError: if the engine runs without zero_topo.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, TopoStage3):
+        raise ValueError(
+            'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
+        )
+    topo = optimizer.topo
+    persistent = tuple(bool(p.ds_persist) for group in optimizer.fp16_groups for p in group)
+    micro_batches = engine.gradient_accumulation_steps()
+    peak, on_device = peak_memory()
+    if not optimizer.predicted_memory:
+        optimizer.predicted_memory = request_of(engine, topo.config.topology).holds(topo.config)
+    return Stats(
+        config=topo.config,
+        steps=topo.meter.steps,
+        micro_batches=micro_batches,
+        step_bytes=dict(topo.meter.last_step()),
+        total_bytes=dict(topo.meter.total()),
+        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer)},
+        work=topo.workload(persistent, micro_batches),
+        accumulation_itemsize=topo.accumulation_dtype.itemsize,
+        optimizer_itemsize=_optimizer_itemsize(optimizer),
+        calls=dict(topo.meter.calls),
+        phase_seconds=dict(topo.meter.last_seconds()),
+        sync_report=topo.gradients.mode.report(),
+        phase_spans=topo.meter.last_spans(),
+        peak_memory=peak,
+        on_device=on_device,
+        predicted_memory=optimizer.predicted_memory,
+        pace=optimizer.pace.last,
+    )
+
+
+def peak_memory() -> tuple[int, bool]:
+    """The most bytes that tensors took on this rank's device, on a CPU the whole process; and whether of a device."""
+    if get_accelerator().is_synchronized_device():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
+    return int(get_accelerator().max_memory_allocated()), True
+
+
+def _optimizer_itemsize(optimizer: TopoStage3) -> int:
+    """Bytes per element that Adam's states and FP32 masters (unless these are the weights) are expected to take."""
+    adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
+    ours = ((AdamS, -VARIANCE_BYTES), (AgedAdamW, AGE_BYTES))
+    return adam + sum(more for kind, more in ours if isinstance(optimizer.optimizer, kind))
+
+
+def _optimizer_bytes(optimizer: TopoStage3) -> int:
+    """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
+    masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
+    return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))
