@@ -40,7 +40,7 @@ class Stats:
 
     Attributes:
         config: the resolved block.
-        steps: optimizer steps taken, skipped ones included.
+        steps: optimizer steps taken, skipped ones included; of an engine without an optimizer its forward passes.
         micro_batches: micro-batches per optimizer step.
         step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
         total_bytes: the same since the start.
@@ -302,12 +302,12 @@ class Stage3:
             mode.inherit(brought.owed)
         return brought.age_rows(self.layout, trained) if brought.ages else None
 
-    def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
+    def workload(self, micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
         work = Workload(
             numels=self.layout.numels,
             dims=tuple(p.dims for p in self.parameters),
-            persistent=persistent,
+            persistent=tuple(p.persistent for p in self.parameters),
             itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
             scatter_itemsize=self.scatter_dtype.itemsize,
@@ -316,6 +316,7 @@ class Stage3:
             run_numel=self.bucket_numel,
             escaped=self.weights.escaped,
             loss_scaled=self.like.dtype == torch.float16,
+            trains=bool(self.parameters),
         )
         if not self._frozen:
             return work

@@ -9,6 +9,7 @@ import deepspeed
 
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.engine.stage3 import Stats
+from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.install import install
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.sync import AdamS, AgedAdamW
@@ -49,12 +50,11 @@ def stats(engine: Any) -> Stats:
         ValueError: if the engine runs without zero_topo.
     """
     optimizer = engine.optimizer
-    if not isinstance(optimizer, TopoStage3):
+    if not isinstance(optimizer, TopoStage3 | TopoInference):
         raise ValueError(
             'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
         )
-    topo = optimizer.topo
-    persistent = tuple(bool(p.ds_persist) for group in optimizer.fp16_groups for p in group)
+    topo, trains = optimizer.topo, isinstance(optimizer, TopoStage3)
     micro_batches = engine.gradient_accumulation_steps()
     return Stats(
         config=topo.config,
@@ -62,10 +62,10 @@ def stats(engine: Any) -> Stats:
         micro_batches=micro_batches,
         step_bytes=dict(topo.meter.last_step()),
         total_bytes=dict(topo.meter.total()),
-        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer)},
-        work=topo.workload(persistent, micro_batches),
+        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer) if trains else 0},
+        work=topo.workload(micro_batches),
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
-        optimizer_itemsize=_optimizer_itemsize(optimizer),
+        optimizer_itemsize=_optimizer_itemsize(optimizer) if trains else 0,
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds()),
         sync_report=topo.gradients.mode.report(),

@@ -16,6 +16,8 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -23,7 +25,8 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import log_dist
 from torch import Tensor
 
-from zero_topo.config import deepspeed_hints
+from zero_topo.config import ResolvedConfig, deepspeed_hints
+from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.loading import loading_together
 from zero_topo.hook.log import one_line, refusals, show_log, tell
@@ -67,6 +70,8 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
+        if optimizer is None:
+            return _without_optimizer(configure, engine, resolved)
         hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
         rank = dist.get_rank()
         show_log(rank)
@@ -76,15 +81,34 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             built = configure(engine, optimizer)
         finally:
             ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
-        if not isinstance(built, TopoStage3):
-            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
-        else:
-            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
-            report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
+        tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
+        report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 
     return wrapper
+
+
+def _without_optimizer(configure: Callable[..., Any], engine: Any, resolved: ResolvedConfig) -> Any:
+    """DeepSpeed's gathers of an engine without an optimizer, from nested shards where the plan covers it."""
+    rank, stock = dist.get_rank(), ds_engine.DeepSpeedZeRoOffload
+    show_log(rank)
+    seed_everything(resolved.seed, rank)
+    if not follows_plan(engine):
+        tell(rank, ["this engine has no optimizer, and its weights are on the host, in few bits, or another engine's: "
+                    "unmodified ZeRO-3 gathers them"])
+        return configure(engine, None)
+    ds_engine.DeepSpeedZeRoOffload = partial(
+        TopoInference, resolved=resolved.without_training(), names=engine.param_names
+    )
+    try:
+        built = configure(engine, None)
+    finally:
+        ds_engine.DeepSpeedZeRoOffload = stock
+    engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # by which it exports and loads its weights
+    tell(rank, filter(None, [built.note(), built.frozen.note(), *built.topo.notes()]))
+    report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
+    return built
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:

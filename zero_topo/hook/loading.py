@@ -77,6 +77,8 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
         rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
         if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
             return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
+        load_module_only |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
         stock, states = engine.checkpoint_engine, load_optimizer_states and not load_module_only
         files = Files(stock)
         tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
@@ -86,7 +88,8 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
                 found = load(engine, load_dir, tag, load_module_strict, states, *rest)
         finally:
             engine.checkpoint_engine = stock
-        _restore_groups(engine.optimizer.param_groups, groups)
+        if groups:
+            _restore_groups(engine.optimizer.param_groups, groups)
         return found
 
     return wrapper
@@ -234,7 +237,7 @@ def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:
     """Give each parameter group the settings saved of it; DeepSpeed gives all of them the first one's."""
-    if saved and len(saved) != len(own):
+    if len(saved) != len(own):
         if dist.get_rank() == 0:
             logger.warning(
                 "zero_topo: the universal checkpoint was saved with %d parameter groups, this run has %d: all have the "

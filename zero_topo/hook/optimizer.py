@@ -25,11 +25,11 @@ from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook.frozen import Frozen
-from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.hook.parameters import ParameterGathers, described
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
-from zero_topo.sync import AgedAdamW, Moment, Parameter
+from zero_topo.sync import AgedAdamW, Moment
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class TopoStage3(Stock):
         self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
         self.topo = Stage3(
             self._topo_config,
-            trained=[self._described(param, param.ds_id) for param in params],  # counted as modules make them
-            frozen=[self._described(param, place) for place, param in enumerate(self.frozen.params)],
+            trained=[described(param, param.ds_id, self.param_names) for param in params],  # counted as modules make them
+            frozen=self.frozen.described(),
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
@@ -114,16 +114,8 @@ class TopoStage3(Stock):
         self.frozen.move(self.topo.weights)
         self.topo.restart_frozen()
         require = partial(self.require_states, LP_PARAMS)
-        self._gathers = ParameterGathers(self.topo, self.slots, self._write_back, require, self._in_forward)
-        self._gathers.adopt(self.module.parameters())
+        self._gathers = ParameterGathers(self.topo, self.module, self.slots, self._write_back, require)
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins)
-
-    def _described(self, param: Any, place: int) -> Parameter:
-        name = str(self.param_names.get(param, param.ds_id))
-        return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
-
-    def _in_forward(self) -> bool:
-        return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)

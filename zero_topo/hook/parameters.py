@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.sync import Parameter
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -56,6 +57,12 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         return [handle for handles in found for handle in handles or ()]
 
     return call
+
+
+def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
+    """A parameter of DeepSpeed's as the engine sees it; ``place`` is where the model needs it among the others."""
+    name = str(names.get(param, param.ds_id))
+    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
 
 class ParameterHandle:
@@ -96,35 +103,31 @@ class ParameterGathers:
 
     Args:
         engine: the shards.
+        module: whose parameters these are.
         slots: ``ds_id`` -> number of each parameter that the shards have.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
         require_weights: called before each gather; raises if the shards are not on the accelerator.
-        in_forward: whether a forward pass is under way.
     """
 
     def __init__(
         self,
         engine: Stage3,
+        module: torch.nn.Module,
         slots: Mapping[int, int],
         write_back: Callable[[Any], None],
-        require_weights: Callable[[], None],
-        in_forward: Callable[[], bool],
+        require_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._module = engine, module
         self._slots = slots
         self._write_back = write_back
         self._require_weights = require_weights
-        self._in_forward = in_forward
         # DeepSpeed's own calls of each parameter, which it gets back at the end.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
         # By `ds_id`, the engine's shard of it, to see that a user has not set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
         # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
         self._started: WeakSet[ParameterHandle] = WeakSet()
-
-    def adopt(self, params: Iterable[Any]) -> None:
-        """Take over the calls of those of these parameters that the shards hold."""
-        for param in (p for p in params if p.ds_id in self._slots):
+        for param in (p for p in module.parameters() if p.ds_id in self._slots):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
             self._homes[param.ds_id] = param.ds_tensor.data
@@ -137,8 +140,9 @@ class ParameterGathers:
         for handle in list(self._started):
             handle.wait()
         for param, stock in self._stock:
-            for name, method in stock.items():
-                setattr(param, name, method)
+            if param.partition.func.__self__ is self:  # else an engine that came later has taken it over
+                for name, method in stock.items():
+                    setattr(param, name, method)
         self._stock.clear()
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
@@ -200,7 +204,8 @@ class ParameterGathers:
         ours, others = self._split([param] if param_list is None else param_list)
         # DeepSpeed gathers a parameter by itself where a pass reads it outside its module: this time here, and from
         # the next pass on with those of the module that read it.
-        reads = param_list is None and (self._in_forward() or _in_backward())
+        in_forward = getattr(self._module._parameters, "_in_forward", False)  # of DeepSpeed's own kind of dictionary
+        reads = param_list is None and (in_forward or _in_backward())
         phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []
         for alike in ours:
