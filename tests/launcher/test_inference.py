@@ -19,7 +19,20 @@ from torch import Tensor, nn
 import zero_topo
 from tests.device import DEVICE
 from tests.launcher.checkpoints import assert_same_bits, poison
-from tests.launcher.training import PLAIN, Job, Net, advance, batch, block, close, ds_config, mse, running, train, weights
+from tests.launcher.training import (
+    PLAIN,
+    Job,
+    Net,
+    advance,
+    batch,
+    block,
+    close,
+    ds_config,
+    mse,
+    running,
+    train,
+    weights,
+)
 from zero_topo.cost import by_domain
 from zero_topo.cost.memory import memory_bytes
 from zero_topo.cost.volume import step_bytes
@@ -73,11 +86,12 @@ def test_a_reference_begins_as_its_policy(scheme: str, quantize: dict[str, Any],
     with running(run) as policy, reference(run) as frozen:
         mine, theirs = outputs(policy, frozen)
         assert torch.equal(mine, theirs)
-        assert torch.equal(outputs(frozen)[0], theirs)
+        for _ in range(2):  # in its first two passes DeepSpeed does not keep small parameters whole
+            assert torch.equal(outputs(frozen)[0], theirs)
         stats = zero_topo.stats(frozen)
         advance(run, policy, 0, 2)
         assert torch.equal(outputs(frozen)[0], theirs)
-    assert stats.steps == 2 and stats.step_bytes == step_bytes(stats.config, stats.work) != {}
+    assert stats.steps == 3 and stats.step_bytes == step_bytes(stats.config, stats.work) != {}
     assert stats.memory == memory_bytes(stats.config, stats.work, 2)
     assert ("world" in by_domain(stats.step_bytes)) == (scheme == "zero++")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,10 +36,10 @@ class TopoInference(DeepSpeedZeRoOffload):
     """
 
     def __init__(
-        self, module: torch.nn.Module, *args: Any, resolved: ResolvedConfig, names: Mapping[Any, str], **kwargs: Any
+        self, module: torch.nn.Module, *args: Any, resolved: ResolvedConfig, names: dict[Any, str], **kwargs: Any
     ) -> None:
         super().__init__(module, *args, **kwargs)
-        params = [*module.parameters()]
+        params: list[Any] = [*module.parameters()]
         largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
         dtype = largest.ds_tensor.dtype
         self.frozen = Frozen(params, (), names, dtype)
@@ -69,8 +68,11 @@ class TopoInference(DeepSpeedZeRoOffload):
         config = self.topo.config
         bits = "in their own type" if config.weights_spec is None else f"as INT{config.weights_spec.bits}"
         degree = config.plan.weights
-        where = "every rank stores them all" if degree == 1 else (
-            f"sharded over {config.topology.domain(degree)} ({degree} ranks), gathered {bits}")
+        where = (
+            "every rank stores them all"
+            if degree == 1
+            else (f"sharded over {config.topology.domain(degree)} ({degree} ranks), gathered {bits}")
+        )
         return f"this engine has no optimizer, its weights follow the plan as frozen ones: {where}"
 
     def _restore_from_bit16_weights(self) -> None:

@@ -95,8 +95,13 @@ def _without_optimizer(configure: Callable[..., Any], engine: Any, resolved: Res
     show_log(rank)
     seed_everything(resolved.seed, rank)
     if not follows_plan(engine):
-        tell(rank, ["this engine has no optimizer, and its weights are on the host, in few bits, or another engine's: "
-                    "unmodified ZeRO-3 gathers them"])
+        tell(
+            rank,
+            [
+                "this engine has no optimizer, and its weights are on the host, in few bits, or another engine's: "
+                "unmodified ZeRO-3 gathers them"
+            ],
+        )
         return configure(engine, None)
     ds_engine.DeepSpeedZeRoOffload = partial(
         TopoInference, resolved=resolved.without_training(), names=engine.param_names

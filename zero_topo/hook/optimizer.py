@@ -93,7 +93,8 @@ class TopoStage3(Stock):
         self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
         self.topo = Stage3(
             self._topo_config,
-            trained=[described(param, param.ds_id, self.param_names) for param in params],  # counted as modules make them
+            # DeepSpeed counts parameters as modules make them.
+            trained=[described(param, param.ds_id, self.param_names) for param in params],
             frozen=self.frozen.described(),
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,

@@ -127,7 +127,8 @@ class ParameterGathers:
         self._homes: dict[int, Tensor] = {}
         # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
         self._started: WeakSet[ParameterHandle] = WeakSet()
-        for param in (p for p in module.parameters() if p.ds_id in self._slots):
+        params: list[Any] = [*module.parameters()]
+        for param in (p for p in params if p.ds_id in self._slots):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
             self._homes[param.ds_id] = param.ds_tensor.data

@@ -48,7 +48,7 @@ def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         if isinstance(engine.optimizer, TopoInference):
-            raise ValueError("an engine without an optimizer has no state to resume: save_16bit_model writes its weights")
+            raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
         stock = engine.checkpoint_engine
         ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
         if not ours:  # the other writers have a way of their own to commit

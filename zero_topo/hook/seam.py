@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed's supported releases is relied on, and whether the installed one has it.
 
-With ``install.py``, ``optimizer.py`` and ``inference.py``, which override what is listed here, and ``start.py``, this is the seam: the
-one place that names DeepSpeed's privates.
+With ``install.py``, ``optimizer.py`` and ``inference.py``, which override what is listed here, and ``start.py``,
+this is the seam: the one place that names DeepSpeed's privates.
 """
 
 from __future__ import annotations
