@@ -28,7 +28,7 @@ from torch import Tensor
 from zero_topo.config import ResolvedConfig, deepspeed_hints
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
-from zero_topo.hook.loading import loading_together
+from zero_topo.hook.loading import loading_together, model_file
 from zero_topo.hook.log import one_line, refusals, show_log, tell
 from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
@@ -54,6 +54,7 @@ def install() -> None:
     DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
+    DeepSpeedEngine._get_all_ckpt_names = model_file(DeepSpeedEngine._get_all_ckpt_names)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     sys.excepthook = one_line(sys.excepthook)

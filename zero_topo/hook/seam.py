@@ -51,6 +51,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (ds_engine, "DeepSpeedZeRoOffload", None),
     (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
+    (DeepSpeedEngine, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
     (CheckpointEngine, "save", ("self", "state_dict", "path")),
