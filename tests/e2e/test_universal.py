@@ -52,6 +52,16 @@ def test_other_ranks_another_machine_and_plan_go_on_from_it(ranks: str, name: st
     assert mine["losses"] == pytest.approx(found["two"]["unbroken"]["losses"][STEPS[ranks]], abs=1e-5)
 
 
+@pytest.mark.parametrize(("ranks", "name"), [("eight", "rich"), ("four", "rich"), ("four", "rich on another plan")])
+def test_the_plain_checkpoint_needs_no_conversion(ranks: str, name: str, found: dict[str, Results]) -> None:
+    """From two ranks to eight, from eight to four, on other sub-groups and another plan.
+
+    Weights, masters and losses have the bits that the universal checkpoint gives.
+    """
+    mine = found[ranks][name]
+    assert mine["half-way"] == mine["universal"]
+
+
 def test_what_sparse_sync_owes_goes_along(found: dict[str, Results]) -> None:
     """From two ranks to eight and on to four: the residuals' sum over all ranks and elements stays, and is not zero."""
     for before, after in (("two", "eight"), ("eight", "four")):

@@ -110,3 +110,20 @@ def test_other_parameters_and_groups_are_refused(tmp_path: Path) -> None:
             mine.model(model, [other, shapes[1]])
     with pytest.raises(ValueError, match="0 was saved in another parameter group than 1"):
         mine.optimizer(shapes, [1, 1])
+
+
+def test_a_residual_goes_along_where_the_columns_are_the_same(tmp_path: Path) -> None:
+    """On other sub-groups of as many ranks; else it is dropped, and the loader is told."""
+    shapes, groups = sub_groups([16, 7, 5], 1)
+    residual = {"sync": {"residual": torch.ones(2, 9)}}
+    saved(tmp_path, shapes, groups, 2)
+    for rank in range(2):
+        path = tmp_path / file_name(rank, "optim")
+        content = torch.load(path)
+        content["optimizer_state_dict"]["zero_topo"] = residual
+        torch.save(content, path)
+    wider, wide_groups = sub_groups([16, 7, 5], 3)
+    for ranks, kept in ((2, True), (1, False)):
+        mine = Saved(tmp_path, "", 0, ranks)
+        assert ("zero_topo" in mine.optimizer(wider, wide_groups)["optimizer_state_dict"]) == kept
+        assert mine.drops_residual(wider) != kept

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from zero_topo.engine.weights import Weights
-from zero_topo.hook.parameters import described
 from zero_topo.sync import Parameter
+
+
+def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
+    """A parameter of DeepSpeed's as the engine sees it; ``place`` is where the model needs it among the others."""
+    name = str(names.get(param, param.ds_id))
+    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
 
 def served(param: Any) -> bool:

@@ -35,7 +35,7 @@ from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import copying_beside, saving_beside
 from zero_topo.hook.seam import Stock, check_deepspeed
-from zero_topo.hook.start import agreed, check_order, meeting
+from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 
 
@@ -122,12 +122,8 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(load)
     def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        ours = isinstance(engine.optimizer, TopoStage3)
-        if ours:
-            trained = [param for group in engine.optimizer.fp16_groups for param in group]
-            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
         load(engine, checkpoint, *args, **kwargs)
-        if ours:
+        if isinstance(engine.optimizer, TopoStage3):
             engine.optimizer.topo.restart_frozen()
 
     return wrapper

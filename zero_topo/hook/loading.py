@@ -166,32 +166,29 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
 
 def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[str, Any]:
     """Read this rank's files, recut if another run saved them (Note [Recut]); what ranks must have alike of them."""
-    rank, ranks, topo = dist.get_rank(), dist.get_world_size(), engine.optimizer.topo
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     path, first = folder / file_name(rank, "model"), folder / file_name(0, "model")
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found, files.model = files.read(path), str(path)
-    optimizer = folder / f"{'bf16_' if engine.bfloat16_enabled() else ''}{file_name(rank, 'optim')}"
-    told = {}
-    if not topo.parameters:
-        files.replace(path, {**found, FRAGMENTS: None})  # they are among the weights, which are read apart
+    if not states:  # frozen weights are among the others then, which are read by name
+        files.replace(path, {**found, FRAGMENTS: None})
         return _model(found)
+    told, prefix = {}, "bf16_" if engine.bfloat16_enabled() else ""
+    optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
     names = [[*of] for of in found.get("param_shapes") or shapes]
     if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
-        saved = Saved(folder, optimizer.name.removesuffix(file_name(rank, "optim")), rank, ranks)
+        saved = Saved(folder, prefix, rank, ranks)
         told["saved by"] = found["dp_world_size"]
         found = files.replace(path, saved.model(found, shapes))
-        if states:
-            groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
-            files.replace(optimizer, saved.optimizer(shapes, groups))
-            files.lost = saved.drops_residual(shapes)
-    elif states:
-        files.read(optimizer)
-    if states:
-        told["optimizer"] = _optimizer(optimizer, files.load(str(optimizer)), engine.optimizer)
-    return {**told, **_model(found)}
+        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
+        states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
+        files.lost = saved.drops_residual(shapes)
+    else:
+        states_found = files.read(optimizer)
+    return {**told, **_model(found), "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
-from zero_topo.hook.frozen import Frozen
-from zero_topo.hook.parameters import ParameterGathers, described
+from zero_topo.hook.frozen import Frozen, described
+from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched

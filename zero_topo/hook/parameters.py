@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zero_topo.collectives.handle import Handle
 from zero_topo.engine.stage3 import Stage3
-from zero_topo.sync import Parameter
 
 METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -57,12 +56,6 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         return [handle for handles in found for handle in handles or ()]
 
     return call
-
-
-def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
-    """A parameter of DeepSpeed's as the engine sees it; ``place`` is where the model needs it among the others."""
-    name = str(names.get(param, param.ds_id))
-    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
 
 class ParameterHandle:
