@@ -28,7 +28,6 @@ from tests.launcher.training import (
     block,
     close,
     ds_config,
-    mse,
     running,
     train,
     weights,
@@ -47,8 +46,7 @@ def job(scheme: str | None, quantize: dict[str, Any], kept: int = 0) -> Job:
     return Job(partial(Net, 64), scheme and block(scheme, quantize=quantize), dtype="bf16", ds=zero)
 
 
-@contextmanager
-def reference(run: Job) -> Iterator[Any]:
+def started(run: Job) -> Any:
     """An engine without an optimizer, of the policy's first weights."""
     config = {key: value for key, value in ds_config(run).items() if key != "optimizer"}
     torch.manual_seed(0)
@@ -59,6 +57,13 @@ def reference(run: Job) -> Iterator[Any]:
             poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
+    return engine
+
+
+@contextmanager
+def reference(run: Job) -> Iterator[Any]:
+    """Such an engine; destroyed at the end."""
+    engine = started(run)
     try:
         yield engine
     finally:
@@ -147,16 +152,16 @@ def test_a_model_is_evaluated_before_it_is_trained(first: bool) -> None:
     """Two engines of one model, as a trainer makes them: both gather the trained weights."""
     run = job("topo", CODES)
     expected = train(run)
-    with reference(run) as frozen:
-        x, y = batch(0, 0, torch.bfloat16)
-        before = mse(frozen, x, y)
-        torch.manual_seed(0)
-        policy, *_ = deepspeed.initialize(model=frozen.module, config=ds_config(run))
-        policy.train()
-        losses = advance(run, policy, 0, run.steps - 1)
-        assert torch.equal(outputs(policy)[0], outputs(frozen)[0])
-        if first:
-            frozen.destroy()
-        losses += advance(run, policy, run.steps - 1, run.steps)
-        policy.destroy()
-        assert losses == expected and before.isfinite()
+    evaluation = started(run)
+    began = outputs(evaluation)[0]
+    policy, *_ = deepspeed.initialize(model=evaluation.module, config=ds_config(run))
+    assert torch.equal(outputs(policy)[0], began)
+    policy.train()
+    losses = advance(run, policy, 0, run.steps - 1)
+    assert torch.equal(outputs(policy)[0], outputs(evaluation)[0])
+    if first:
+        evaluation.destroy()
+    assert losses + advance(run, policy, run.steps - 1, run.steps) == expected
+    policy.destroy()
+    if not first:
+        evaluation.destroy()
