@@ -167,7 +167,7 @@ class Stage3:
 
     def notes(self) -> list[str | None]:
         """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
-        numels, coded, int8 = self.layout.numels, self.weights.coded[: len(self.layout.numels)], None
+        numels, coded, int8 = self.weights.layout.numels, self.weights.coded, None
         if self.config.resident_spec is not None:
             stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
             int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(numels)} elements"

@@ -63,17 +63,15 @@ class TopoInference(DeepSpeedZeRoOffload):
         # A step of the meter is one forward pass of the whole model.
         self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
 
-    def note(self) -> str:
-        """One line: what the engine does with its weights."""
-        config = self.topo.config
-        bits = "in their own type" if config.weights_spec is None else f"as INT{config.weights_spec.bits}"
-        degree = config.plan.weights
-        where = (
-            "every rank stores them all"
-            if degree == 1
-            else (f"sharded over {config.topology.domain(degree)} ({degree} ranks), gathered {bits}")
-        )
-        return f"this engine has no optimizer, its weights follow the plan as frozen ones: {where}"
+    def notes(self) -> list[str | None]:
+        """Lines for the log: where the weights are, and which do not follow the plan."""
+        plan, spec = self.topo.config.plan, self.topo.config.weights_spec
+        where = "on every rank"
+        if plan.weights > 1:
+            bits = "in their own type" if spec is None else f"as INT{spec.bits}"
+            domain = self.topo.config.topology.domain(plan.weights)
+            where = f"sharded over {domain} ({plan.weights} ranks), gathered {bits}"
+        return [f"this engine has no optimizer; its weights are {where}", self.frozen.note()]
 
     def _restore_from_bit16_weights(self) -> None:
         """DeepSpeed calls it once the weights of a checkpoint are loaded: there are no masters to refill."""

@@ -3,7 +3,8 @@
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. For the length of that call, and
-    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`. Everything else is overriding.
+    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`, and that of the gathers of an
+    engine without an optimizer :class:`TopoInference`. Everything else is overriding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -25,7 +27,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import log_dist
 from torch import Tensor
 
-from zero_topo.config import ResolvedConfig, deepspeed_hints
+from zero_topo.config import deepspeed_hints
 from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.loading import loading_together, model_file
@@ -34,7 +36,7 @@ from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import copying_beside, saving_beside
-from zero_topo.hook.seam import Stock, check_deepspeed
+from zero_topo.hook.seam import check_deepspeed
 from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 
@@ -71,18 +73,24 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
-        if optimizer is None:
-            return _without_optimizer(configure, engine, resolved)
-        hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
         rank = dist.get_rank()
         show_log(rank)
-        tell(rank, [*resolved.log_lines(), *hints])
-        ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
-        try:
-            built = configure(engine, optimizer)
-        finally:
-            ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
-        tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
+        if optimizer is None and not follows_plan(engine):
+            tell(
+                rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"]
+            )
+            seed_everything(resolved.seed, rank)
+            return configure(engine, None)
+        if optimizer is None:
+            kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
+            built = _with_class(ds_engine, "DeepSpeedZeRoOffload", kind, partial(configure, engine, None))
+            engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
+        else:
+            on_cpu = get_accelerator().is_synchronized_device()
+            tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
+            kind = partial(TopoStage3, resolved=resolved)
+            built = _with_class(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind, partial(configure, engine, optimizer))
+        tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
         report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
@@ -90,31 +98,14 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _without_optimizer(configure: Callable[..., Any], engine: Any, resolved: ResolvedConfig) -> Any:
-    """DeepSpeed's gathers of an engine without an optimizer, from nested shards where the plan covers it."""
-    rank, stock = dist.get_rank(), ds_engine.DeepSpeedZeRoOffload
-    show_log(rank)
-    seed_everything(resolved.seed, rank)
-    if not follows_plan(engine):
-        tell(
-            rank,
-            [
-                "this engine has no optimizer, and its weights are on the host, in few bits, or another engine's: "
-                "unmodified ZeRO-3 gathers them"
-            ],
-        )
-        return configure(engine, None)
-    ds_engine.DeepSpeedZeRoOffload = partial(
-        TopoInference, resolved=resolved.without_training(), names=engine.param_names
-    )
+def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configure: Callable[[], Any]) -> Any:
+    """What DeepSpeed configures while one of its classes means another (Note [The seam])."""
+    stock = getattr(module, name)
+    setattr(module, name, kind)
     try:
-        built = configure(engine, None)
+        return configure()
     finally:
-        ds_engine.DeepSpeedZeRoOffload = stock
-    engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # by which it exports and loads its weights
-    tell(rank, filter(None, [built.note(), built.frozen.note(), *built.topo.notes()]))
-    report(engine, built.topo, log_dist, deepspeed.comm.comms_logger)
-    return built
+        setattr(module, name, stock)
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:

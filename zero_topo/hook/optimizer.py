@@ -79,6 +79,10 @@ class TopoStage3(Stock):
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
+    def notes(self) -> list[str | None]:
+        """Lines for the log: which parameters do not follow the plan."""
+        return [self.frozen.note()]
+
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:

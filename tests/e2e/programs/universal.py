@@ -204,7 +204,6 @@ def eight(directory: Path) -> dict[str, Any]:
         results[scheme] = resumed(source, on("2x2x2", scheme))
     results["topo"] = resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")
     results["rich"] = recut(directory / "two/rich", "2x2x2", "topo", 300)
-    rich_begun(directory / "eight/rich", "2x2x2", "two")
     results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
     results["sparse"] = resumed(sparse, on("2x2x2", "topo", sync=SPARSE), then=directory / "eight/sparse")
     return results
@@ -217,8 +216,8 @@ def four(directory: Path) -> dict[str, Any]:
     weights_only: dict[str, Any] = {"load_optimizer_states": False}
     rich_begun(directory / "four/rich", "1x2x2", "two")
     return {
-        "rich": recut(directory / "eight/rich", "2x1x2", "topo", 250),
-        "rich on another plan": recut(directory / "four/rich", "2x1x2", "hsdp", 1000),
+        "rich": recut(directory / "four/rich", "2x1x2", "hsdp", 1000),
+        "plain": resumed(source, on("1x2x2", "topo"), SMALL_SUB_GROUPS, tag="half-way"),
         "topo": resumed(source, on("1x2x2", "topo")),
         "hsdp": resumed(source, on("2x1x2", "hsdp")),
         "zero++": resumed(source, on("2x1x2", "zero++")),
