@@ -147,21 +147,14 @@ def test_a_preference_is_trained_as_under_stock() -> None:
     assert preferences(job("topo", CODES)) == pytest.approx(mine, abs=1e-2)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["ends_first", "ends_last"])
-def test_a_model_is_evaluated_before_it_is_trained(first: bool) -> None:
-    """Two engines of one model, as a trainer makes them: both gather the trained weights."""
+def test_a_model_is_evaluated_before_it_is_trained() -> None:
+    """Its parameters are DeepSpeed's again when the first engine ends."""
     run = job("topo", CODES)
     expected = train(run)
-    evaluation = started(run)
-    began = outputs(evaluation)[0]
-    policy, *_ = deepspeed.initialize(model=evaluation.module, config=ds_config(run))
+    with reference(run) as evaluation:
+        model, began = evaluation.module, outputs(evaluation)[0]
+    policy, *_ = deepspeed.initialize(model=model, config=ds_config(run))
     assert torch.equal(outputs(policy)[0], began)
     policy.train()
-    losses = advance(run, policy, 0, run.steps - 1)
-    assert torch.equal(outputs(policy)[0], outputs(evaluation)[0])
-    if first:
-        evaluation.destroy()
-    assert losses + advance(run, policy, run.steps - 1, run.steps) == expected
-    policy.destroy()
-    if not first:
-        evaluation.destroy()
+    assert advance(run, policy, 0, run.steps) == expected
+    close(policy)

@@ -134,9 +134,8 @@ class ParameterGathers:
         for handle in list(self._started):
             handle.wait()
         for param, stock in self._stock:
-            if param.partition.func.__self__ is self:  # else an engine that came later has taken it over
-                for name, method in stock.items():
-                    setattr(param, name, method)
+            for name, method in stock.items():
+                setattr(param, name, method)
         self._stock.clear()
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
