@@ -171,24 +171,24 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found, files.model = files.read(path), str(path)
+    told = _model(found)
     if not states:  # frozen weights are among the others then, which are read by name
         files.replace(path, {**found, FRAGMENTS: None})
-        return _model(found)
-    told, prefix = {}, "bf16_" if engine.bfloat16_enabled() else ""
+        return told
+    prefix = "bf16_" if engine.bfloat16_enabled() else ""
     optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
     own = engine.optimizer.fp16_groups
     shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
     names = [[*of] for of in found.get("param_shapes") or shapes]
     if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
         saved = Saved(folder, prefix, rank, ranks)
-        told["saved by"] = found["dp_world_size"]
-        found = files.replace(path, saved.model(found, shapes))
+        told = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
         groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
         states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
         files.lost = saved.drops_residual(shapes)
     else:
         states_found = files.read(optimizer)
-    return {**told, **_model(found), "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
+    return {**told, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
