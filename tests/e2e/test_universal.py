@@ -52,6 +52,18 @@ def test_other_ranks_another_machine_and_plan_go_on_from_it(ranks: str, name: st
     assert mine["losses"] == pytest.approx(found["two"]["unbroken"]["losses"][STEPS[ranks]], abs=1e-5)
 
 
+def test_the_plain_checkpoint_needs_no_conversion(found: dict[str, Results]) -> None:
+    """From two ranks to eight, from eight to four, from four to four on another plan and other sub-groups.
+
+    Weights, masters and losses have the bits that the universal checkpoint gives.
+    """
+    for ranks in ("eight", "four"):
+        mine = found[ranks]["rich"]
+        assert mine["half-way"] == mine["universal"]
+    mine, theirs = found["four"]["plain"], found["four"]["topo"]
+    assert (mine["different"], mine["losses"]) == (theirs["different"], theirs["losses"])
+
+
 def test_what_sparse_sync_owes_goes_along(found: dict[str, Results]) -> None:
     """From two ranks to eight and on to four: the residuals' sum over all ranks and elements stays, and is not zero."""
     for before, after in (("two", "eight"), ("eight", "four")):

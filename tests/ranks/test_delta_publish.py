@@ -243,7 +243,7 @@ def test_published_bytes_are_the_formula(scheme: str, delta: str | None) -> None
         engine.meter.reset_step()
         publish_step(engine, masters + 0.5)
         engine.end_step(skipped=False)
-        work = engine.workload((False,) * len(w.numels), 1)
+        work = engine.workload(1)
         expected = {key: n for key, n in step_bytes(w.config, work).items() if key[0] == "publish"}
         engine.weights.finish()
         engine.meter.end_step()

@@ -52,13 +52,17 @@ def values(slot: int) -> Tensor:
     return drawn(NUMELS, 11)[slot].bfloat16()
 
 
+FROZEN = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
+
+
 def engine_of(w: World) -> Stage3:
-    """This rank's engine with frozen parameters that are loaded and shared."""
-    frozen = [replace(p, dims=d, persistent=k) for p, d, k in zip(matrices(NUMELS), DIMS, KEPT, strict=True)]
-    engine = bare_engine(w.config, matrices(w.numels), torch.bfloat16, frozen=frozen)
+    """This rank's engine with frozen parameters that are loaded and shared; without trained ones if there are none."""
+    config = w.config if w.numels else w.config.without_training()
+    engine = bare_engine(config, matrices(w.numels), torch.bfloat16, frozen=FROZEN)
     for slot in SLOTS:
         own_shard(engine, slot).copy_(shards(w.config.plan, values(slot))[engine.layout.rank])
-    engine.restart()
+    if w.numels:
+        engine.restart()
     engine.restart_frozen()
     return engine
 
@@ -93,11 +97,33 @@ def test_bytes_held_and_sent_are_the_plans(name: str, machine: Topology) -> None
             micro_batch(engine)
         gathered(engine, [slot for slot in SLOTS if KEPT[slot]], "gather_exact")
         engine.end_step(skipped=True)
-        work = engine.workload((False,) * len(TRAINED), MICRO_BATCHES)
+        work = engine.workload(MICRO_BATCHES)
         formula = {key: n for key, n in step_bytes(w.config, work).items() if key[0].startswith("gather")}
         assert dict(engine.meter.last_step()) == formula
         assert by_domain(formula).get("world", 0) == 0 or w.config.plan.weights == w.size
         assert engine.memory()["frozen"] == memory_bytes(w.config, work, 2)["frozen"]
+
+    run_threads(w.size, rank_main)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_model_without_an_optimizer_has_the_bits_of_a_trained_one(name: str) -> None:
+    """A policy and its reference start alike under every plan; what the reference sends and stores is the formula's."""
+    w = world(BLOCKS[name], numels=())
+
+    def rank_main(rank: int) -> None:
+        policy, reference = bare_engine(w.config, FROZEN, torch.bfloat16), engine_of(w)
+        for slot in SLOTS:
+            own = policy.layout.slot(policy.weights.own_row[None], slot)[0]
+            own.copy_(shards(w.config.plan, values(slot))[rank])
+        policy.restart()
+        expected = policy.weights.gather(MOVING, "gather_forward").wait()
+        for mine, theirs in zip(gathered(reference, MOVING, "gather_forward"), expected, strict=True):
+            assert torch.equal(mine, theirs)
+        reference.meter.end_step()
+        work = reference.workload(1)
+        assert dict(reference.meter.last_step()) == step_bytes(reference.config, work)
+        assert {**reference.memory(), "optimizer": 0} == memory_bytes(reference.config, work, 2)
 
     run_threads(w.size, rank_main)
 

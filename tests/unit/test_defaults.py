@@ -207,6 +207,8 @@ def test_a_named_plan_that_is_not_likely_to_fit_is_warned_of_with_a_way_out_that
     wider = planned(parse(scheme="topo", weights="node"), wanted)
     assert not [note for note in wider.notes if note.startswith("warning")]
     assert not [note for note in planned(block, on(DGX, 7)).notes if note.startswith("warning")]
+    default = planned(parse(), on(load_preset("frontier", 32), 45)).notes[-1]
+    assert 'set "scheme": "topo", "weights": "node", which needs' in default
 
 
 def test_check_tells_the_plan_for_a_model(run: Run, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ MAX_KERNEL_LINES = 120
 SHORT_FUNCTION_LINES = 35
 MAX_PARAMETERS = 9
 
-SEAM = tuple(f"zero_topo/hook/{name}.py" for name in ("seam", "install", "optimizer", "start"))
-"""The one place that may name DeepSpeed's privates: the first lists and checks them, the next two override them, with
+SEAM = tuple(f"zero_topo/hook/{name}.py" for name in ("seam", "install", "optimizer", "inference", "start"))
+"""The one place that may name DeepSpeed's privates: the first lists and checks them, the next three override them, with
 the signatures that DeepSpeed chose, the last reads its settings before an engine is built."""
 
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}

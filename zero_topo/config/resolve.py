@@ -18,7 +18,7 @@ from zero_topo.config.models import AUTO, ZeroTopoConfig
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resident import Obstacle, resident_obstacle
 from zero_topo.config.schemes import DEFAULT_SCHEME, FREE_FORM, SAME, SCHEMES, Place, Scheme
-from zero_topo.config.sync_config import SyncSettings
+from zero_topo.config.sync_config import DenseSync, SyncSettings
 from zero_topo.plan import Plan
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.strict import StrictModel
@@ -68,6 +68,12 @@ class ResolvedConfig:
     seed: int | None
     debug_checks: bool
     notes: tuple[str, ...]
+
+    def without_training(self) -> ResolvedConfig:
+        """What an engine without an optimizer takes of it: where its weights are, and in which format they travel."""
+        world = self.plan.world_size
+        plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
+        return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
 
     def log_lines(self) -> list[str]:
         """What a run should say at its start: the choices made for the user, and doubts about the machine."""

@@ -67,7 +67,9 @@ def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) 
         degree = resolved.topology.degree(domain)
         if degree <= resolved.plan.weights or resolved.plan.gradients % degree:
             continue
-        wider = resolve_config(block.model_copy(update={"weights": domain}), resolved.topology)
+        keys = {"weights": domain} if resolved.scheme is None else {"scheme": resolved.scheme, "weights": domain}
+        wider = resolve_config(block.model_copy(update=keys), resolved.topology)
         if request.fits(wider):
-            return f'set "weights": "{domain}", which needs {format_bytes(sum(request.holds(wider).values()))}'
+            words = ", ".join(f'"{key}": "{value}"' for key, value in keys.items() if value != block.scheme)
+            return f"set {words}, which needs {format_bytes(sum(request.holds(wider).values()))}"
     return f'set "scheme": "{AUTO}", which takes the fastest plan that fits, or says what would'

@@ -64,6 +64,7 @@ class Workload:
             ``codes.py``.
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates: they are gathered, and that is all; None if there are none.
+        trains: whether backward passes and updates follow; else a step is one forward pass.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -81,6 +82,7 @@ class Workload:
     escaped: tuple[int, ...] | None = None
     loss_scaled: bool = False
     frozen: Workload | None = None
+    trains: bool = True
 
     def __post_init__(self) -> None:
         if not len(self.numels) == len(self.persistent) == len(self.dims):
@@ -184,7 +186,8 @@ def _gathered_bytes(config: ResolvedConfig, work: Workload, stock: bool) -> Coun
     """Of the gathers of a step alone."""
     parameters = list(zip(work.numels, work.coded(config), work.persistent, strict=True))
     sent: Counter[Key] = Counter()
-    for phase, kept in (("gather_forward", False), ("gather_backward", False), ("gather_exact", True)):
+    phases = (("gather_forward", False), ("gather_backward", False), ("gather_exact", True))
+    for phase, kept in phases if work.trains else phases[:1]:
         columns = Columns.of(config.plan, [(m, coded) for m, coded, persistent in parameters if persistent == kept])
         for move in phase_moves(sent_as(config, phase, stock), phase, columns, work.itemsize)[0]:
             sent[phase, config.topology.domain(move.hi)] += move.sent * (1 if kept else work.micro_batches)

@@ -131,7 +131,7 @@ class Stage3:
 
     def notes(self) -> list[str | None]:
         """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
-        numels, coded, int8 = self.layout.numels, self.weights.coded[: len(self.layout.numels)], None
+        numels, coded, int8 = self.weights.layout.numels, self.weights.coded, None
         if self.config.resident_spec is not None:
             stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
             int8 = f"stored as INT8: {sum(coded)} of {len(coded)} parameters, {stored} of {sum(numels)} elements"
@@ -266,12 +266,12 @@ class Stage3:
             mode.inherit(brought.owed)
         return brought.age_rows(self.layout, trained) if brought.ages else None
 
-    def workload(self, persistent: tuple[bool, ...], micro_batches: int) -> Workload:
+    def workload(self, micro_batches: int) -> Workload:
         """The model as the cost formulas see it, all gradients in one bucket."""
         work = Workload(
             numels=self.layout.numels,
             dims=tuple(p.dims for p in self.parameters),
-            persistent=persistent,
+            persistent=tuple(p.persistent for p in self.parameters),
             itemsize=self.like.dtype.itemsize,
             micro_batches=micro_batches,
             scatter_itemsize=self.scatter_dtype.itemsize,
@@ -280,6 +280,7 @@ class Stage3:
             run_numel=self.bucket_numel,
             escaped=self.weights.escaped,
             loss_scaled=self.like.dtype == torch.float16,
+            trains=bool(self.parameters),
         )
         if not self._frozen:
             return work

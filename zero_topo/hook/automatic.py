@@ -16,7 +16,7 @@ from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 from zero_topo.topology.model import Topology
 
 
-def request_of(engine: Any, topology: Topology) -> Request:
+def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
     """What to plan for an engine.
 
     Shards are those of the model's parameters. What is in flight, and the step time, are those of a transformer of its
@@ -26,18 +26,21 @@ def request_of(engine: Any, topology: Topology) -> Request:
     Args:
         engine: DeepSpeed's.
         topology: the machine.
+        trains: whether there are gradients and optimizer states. True for the reference model of a policy too, which
+            takes the policy's plan, so that both round their weights alike.
     """
     trained: list[tuple[int, int]] = []
     frozen: list[tuple[int, int]] = []
     for parameter in engine.module.parameters():
         numel = int(getattr(parameter, "ds_numel", parameter.numel()))
-        (trained if parameter.requires_grad else frozen).append((numel, parameter.element_size()))
-    counted = trained or frozen  # without an optimizer stock gathers serve the engine, whatever is planned
+        (trained if parameter.requires_grad and trains else frozen).append((numel, parameter.element_size()))
+    if trains and not trained:
+        trained, frozen = frozen, trained
     job = Job(
         scaled(max(sum(numel for numel, _ in (*trained, *frozen)), LEAST_PARAMS)),
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
-        itemsize=max((size for _, size in counted), default=4),
+        itemsize=max((size for _, size in (*trained, *frozen)), default=4),
     )
     flight = InFlight(
         engine.zero_max_live_parameters(),
@@ -46,5 +49,5 @@ def request_of(engine: Any, topology: Topology) -> Request:
         engine.zero_cpu_offload(),
         engine.fp16_enabled(),
     )
-    still = tuple(numel for numel, _ in frozen) if trained else ()
-    return Request(topology, job, tuple(numel for numel, _ in counted), flight=flight, frozen=still)
+    numels, still = (tuple(numel for numel, _ in params) for params in (trained, frozen))
+    return Request(topology, job, numels, flight=flight, frozen=still)

@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from zero_topo.engine.weights import Weights
+from zero_topo.sync import Parameter
+
+
+def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
+    """A parameter of DeepSpeed's as the engine sees it; ``place`` is where the model needs it among the others."""
+    name = str(names.get(param, param.ds_id))
+    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
+
+
+def served(param: Any) -> bool:
+    """Whether an engine of ours already gathers a parameter."""
+    return isinstance(getattr(param, "partition", None), partial)
 
 
 class Frozen:
@@ -29,7 +41,8 @@ class Frozen:
         self, params: Iterable[Any], trained: Collection[int], names: dict[Any, str], dtype: torch.dtype
     ) -> None:
         rest = [param for param in params if param.ds_id not in trained and param.ds_numel]
-        self.params = [p for p in rest if p.ds_tensor.dtype == dtype and not isinstance(p.partition, partial)]
+        self.params = [p for p in rest if p.ds_tensor.dtype == dtype and not served(p)]
+        self._names = names
         self._never_trained = {str(names.get(p, p.ds_id)): p for p in rest if not p.requires_grad}
         self._others = len(rest) - len(self.params)
         self._dtype = dtype
@@ -42,6 +55,10 @@ class Frozen:
             f"{self._others} frozen parameters are not {self._dtype}, or another engine already gathers them: "
             "unmodified ZeRO-3 shards them over all ranks"
         )
+
+    def described(self) -> list[Parameter]:
+        """Those that follow the plan, as the engine sees them."""
+        return [described(param, place, self._names) for place, param in enumerate(self.params)]
 
     def move(self, weights: Weights) -> None:
         """Make DeepSpeed's own shards views of the engine's row of them; what they were before is freed."""

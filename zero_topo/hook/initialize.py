@@ -225,7 +225,12 @@ def resolve_block(
     if memory is not None and not topology.emulated:
         memory //= topology.ranks_per_node if engine.device.type == "cpu" else 1
         topology = replace(topology, memory_per_rank=min(memory, topology.memory_per_rank or memory))
-    return planned(block, request_of(engine, topology))
+    try:
+        return planned(block, request_of(engine, topology))
+    except ValueError:
+        if engine.optimizer_name() is not None:
+            raise
+    return planned(block, request_of(engine, topology, trains=False))  # without an optimizer more models fit
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:

@@ -3,7 +3,8 @@
 
 Note [The seam]
     ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. For the length of that call, and
-    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`. Everything else is overriding.
+    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`, and that of the gathers of an
+    engine without an optimizer :class:`TopoInference`. Everything else is overriding.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3 as ds_stage3
 from deepspeed.runtime.zero.partition_parameters import Init
@@ -24,16 +28,17 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from zero_topo.config import deepspeed_hints
+from zero_topo.hook.inference import TopoInference, follows_plan
 from zero_topo.hook.initialize import checked_first, seed_everything
 from zero_topo.hook.leaving import unlink_shared_memory
-from zero_topo.hook.loading import loading_together
+from zero_topo.hook.loading import loading_together, model_file
 from zero_topo.hook.log import one_line, refusals, show_log, tell
 from zero_topo.hook.monitor import report
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.parameters import by_owner
 from zero_topo.hook.saving import copying_beside, saving_beside
-from zero_topo.hook.seam import Stock, check_deepspeed
-from zero_topo.hook.start import agreed, check_order, meeting
+from zero_topo.hook.seam import check_deepspeed
+from zero_topo.hook.start import agreed, meeting
 from zero_topo.sync import OPTIMIZERS
 from zero_topo.versions import untried
 
@@ -53,6 +58,7 @@ def install() -> None:
     DeepSpeedEngine.load_module_state_dict = _loading(DeepSpeedEngine.load_module_state_dict)
     DeepSpeedEngine._get_param_fragment_func = _cut_out(DeepSpeedEngine._get_param_fragment_func)
     DeepSpeedEngine.load_checkpoint = loading_together(DeepSpeedEngine.load_checkpoint)
+    DeepSpeedEngine._get_all_ckpt_names = model_file(DeepSpeedEngine._get_all_ckpt_names)
     DeepSpeedEngine.save_checkpoint = saving_beside(DeepSpeedEngine.save_checkpoint)
     DeepSpeedEngine._copy_recovery_script = copying_beside(DeepSpeedEngine._copy_recovery_script)
     sys.excepthook = one_line(sys.excepthook)
@@ -69,26 +75,42 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
             resolved = agreed(engine, optimizer)
         if resolved is None:
             return configure(engine, optimizer)
-        hints = [] if get_accelerator().is_synchronized_device() else deepspeed_hints(engine._config._param_dict)
         rank = dist.get_rank()
         unlink_shared_memory(rank)  # all ranks have agreed, so each has opened the buffers of its host
         show_log(rank)
         newer = untried("deepspeed", deepspeed.__version__)
-        tell(rank, [*([newer] if newer else []), *resolved.log_lines(), *hints])
-        ds_stage3.DeepSpeedZeroOptimizer_Stage3 = partial(TopoStage3, resolved=resolved)
-        try:
-            built = configure(engine, optimizer)
-        finally:
-            ds_stage3.DeepSpeedZeroOptimizer_Stage3 = Stock
-        if not isinstance(built, TopoStage3):
-            tell(rank, ["this engine has no optimizer: unmodified ZeRO-3 gathers its weights"])
+        tell(rank, [newer] if newer else [])
+        if optimizer is None and not follows_plan(engine):
+            tell(
+                rank, ["this engine has no optimizer and its weights are not ours to shard: stock ZeRO-3 gathers them"]
+            )
+            seed_everything(resolved.seed, rank)
+            return configure(engine, None)
+        if optimizer is None:
+            kind = partial(TopoInference, resolved=resolved.without_training(), names=engine.param_names)
+            built = _with_class(ds_engine, "DeepSpeedZeRoOffload", kind, partial(configure, engine, None))
+            engine.checkpoint_engine = TorchCheckpointEngine(engine._config)  # to export and load its weights
         else:
-            tell(rank, filter(None, [built.frozen.note(), *built.topo.notes()]))
-            report(engine, built, log_dist, deepspeed.comm.comms_logger)
+            on_cpu = get_accelerator().is_synchronized_device()
+            tell(rank, [*resolved.log_lines(), *([] if on_cpu else deepspeed_hints(engine._config._param_dict))])
+            kind = partial(TopoStage3, resolved=resolved)
+            built = _with_class(ds_stage3, "DeepSpeedZeroOptimizer_Stage3", kind, partial(configure, engine, optimizer))
+        tell(rank, filter(None, [*built.notes(), *built.topo.notes()]))
+        report(engine, built, log_dist, deepspeed.comm.comms_logger)
         seed_everything(resolved.seed, rank)
         return built
 
     return wrapper
+
+
+def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configure: Callable[[], Any]) -> Any:
+    """What DeepSpeed configures while one of its classes means another (Note [The seam])."""
+    stock = getattr(module, name)
+    setattr(module, name, kind)
+    try:
+        return configure()
+    finally:
+        setattr(module, name, stock)
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
@@ -96,12 +118,8 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(load)
     def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        ours = isinstance(engine.optimizer, TopoStage3)
-        if ours:
-            trained = [param for group in engine.optimizer.fp16_groups for param in group]
-            check_order(checkpoint, [engine.param_names[param] for param in trained], engine.device)
         load(engine, checkpoint, *args, **kwargs)
-        if ours:
+        if isinstance(engine.optimizer, TopoStage3):
             engine.optimizer.topo.restart_frozen()
 
     return wrapper

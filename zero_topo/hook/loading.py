@@ -18,7 +18,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime import engine as ds_engine
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch import Tensor
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.residual_transfer import carried
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.resharding import FRAGMENTS, Saved, file_name, line, mapped, named
 
 logger = logging.getLogger(__name__)
 COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
@@ -38,22 +38,44 @@ class Files:
 
     Args:
         stock: reads them.
+
+    Attributes:
+        model: the file that DeepSpeed reads the model's states from; empty is one that it finds itself.
+        lost: whether what sync had not delivered has no place in this run.
     """
 
     def __init__(self, stock: Any) -> None:
         self._stock = stock
         self._read: dict[Path, Any] = {}
+        self.model = ""
+        self.lost = False
 
     def read(self, path: Path) -> Any:
-        """What a file holds; kept until DeepSpeed asks for it."""
-        with _named(path):
+        """What a file holds; kept for DeepSpeed."""
+        with named(path):
             self._read[path] = self._stock.load(str(path), map_location="cpu")
         return self._read[path]
 
+    def replace(self, path: Path, content: Any) -> Any:
+        """Give DeepSpeed this for a file, which need not exist."""
+        self._read[path] = content
+        return content
+
     def load(self, path: str, map_location: Any = None) -> Any:
         """What DeepSpeed asks for."""
-        found = self._read.pop(Path(path), None)
+        found = self._read.get(Path(path))
         return self._stock.load(path, map_location=map_location) if found is None else found
+
+
+def model_file(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """DeepSpeed's search for this rank's file of model states, which other ranks may not have saved."""
+
+    @wraps(names)
+    def wrapper(engine: Any, *args: Any) -> list[str]:
+        files = engine.checkpoint_engine
+        return [files.model] if isinstance(files, Files) and files.model else names(engine, *args)
+
+    return wrapper
 
 
 def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +99,8 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
         rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
         if not isinstance(getattr(engine.optimizer, "topo", None), Stage3):
             return load(engine, load_dir, tag, load_module_strict, load_optimizer_states, *rest)
+        load_module_only |= not engine.optimizer.topo.parameters  # an engine without an optimizer
+        rest = (load_lr_scheduler_states, load_module_only, custom_load_fn)
         stock, states = engine.checkpoint_engine, load_optimizer_states and not load_module_only
         files = Files(stock)
         tag, groups = _agreed(engine, files, Path(load_dir), tag, states)
@@ -86,7 +110,8 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
                 found = load(engine, load_dir, tag, load_module_strict, states, *rest)
         finally:
             engine.checkpoint_engine = stock
-        _restore_groups(engine.optimizer.param_groups, groups)
+        if groups:
+            _restore_groups(engine.optimizer.param_groups, groups)
         return found
 
     return wrapper
@@ -119,25 +144,51 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
         told["tag"] = tag
         if tag is not None:
             folder = load_dir / str(tag)
-            told |= _model(files.read(folder / _name(0 if universal else dist.get_rank(), "model")))
             if universal:
+                told |= _model(files.read(folder / file_name(0, "model")))
                 groups = _universal(engine.optimizer.topo, folder, states)
                 told |= {"parameter groups": _kind_of(groups), "carried": _kind_of([*carried(folder)])}
-            elif states and told.get("dp_world_size") == dist.get_world_size():  # else DeepSpeed refuses, on all ranks
-                prefix = "bf16_" if engine.bfloat16_enabled() else ""
-                path = folder / f"{prefix}{_name(dist.get_rank(), 'optim')}"
-                told["optimizer"] = _optimizer(path, files.read(path), engine.optimizer)
+            else:
+                told |= _own_files(engine, files, folder, states)
     except Exception as error:  # a damaged file has any content
-        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {_line(error)}"
+        problem = str(error) if isinstance(error, ValueError) else f"{load_dir}/{tag}: {line(error)}"
     try:
         all_can(problem, told, engine.device, WAY_OUT)
     except ValueError as error:
         raise ValueError(f"zero_topo: the checkpoint is not loaded: {error}") from None
+    if files.lost and dist.get_rank() == 0:
+        logger.warning(
+            "zero_topo: other ranks or another order of parameters saved this checkpoint: the residual of sync is "
+            'dropped; a universal checkpoint and "zero-topo carry" take it along'
+        )
     return tag, groups
 
 
-def _name(rank: int, kind: str) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[str, Any]:
+    """Read this rank's files, recut if another run saved them (Note [Recut]); what ranks must have alike of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    path, first = folder / file_name(rank, "model"), folder / file_name(0, "model")
+    if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
+        path = first  # fewer ranks saved it
+    found, files.model = files.read(path), str(path)
+    told = _model(found)
+    if not states:  # frozen weights are among the others then, which are read by name
+        files.replace(path, {**found, FRAGMENTS: None})
+        return told
+    prefix = "bf16_" if engine.bfloat16_enabled() else ""
+    optimizer = folder / f"{prefix}{file_name(rank, 'optim')}"
+    own = engine.optimizer.fp16_groups
+    shapes = [{engine.param_names[param]: param.ds_shape for param in group} for group in own]
+    names = [[*of] for of in found.get("param_shapes") or shapes]
+    if names != [[*of] for of in shapes] or found.get("dp_world_size", ranks) != ranks:
+        saved = Saved(folder, prefix, rank, ranks)
+        told = {"saved by": found["dp_world_size"], **_model(files.replace(path, saved.model(found, shapes)))}
+        groups = [engine.optimizer.sub_group_to_group_id[index] for index in range(len(own))]
+        states_found = files.replace(optimizer, saved.optimizer(shapes, groups))
+        files.lost = saved.drops_residual(shapes)
+    else:
+        states_found = files.read(optimizer)
+    return {**told, "optimizer": _optimizer(optimizer, states_found, engine.optimizer)}
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,34 +225,14 @@ def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
     for name, numel in ((p.name, p.numel) for p in topo.parameters):
         for key in ("fp32", "exp_avg", "exp_avg_sq") if states else ("fp32",):
             path = zero / name / f"{key}.pt"
-            found = _looked_at(path)
+            found = mapped(path)
             tensor = found["param"] if isinstance(found, dict) else found
             if tensor.numel() != numel:
                 raise ValueError(f"{path} holds {tensor.numel()} elements, but {name} has {numel}: convert it anew")
     if not states:
         return []
-    groups: list[Group] = _looked_at(zero / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
+    groups: list[Group] = mapped(zero / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     return groups
-
-
-def _looked_at(path: Path) -> Any:
-    """What a file holds; tensors stay in it until they are read."""
-    with _named(path):
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # as DeepSpeed reads it
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Raise what goes wrong with a file as a ValueError that names it."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read ({_line(error)})") from None
-
-
-def _line(error: Exception) -> str:
-    """A few words of an error of any length."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _cut(numbers: list[int]) -> str:
@@ -234,7 +265,7 @@ def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:
     """Give each parameter group the settings saved of it; DeepSpeed gives all of them the first one's."""
-    if saved and len(saved) != len(own):
+    if len(saved) != len(own):
         if dist.get_rank() == 0:
             logger.warning(
                 "zero_topo: the universal checkpoint was saved with %d parameter groups, this run has %d: all have the "

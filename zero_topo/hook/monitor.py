@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_topo.collectives.meter import Exchange
+from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.report import Recorder
@@ -66,7 +67,7 @@ def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
     return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
 
 
-def report(engine: Any, optimizer: TopoStage3, log: Callable[..., None], comms_logger: Any) -> None:
+def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[..., None], comms_logger: Any) -> None:
     """Have DeepSpeed's comms logger hear of each exchange, and its monitors, the log and the run's folder of each step.
 
     Args:
@@ -77,7 +78,9 @@ def report(engine: Any, optimizer: TopoStage3, log: Callable[..., None], comms_l
     """
     optimizer.topo.meter.listener = CommsLog(comms_logger, log)
     folder = optimizer.topo.config.report
-    if engine.global_rank != 0 or not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
+    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # which takes no steps
+        return
+    if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
         return
     optimizer.recorder = Recorder(engine, Path(folder)) if folder else None
     step = engine.step

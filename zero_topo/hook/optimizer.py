@@ -25,13 +25,13 @@ from zero_topo.cost.step import known_rates
 from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
-from zero_topo.hook.frozen import Frozen
+from zero_topo.hook.frozen import Frozen, described
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
 from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
-from zero_topo.sync import AgedAdamW, Moment, Parameter
+from zero_topo.sync import AgedAdamW, Moment
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,10 @@ class TopoStage3(Stock):
         store = meeting_place()
         self._watch = watched(store, self.topo.meter) if store else None
 
+    def notes(self) -> list[str | None]:
+        """Lines for the log: which parameters do not follow the plan."""
+        return [self.frozen.note()]
+
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
@@ -100,8 +104,9 @@ class TopoStage3(Stock):
         self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
         self.topo = Stage3(
             self._topo_config,
-            trained=[self._described(param, param.ds_id) for param in params],  # counted as modules make them
-            frozen=[self._described(param, place) for place, param in enumerate(self.frozen.params)],
+            # DeepSpeed counts parameters as modules make them.
+            trained=[described(param, param.ds_id, self.param_names) for param in params],
+            frozen=self.frozen.described(),
             like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
@@ -121,19 +126,11 @@ class TopoStage3(Stock):
         self.frozen.move(self.topo.weights)
         self.topo.restart_frozen()
         require = partial(self.require_states, LP_PARAMS)
-        self._gathers = ParameterGathers(self.topo, self.slots, self._write_back, require, self._in_forward)
-        self._gathers.adopt(self.module.parameters())
+        self._gathers = ParameterGathers(self.topo, self.module, self.slots, self._write_back, require)
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
         rates = None if self.topo.config.topology.emulated else known_rates(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
         self.pace = Pace(numel, None if rates is None else rates.peak_flops)
-
-    def _described(self, param: Any, place: int) -> Parameter:
-        name = str(self.param_names.get(param, param.ds_id))
-        return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
-
-    def _in_forward(self) -> bool:
-        return bool(getattr(self.module._parameters, "_in_forward", False))  # of DeepSpeed's own kind of dictionary
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)

@@ -96,34 +96,31 @@ class ParameterGathers:
 
     Args:
         engine: the shards.
+        module: whose parameters these are.
         slots: ``ds_id`` -> number of each parameter that the shards have.
         write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
         require_weights: called before each gather; raises if the shards are not on the accelerator.
-        in_forward: whether a forward pass is under way.
     """
 
     def __init__(
         self,
         engine: Stage3,
+        module: torch.nn.Module,
         slots: Mapping[int, int],
         write_back: Callable[[Any], None],
-        require_weights: Callable[[], None],
-        in_forward: Callable[[], bool],
+        require_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._module = engine, module
         self._slots = slots
         self._write_back = write_back
         self._require_weights = require_weights
-        self._in_forward = in_forward
         # DeepSpeed's own calls of each parameter, which it gets back at the end.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
         # By `ds_id`, the engine's shard of it, to see that a user has not set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
         # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
         self._started: WeakSet[ParameterHandle] = WeakSet()
-
-    def adopt(self, params: Iterable[Any]) -> None:
-        """Take over the calls of those of these parameters that the shards hold."""
+        params: list[Any] = [*module.parameters()]
         for param in (p for p in params if p.ds_id in self._slots):
             stock = {name: getattr(param, name) for name in METHODS}
             self._stock.append((param, stock))
@@ -200,7 +197,8 @@ class ParameterGathers:
         ours, others = self._split([param] if param_list is None else param_list)
         # DeepSpeed gathers a parameter by itself where a pass reads it outside its module: this time here, and from
         # the next pass on with those of the module that read it.
-        reads = param_list is None and (self._in_forward() or _in_backward())
+        in_forward = getattr(self._module._parameters, "_in_forward", False)  # of DeepSpeed's own kind of dictionary
+        reads = param_list is None and (in_forward or _in_backward())
         phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []
         for alike in ours:

@@ -26,6 +26,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from zero_topo.engine.agreement import all_can
 from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.inference import TopoInference
 from zero_topo.units import format_bytes
 
 PART = ".part"
@@ -46,6 +47,8 @@ def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
+        if isinstance(engine.optimizer, TopoInference):
+            raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
         stock = engine.checkpoint_engine
         ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
         if not ours:  # the other writers have a way of their own to commit

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed's supported releases is relied on, and whether the installed one has it.
 
-With ``install.py`` and ``optimizer.py``, which override what is listed here, and ``start.py``, this is the seam: the
-one place that names DeepSpeed's privates.
+With ``install.py``, ``optimizer.py`` and ``inference.py``, which override what is listed here, and ``start.py``,
+this is the seam: the one place that names DeepSpeed's privates.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "load_module_state_dict", None),
     (DeepSpeedEngine, "_get_param_fragment_func", ("self", "param")),
     (DeepSpeedEngine, "load_checkpoint", ("self", *LOAD_CHECKPOINT, *LOAD_CHECKPOINT_REST)),
+    (ds_engine, "DeepSpeedZeRoOffload", None),
     (ds_engine, "get_fp32_state_dict_from_zero_checkpoint", None),
     (DeepSpeedEngine, "save_checkpoint", ("self", *SAVE_CHECKPOINT)),
+    (DeepSpeedEngine, "_get_all_ckpt_names", ("self", "checkpoints_path", "tag")),
     (DeepSpeedEngine, "_copy_recovery_script", ("self", "save_path")),
     (CheckpointEngine, "makedirs", ("self", "path", "exist_ok")),
     (CheckpointEngine, "save", ("self", "state_dict", "path")),

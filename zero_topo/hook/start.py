@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from hashlib import sha256
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 import zero_topo
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.errors import ROOT
-from zero_topo.engine.agreement import agree, all_can, check_agreement, check_blocks
+from zero_topo.engine.agreement import agree, check_agreement, check_blocks
 from zero_topo.hook.initialize import resolve_block, sharding_ranks
 from zero_topo.hook.log import refusals
 from zero_topo.quant.operands import FLOATS
@@ -39,10 +39,6 @@ LOCAL: Mapping[str, str] = MappingProxyType(
     }
 )
 """Keys of the DeepSpeed JSON (patterns of whole dotted names) that ranks may have each their own, and why."""
-SAME_ORDER = (
-    "give the optimizer its parameters in the order of the run that saved it, or load a universal checkpoint of it, "
-    "which goes by names"
-)
 LISTS = ("params", "param_names")
 """What an optimizer's group lists, parameter by parameter; the rest are settings of them all."""
 
@@ -156,24 +152,6 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
     for group in optimizer.param_groups:
         order = sorted(range(len(group["params"])), key=lambda index: place.get(group["params"][index], -1))
         group |= {key: [group[key][index] for index in order] for key in LISTS if key in group}
-
-
-def check_order(checkpoint: Mapping[str, Any], names: Sequence[str], device: torch.device) -> None:
-    """Raise ValueError, on every rank, if a rank's file has the same parameters in another order. Collective.
-
-    Masters and optimizer states of a checkpoint have no names: they would go to other parameters of the same shape.
-
-    Args:
-        checkpoint: DeepSpeed's dictionary of the model's state.
-        names: the trained parameters, in the order of their shards.
-        device: where the world's collectives take tensors.
-    """
-    saved = [name for group in checkpoint.get("param_shapes") or () for name in group]
-    problem = None
-    if saved != list(names) and sorted(saved) == sorted(names):
-        theirs, ours = next(pair for pair in zip(saved, names, strict=True) if pair[0] != pair[1])
-        problem = f"the checkpoint has {theirs} where this optimizer has {ours}"
-    all_can(problem, {}, device, SAME_ORDER)
 
 
 def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:

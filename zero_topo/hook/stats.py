@@ -15,6 +15,7 @@ from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, AGE_BYTES, VARIANCE_BYTES
 from zero_topo.hook.automatic import request_of
+from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.observe.report import RankBytes, measurements
 from zero_topo.observe.tables import measured_text, pace_words
@@ -28,7 +29,7 @@ class Stats:
 
     Attributes:
         config: the resolved block.
-        steps: optimizer steps taken, skipped ones included.
+        steps: optimizer steps taken, skipped ones included; of an engine without an optimizer its forward passes.
         micro_batches: micro-batches per optimizer step.
         step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
         total_bytes: the same since the start.
@@ -43,7 +44,8 @@ class Stats:
         phase_spans: (phase, begin, end) of what ``phase_seconds`` sums, in seconds since the step before was over.
         peak_memory: the most bytes that tensors took on this rank's device; on a CPU that the process took in all.
         on_device: whether ``peak_memory`` is of a device.
-        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them.
+        predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
+            an optimizer.
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
     """
 
@@ -66,7 +68,8 @@ class Stats:
     pace: dict[str, float]
 
     def __str__(self) -> str:
-        head = f"{self.steps} optimizer steps" + (f"; the last one: {pace_words(self.pace)}" if self.pace else "")
+        what = "optimizer steps" if self.optimizer_itemsize else "forward passes"
+        head = f"{self.steps} {what}" + (f"; the last one: {pace_words(self.pace)}" if self.pace else "")
         return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
 
     def of_rank(self) -> RankBytes:
@@ -84,15 +87,15 @@ def stats(engine: Any) -> Stats:
         ValueError: if the engine runs without zero_topo.
     """
     optimizer = engine.optimizer
-    if not isinstance(optimizer, TopoStage3):
+    trains = isinstance(optimizer, TopoStage3)
+    if not trains and not isinstance(optimizer, TopoInference):
         raise ValueError(
             'this engine runs without zero_topo; put a "zero_topo" block into its DeepSpeed JSON and import zero_topo'
         )
     topo = optimizer.topo
-    persistent = tuple(bool(p.ds_persist) for group in optimizer.fp16_groups for p in group)
     micro_batches = engine.gradient_accumulation_steps()
     peak, on_device = peak_memory()
-    if not optimizer.predicted_memory:
+    if trains and not optimizer.predicted_memory:
         optimizer.predicted_memory = request_of(engine, topo.config.topology).holds(topo.config)
     return Stats(
         config=topo.config,
@@ -100,18 +103,18 @@ def stats(engine: Any) -> Stats:
         micro_batches=micro_batches,
         step_bytes=dict(topo.meter.last_step()),
         total_bytes=dict(topo.meter.total()),
-        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer)},
-        work=topo.workload(persistent, micro_batches),
+        memory={**topo.memory(), "optimizer": _optimizer_bytes(optimizer) if trains else 0},
+        work=topo.workload(micro_batches),
         accumulation_itemsize=topo.accumulation_dtype.itemsize,
-        optimizer_itemsize=_optimizer_itemsize(optimizer),
+        optimizer_itemsize=_optimizer_itemsize(optimizer) if trains else 0,
         calls=dict(topo.meter.calls),
         phase_seconds=dict(topo.meter.last_seconds()),
         sync_report=topo.gradients.mode.report(),
         phase_spans=topo.meter.last_spans(),
         peak_memory=peak,
         on_device=on_device,
-        predicted_memory=optimizer.predicted_memory,
-        pace=optimizer.pace.last,
+        predicted_memory=optimizer.predicted_memory if trains else {},
+        pace=optimizer.pace.last if trains else {},
     )
 
 

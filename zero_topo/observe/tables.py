@@ -71,7 +71,8 @@ def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
     peak = measured.get("peak")
     if peak is not None:
         of = "the device" if peak["on_device"] else "the process, with Python and its libraries, as there is no device"
-        yield f"Peak memory: {_range(peak)} of {of}; predicted for tensors: {format_bytes(peak['predicted'])}."
+        predicted = f"; predicted for tensors: {format_bytes(peak['predicted'])}" if peak["predicted"] else ""
+        yield f"Peak memory: {_range(peak)} of {of}{predicted}."
     if measured["phase_seconds"]:
         parts = [f"{phase.replace('_', ' ')} {format_seconds(s)}" for phase, s in measured["phase_seconds"].items()]
         yield f"Time of rank 0's last step in communication: {', '.join(parts)}."

@@ -12,6 +12,9 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
+from tests.launcher.checkpoints import net
+from tests.launcher.test_loading import unequal
 from tests.launcher.training import AGED, Job, advance, block, close, start, weights
 from zero_topo.engine.residual_transfer import carry
 from zero_topo.hook.leaving import leave
@@ -81,6 +87,48 @@ def resumed(
     return found
 
 
+def rich(zero_topo: dict[str, Any], **ds: Any) -> Job:
+    """A run with three parameter groups, sub-groups, a frozen parameter, and INT8 weights if the block has them."""
+    return replace(job(zero_topo, ds), model=partial(net, 64), groups=unequal, dtype="bf16")
+
+
+CODES: dict[str, Any] = {"quantize": {"block_size": 64}}
+
+
+def rich_begun(directory: Path, tree: str, steps: str) -> dict[str, Any]:
+    """Train on this number of ranks, save and convert."""
+    run = rich(on(tree, "topo", **CODES), **SMALL_SUB_GROUPS)
+    engine = start(run)
+    losses = advance(run, engine, *STEPS[steps])
+    convert(directory, engine)
+    close(engine)
+    return {"losses": losses}
+
+
+def recut(directory: Path, tree: str, scheme: str, sub_group_size: int) -> dict[str, Any]:
+    """The universal checkpoint and the plain one, both taken up: losses, and digests of all weights and masters.
+
+    A universal one leaves frozen weights as the script made them.
+    """
+    zero, found = {"zero_optimization": {"sub_group_size": sub_group_size}}, {}
+    for tag, seed, ds in (("universal", 0, {"checkpoint": {"load_universal": True}}), ("half-way", 99, {})):
+        run = rich(on(tree, scheme, **(CODES if scheme == "topo" else {})), **zero, **ds)
+        engine = start(run, seed=seed)
+        engine.load_checkpoint(str(directory), tag=tag)
+        loaded = digest(engine)
+        found[tag] = [loaded, advance(run, engine, *STEPS[sys.argv[1]]), digest(engine)]
+        close(engine)
+    return found
+
+
+def digest(engine: Any) -> str:
+    """Of the bits of all weights and masters."""
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    masters = {str(i): safe_get_full_fp32_param(p) for i, p in enumerate(trained)}
+    whole = torch.cat([t.detach().reshape(-1) for t in (*weights(engine).values(), *masters.values())])
+    return sha256(whole.numpy().tobytes()).hexdigest()
+
+
 def begun(directory: Path, **more: Any) -> dict[str, Any]:
     """Train on two ranks under ``topo``, save and convert."""
     run = job(on("2x1x1", "topo", **more), SMALL_SUB_GROUPS)
@@ -131,6 +179,7 @@ def two(directory: Path) -> dict[str, Any]:
     """The run that is to be equalled, the one to be taken up, and one whose sync owes something."""
     results = {"unbroken": unbroken(), "topo": begun(directory / "two/dense")}
     results["sparse"] = begun(directory / "two/sparse", sync=SPARSE)
+    results["rich"] = rich_begun(directory / "two/rich", "2x1x1", "two")
     # on the same ranks, from the ordinary checkpoint: what each rank owes is given back to it
     run = on("2x1x1", "topo", sync=ALL_OF_IT)
     results["sends all"] = taken_up_in_place(directory / "two/sparse", run)
@@ -154,6 +203,7 @@ def eight(directory: Path) -> dict[str, Any]:
     for scheme in ("hsdp", "zero++", "paper"):
         results[scheme] = resumed(source, on("2x2x2", scheme))
     results["topo"] = resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")
+    results["rich"] = recut(directory / "two/rich", "2x2x2", "topo", 300)
     results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
     results["sparse"] = resumed(sparse, on("2x2x2", "topo", sync=SPARSE), then=directory / "eight/sparse")
     return results
@@ -164,7 +214,10 @@ def four(directory: Path) -> dict[str, Any]:
     source = directory / "eight/dense"
     stock: dict[str, Any] = {"checkpoint": {"load_universal": True}}
     weights_only: dict[str, Any] = {"load_optimizer_states": False}
+    rich_begun(directory / "four/rich", "1x2x2", "two")
     return {
+        "rich": recut(directory / "four/rich", "2x1x2", "hsdp", 1000),
+        "plain": resumed(source, on("1x2x2", "topo"), SMALL_SUB_GROUPS, tag="half-way"),
         "topo": resumed(source, on("1x2x2", "topo")),
         "hsdp": resumed(source, on("2x1x2", "hsdp")),
         "zero++": resumed(source, on("2x1x2", "zero++")),

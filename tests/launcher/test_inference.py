@@ -1,0 +1,160 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Engines without an optimizer follow the plan: a policy's frozen reference, a reward model, an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_topo
+from tests.device import DEVICE
+from tests.launcher.checkpoints import assert_same_bits, poison
+from tests.launcher.training import (
+    PLAIN,
+    Job,
+    Net,
+    advance,
+    batch,
+    block,
+    close,
+    ds_config,
+    running,
+    train,
+    weights,
+)
+from zero_topo.cost import by_domain
+from zero_topo.cost.memory import memory_bytes
+from zero_topo.cost.volume import step_bytes
+
+CODES: dict[str, Any] = {"block_size": 64}
+ZERO = {"stage3_prefetch_bucket_size": 0, "stage3_gather_16bit_weights_on_model_save": True}
+
+
+def job(scheme: str | None, quantize: dict[str, Any], kept: int = 0) -> Job:
+    """A policy's run."""
+    zero = {"zero_optimization": {**ZERO, "stage3_param_persistence_threshold": kept}}
+    return Job(partial(Net, 64), block(scheme, quantize=quantize) if scheme else None, dtype="bf16", ds=zero)
+
+
+def started(run: Job) -> Any:
+    """An engine without an optimizer, of the policy's first weights."""
+    config = {key: value for key, value in ds_config(run).items() if key != "optimizer"}
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=run.zero_init):
+        model = run.model()
+    if run.zero_init:
+        for param in model.parameters():
+            poison(param.ds_tensor.data, param.ds_numel)  # type: ignore[attr-defined]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.eval()
+    return engine
+
+
+@contextmanager
+def reference(run: Job) -> Iterator[Any]:
+    """Such an engine; destroyed at the end."""
+    engine = started(run)
+    try:
+        yield engine
+    finally:
+        close(engine)
+
+
+def outputs(*engines: Any) -> list[Tensor]:
+    """Of one batch, without gradients."""
+    x, _ = batch(0, 0, torch.bfloat16)
+    with torch.no_grad():
+        return [engine(x.to(DEVICE)) for engine in engines]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quantize", "kept", "zero_init"),
+    [("topo", CODES, 0, True), ("topo", CODES, 100, False), ("zero++", CODES, 0, False), ("topo", PLAIN, 0, True)],
+)
+def test_a_reference_begins_as_its_policy(scheme: str, quantize: dict[str, Any], kept: int, zero_init: bool) -> None:
+    """Bit for bit, also in INT8, so that a KL divergence begins at 0; what it sends and stores is the plan's.
+
+    Only ``topo`` sends nothing of it between nodes.
+    """
+    run = replace(job(scheme, quantize, kept), zero_init=zero_init)
+    with running(run) as policy, reference(run) as frozen:
+        mine, theirs = outputs(policy, frozen)
+        assert torch.equal(mine, theirs)
+        for _ in range(2):  # in its first two passes DeepSpeed does not keep small parameters whole
+            assert torch.equal(outputs(frozen)[0], theirs)
+        stats = zero_topo.stats(frozen)
+        advance(run, policy, 0, 2)
+        assert torch.equal(outputs(frozen)[0], theirs)
+    assert stats.steps == 3 and stats.step_bytes == step_bytes(stats.config, stats.work) != {}
+    assert stats.memory == memory_bytes(stats.config, stats.work, 2)
+    assert ("world" in by_domain(stats.step_bytes)) == (scheme == "zero++")
+
+
+def test_what_it_reads_and_writes_is_exact(shared_path: Path) -> None:
+    """Exports, edits, a policy's weights copied into it, and a policy's checkpoint; no state of it can be resumed."""
+    run = job("topo", CODES)
+    with running(run) as policy, reference(run) as frozen:
+        began = weights(frozen)
+        assert frozen.save_16bit_model(str(shared_path), "model.bin")
+        dist.barrier()
+        assert_same_bits({k: v.float() for k, v in torch.load(shared_path / "model.bin").items()}, began)
+        advance(run, policy, 0, 2)
+        policy.save_checkpoint(str(shared_path), tag="policy")
+        for mine, theirs in zip(policy.module.parameters(), frozen.module.parameters(), strict=True):
+            with deepspeed.zero.GatheredParameters([mine, theirs], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    theirs.data.copy_(mine.data)
+        assert_same_bits(weights(frozen), weights(policy))
+        synced = outputs(frozen)[0]
+        with pytest.raises(ValueError, match="save_16bit_model writes its weights"):
+            frozen.save_checkpoint(str(shared_path))
+        with reference(run) as other:
+            other.load_checkpoint(str(shared_path), tag="policy")
+            assert_same_bits(weights(other), weights(policy))
+            assert torch.equal(outputs(other)[0], synced)
+
+
+def test_a_preference_is_trained_as_under_stock() -> None:
+    """DPO's loop: margins against the reference are 0 in the first step, and losses are those of stock ZeRO-3."""
+
+    def preferences(run: Job) -> list[float]:
+        margins = list[float]()
+
+        def loss(engine: Any, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                expected = frozen(x)
+            margin = (engine(x) - expected).float().mean()
+            margins.append(float(margin))
+            return -nn.functional.logsigmoid(margin)
+
+        with reference(run) as frozen:
+            losses = train(replace(run, steps=3, loss=loss))
+        assert margins[0] == 0 and margins[2] != 0
+        return losses
+
+    mine = preferences(job("topo", PLAIN))
+    assert mine == pytest.approx(preferences(job(None, {})), abs=1e-3)
+    assert preferences(job("topo", CODES)) == pytest.approx(mine, abs=1e-2)
+
+
+def test_a_model_is_evaluated_before_it_is_trained() -> None:
+    """Its parameters are DeepSpeed's again when the first engine ends."""
+    run = job("topo", CODES)
+    expected = train(run)
+    with reference(run) as evaluation:
+        model, began = evaluation.module, outputs(evaluation)[0]
+    policy, *_ = deepspeed.initialize(model=model, config=ds_config(run))
+    assert torch.equal(outputs(policy)[0], began)
+    policy.train()
+    assert advance(run, policy, 0, run.steps) == expected
+    close(policy)

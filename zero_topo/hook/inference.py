@@ -1,0 +1,85 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Engines without an optimizer: the reference model of a policy, a reward model, an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+from zero_topo.config import ResolvedConfig
+from zero_topo.engine.stage3 import Stage3
+from zero_topo.hook.frozen import Frozen, served
+from zero_topo.hook.parameters import ParameterGathers
+from zero_topo.quant.operands import FLOATS
+
+
+def follows_plan(engine: Any) -> bool:
+    """Whether the plan has something to do for an engine without an optimizer: parameters on the device, ours to shard.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    offload = engine.zero_offload_param()
+    on_device = offload is None or offload.device == "none"
+    return on_device and any(p.dtype in FLOATS and not served(p) for p in engine.module.parameters())
+
+
+class TopoInference(DeepSpeedZeRoOffload):
+    """DeepSpeed's gathers of a model that it does not train, on nested shards: every parameter is frozen.
+
+    Attributes:
+        topo: the shards.
+        frozen: the parameters, of which those of the most frequent floating-point type follow the plan.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, *args: Any, resolved: ResolvedConfig, names: dict[Any, str], **kwargs: Any
+    ) -> None:
+        super().__init__(module, *args, **kwargs)
+        params: list[Any] = [*module.parameters()]
+        largest = max((p for p in params if p.dtype in FLOATS and not served(p)), key=lambda p: p.ds_numel)
+        dtype = largest.ds_tensor.dtype
+        self.frozen = Frozen(params, (), names, dtype)
+        self.topo = Stage3(
+            resolved,
+            trained=(),
+            frozen=self.frozen.described(),
+            like=torch.empty(0, dtype=dtype, device=get_accelerator().current_device_name()),
+            scatter_dtype=dtype,
+            accumulation_dtype=dtype,
+            bucket_numel=max(p.ds_numel for p in params),
+            loss_scale=lambda: 1.0,
+            moments=list,
+        )
+        self.frozen.move(self.topo.weights)
+        self.topo.restart_frozen()
+        slots = {param.ds_id: slot for slot, param in enumerate(self.frozen.params)}
+        self._gathers = ParameterGathers(
+            self.topo, module, slots, lambda p: self.topo.weights.write_back(slots[p.ds_id], p.data)
+        )
+        # A step of the meter is one forward pass of the whole model.
+        self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
+
+    def notes(self) -> list[str | None]:
+        """Lines for the log: where the weights are, and which do not follow the plan."""
+        plan, spec = self.topo.config.plan, self.topo.config.weights_spec
+        where = "on every rank"
+        if plan.weights > 1:
+            bits = "in their own type" if spec is None else f"as INT{spec.bits}"
+            domain = self.topo.config.topology.domain(plan.weights)
+            where = f"sharded over {domain} ({plan.weights} ranks), gathered {bits}"
+        return [f"this engine has no optimizer; its weights are {where}", self.frozen.note()]
+
+    def _restore_from_bit16_weights(self) -> None:
+        """DeepSpeed calls it once the weights of a checkpoint are loaded: there are no masters to refill."""
+
+    def destroy(self) -> None:
+        """End what is under way and free the shards. Collective."""
+        self._ending.remove()
+        self._gathers.release()
+        super().destroy()
+        self.topo.destroy()
+        del self._gathers, self.topo

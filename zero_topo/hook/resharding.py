@@ -1,0 +1,186 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other ranks, sub-groups or parameter orders, recut into the files that this rank would have saved.
+
+Note [Recut]
+    DeepSpeed cuts a parameter of ``m`` elements into ``N`` shards of ``ceil(m / N)``, one per rank. A rank's flat
+    tensors hold its shards of the parameters of a sub-group, one after the other, and ``param_shapes`` names these. So
+    the shard of another ``N`` is read from the one to few old shards that it overlaps. Files are mapped, not read:
+    a rank reads what it copies, and never holds a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.engine.residual_transfer import STATE_KEY
+
+FRAGMENTS = "frozen_param_fragments"
+GROUPS = "give the optimizer the parameter groups of the run that saved it, or load a universal checkpoint of it"
+
+
+def file_name(rank: int, kind: str) -> str:
+    """DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of BF16."""
+    return f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+
+
+def mapped(path: Path) -> Any:
+    """What a file holds; tensors stay in it until they are read."""
+    with named(path):
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # as DeepSpeed reads it
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Raise what goes wrong with a file as a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({line(error)})") from None
+
+
+def line(error: Exception) -> str:
+    """A few words of an error of any length."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+class Saved:
+    """The files of one tag, each opened once, when something of it is needed.
+
+    Args:
+        folder: of the tag.
+        prefix: of the optimizer's files.
+        rank: this one.
+        ranks: of this run.
+    """
+
+    def __init__(self, folder: Path, prefix: str, rank: int, ranks: int) -> None:
+        self._folder, self._prefix, self._rank, self._ranks = folder, prefix, rank, ranks
+        self._opened: dict[str, Any] = {}
+        self._saved_ranks = int(self._model(0)["dp_world_size"])
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            self._opened[name] = mapped(self._folder / name)
+        return self._opened[name]
+
+    def _model(self, rank: int) -> Any:
+        return self._open(file_name(rank, "model"))
+
+    def _optimizer(self, rank: int) -> Any:
+        return self._open(f"{self._prefix}{file_name(rank, 'optim')}")["optimizer_state_dict"]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int, int]]:
+        """Trained parameter -> its sub-group, its first column in that one's flat tensors, its elements."""
+        found = {}
+        for sub_group, shapes in enumerate(self._model(0)["param_shapes"]):
+            first = 0
+            for name, shape in shapes.items():
+                found[name] = sub_group, first, shape.numel()
+                first += -(-shape.numel() // self._saved_ranks)
+        return found
+
+    def _shard(self, numel: int, of: Callable[[int], Tensor]) -> Tensor:
+        """This rank's shard of a parameter, padded with zeros, from the shards ``of`` each rank that saved it."""
+        width, old = (-(-numel // ranks) for ranks in (self._ranks, self._saved_ranks))
+        begin, end = self._rank * width, min(numel, (self._rank + 1) * width)
+        parts = [of(0)[:0]]
+        for owner in range(begin // old, -(-end // old)) if begin < end else ():
+            first, past = max(begin - owner * old, 0), min(end - owner * old, old)
+            parts.append(of(owner)[first:past])
+            if len(parts[-1]) != past - first:
+                raise ValueError(f"{self._folder}: a shard of rank {owner} is too short; copy its files anew")
+        found = torch.cat(parts)
+        return torch.nn.functional.pad(found, (0, width - len(found)))
+
+    def _flat(self, names: Sequence[str], of: Callable[[int, int], Tensor]) -> Tensor:
+        """This rank's shards of some parameters, from the flat tensors ``of`` a rank and sub-group."""
+        return torch.cat([self._shard(self._places[name][2], partial(self._columns, name, of)) for name in names])
+
+    def _columns(self, name: str, of: Callable[[int, int], Tensor], owner: int) -> Tensor:
+        sub_group, first, numel = self._places[name]
+        return of(owner, sub_group).detach().view(-1)[first:][: -(-numel // self._saved_ranks)]
+
+    def model(self, found: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]]) -> dict[str, Any]:
+        """This rank's file of model states.
+
+        Args:
+            found: one that was saved.
+            shapes: of this run's parameters, by sub-group and name.
+
+        Raises:
+            ValueError: for a parameter that was not saved, or with another size.
+        """
+        for name, shape in (item for of in shapes for item in of.items()):
+            saved = self._places[name][2] if name in self._places else "no"
+            if saved != shape.numel():
+                raise ValueError(f"{self._folder} has {saved} elements of {name}, which has {shape.numel()} here")
+        fragments = found.get(FRAGMENTS)
+        if fragments is not None:
+            fragments = {
+                name: self._shard(shape.numel(), partial(self._fragment, name))
+                for name, shape in found["frozen_param_shapes"].items()
+            }
+        return {**found, "dp_world_size": self._ranks, "param_shapes": [*shapes], FRAGMENTS: fragments}
+
+    def _fragment(self, name: str, owner: int) -> Tensor:
+        fragment: Tensor = self._model(owner)[FRAGMENTS][name].view(-1)
+        return fragment
+
+    def optimizer(self, shapes: Sequence[Mapping[str, torch.Size]], groups: Sequence[int]) -> dict[str, Any]:
+        """This rank's file of optimizer states.
+
+        Args:
+            shapes: of this run's parameters, by sub-group and name.
+            groups: the parameter group of each sub-group.
+
+        Raises:
+            ValueError: if a parameter was in another group.
+        """
+        whole = self._optimizer(0)
+        inner = whole["optimizer_state_dict"]
+        states, settings = inner["state"], inner["param_groups"]
+        was = {sub_group: group for group, of in enumerate(settings) for sub_group in of["params"]}
+        for name, group in ((name, group) for of, group in zip(shapes, groups, strict=True) for name in of):
+            if was[self._places[name][0]] != group:
+                raise ValueError(
+                    f"{name} was saved in another parameter group than {group}, where it is here: {GROUPS}"
+                )
+        masters = [self._flat([*of], lambda owner, of: self._optimizer(owner)["fp32_flat_groups"][of]) for of in shapes]
+        state = {sub_group: self._state([*of], states) for sub_group, of in enumerate(shapes)}
+        params = [[s for s, group in enumerate(groups) if group == index] for index in range(len(settings))]
+        settings = [{**of, "params": own} for of, own in zip(settings, params, strict=True)]
+        inner = {**inner, "state": state, "param_groups": settings}
+        found = {**whole, "partition_count": self._ranks, "optimizer_state_dict": inner, "fp32_flat_groups": masters}
+        del whole
+        found.pop(STATE_KEY, None)
+        if self.same_columns(shapes) and STATE_KEY in self._optimizer(self._rank):
+            found[STATE_KEY] = self._optimizer(self._rank)[STATE_KEY]
+        return {"optimizer_state_dict": found}
+
+    def _state(self, names: Sequence[str], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        sub_group = self._places[names[0]][0]
+        columns = self._optimizer(0)["fp32_flat_groups"][sub_group].numel()
+
+        def value(key: str, first: Any) -> Any:
+            if not (isinstance(first, Tensor) and first.dim() and first.numel() == columns):
+                return first.clone() if isinstance(first, Tensor) else first
+            return self._flat(names, lambda owner, of: self._optimizer(owner)["optimizer_state_dict"]["state"][of][key])
+
+        return {key: value(key, first) for key, first in states[sub_group].items()}
+
+    def same_columns(self, shapes: Sequence[Mapping[str, torch.Size]]) -> bool:
+        """Whether a rank's columns are those that were saved: what sync keeps for them has its place then."""
+        return self._saved_ranks == self._ranks and [*self._places] == [name for of in shapes for name in of]
+
+    def drops_residual(self, shapes: Sequence[Mapping[str, torch.Size]]) -> bool:
+        """Whether rank 0 saved a residual of sync that has no place here."""
+        residual = self._optimizer(0).get(STATE_KEY, {}).get("sync", {}).get("residual")
+        return not self.same_columns(shapes) and residual is not None and residual.numel() > 0
