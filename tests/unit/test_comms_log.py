@@ -83,11 +83,10 @@ def test_messages_that_differ_between_ranks_share_one_size() -> None:
 def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     """And its work has been waited for before the clock stops."""
     waited: list[str] = []
-    work: Any = SimpleNamespace(wait=lambda: waited.append("waited"))
     meter, lines = Meter(enabled=False), []
     meter.listener = CommsLog(logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
-        assert meter.exchange(GATHER, lambda: Handle(work, (), lambda: "came")).wait() == "came"
+        assert meter.exchange(GATHER, lambda: Handle(lambda: waited.append("waited"), (), lambda: "came")).wait() == "came"
     logger.verbose = True
     meter.exchange(SCATTER, lambda: Handle(None, (), list))
     told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")

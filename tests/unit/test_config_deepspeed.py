@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from zero_topo.config import check_deepspeed_config, deepspeed_problems, load_deepspeed_config
@@ -197,6 +197,7 @@ def test_a_config_is_read_from_a_dict_a_path_and_base64(tmp_path: Path) -> None:
 
 @given(config=st.dictionaries(st.text(max_size=9), JSON, max_size=5))
 def test_base64_of_any_json_object_is_read_back(config: dict[str, Any]) -> None:
+    assume("Infinity" not in json.dumps(config))  # which JSON has no number for
     assert load_deepspeed_config(base64.urlsafe_b64encode(json.dumps(config).encode()).decode()) == config
 
 

@@ -28,7 +28,7 @@ PLAIN: dict[str, Any] = {
 }
 ZEROPP = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
 STOCK = {"zero++": ZEROPP, "hpz": {"zero_hpz_partition_size": 8}, "mics": {"mics_shard_size": 8}, "zero3": {}}
-SHOWN = {name: {**PLAIN, **shown} for name, shown in blocks().items()}
+SHOWN = {name: {**PLAIN, "bf16": {"enabled": "fp16" not in shown}, **shown} for name, shown in blocks().items()}
 SHIPPED = {path.name: load_deepspeed_config(path) for path in sorted((ROOT / "configs").glob("*.json"))}
 SHIPPED |= {path.name: deepspeed_config(neox_config(path)) for path in sorted((ROOT / "neox_configs").glob("*.yml"))}
 MIGRATED = {

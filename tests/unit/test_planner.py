@@ -340,6 +340,7 @@ def engine(*numels: int, flight: InFlight = DEFAULTS) -> Any:
         zero_sub_group_size=lambda: flight.sub_group,
         zero_cpu_offload=lambda: flight.offload,
         fp16_enabled=lambda: flight.loss_scaled,
+        optimizer_name=lambda: "adamw",
     )
 
 
