@@ -81,7 +81,7 @@ def publish(engine: Stage3) -> None:
         (scatter, BLOCKS["topo"], (9, 64)),
         (sync, TOPO, (12, 160)),
         (sync, BLOCKS["q4"], (12, 156)),
-        (sync, SHARDED, (15, 259)),
+        (sync, SHARDED, (15, 260)),
         (publish, TOPO, (12, 154)),
         (publish, BLOCKS["topo"], (11, 132)),
         (publish, BLOCKS["q4"], (11, 149)),

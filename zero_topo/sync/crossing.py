@@ -32,6 +32,7 @@ class Crossing(SyncMode, ABC):
     def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
         hops = context.across(context.plan.gradients).hops
+        # The way inside the node, where gradient domains are smaller than one: the table has sums of it then.
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.peers = hops[-1].metered(context.counted)
         self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back

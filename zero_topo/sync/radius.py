@@ -70,6 +70,8 @@ class Radius(Masked):
 
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
         super().__init__(config, context)
+        # From the first `after_update` of a step that resamples until its `commit`, which sends it to the peers: the
+        # optimizer may update parameter by parameter, and a skipped step drops it.
         self._choice: _Choice | None = None
 
     def exchange(self, total: Tensor, state: RadiusState) -> tuple[Tensor, RadiusState, Report]:

@@ -64,6 +64,7 @@ class Scape(Masked):
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         hops = context.across(context.plan.gradients).hops
+        # The group inside the node, where gradient domains are smaller: its ranks' rows make up the shard's mask.
         self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
 

@@ -102,7 +102,7 @@ class Sparse(Crossing):
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
         shard = context.shard
-        # The gradient shard is the table if all of it takes part, as it is: then nothing is copied to and fro.
+        # The gradient shard itself, where all of it takes part as it is: it is read without a copy, and takes the sums.
         whole = self._inner is None and not self._others and shard.dtype == torch.float32
         self._in_place = shard.view(-1) if whole and self.numel == shard.numel() else None
         self._offloaded = config.offload_residual and context.device.type != "cpu"
