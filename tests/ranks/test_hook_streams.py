@@ -19,6 +19,7 @@ from tests.ranks.worlds import BLOCKS
 from tests.streams import Stream
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook import optimizer
+from zero_topo.hook.pace import Pace
 from zero_topo.hook.seam import Stock
 
 
@@ -49,6 +50,7 @@ def hooked(deepspeed: DeepSpeed, offload: bool) -> Iterator[Any]:
         "offloaded_states": set(),
         "reduce_and_partition_stream": deepspeed.scatters,
         "offload_optimizer": offload,
+        "pace": Pace(0, None),
         "overflow": False,
         "fp16_groups": [[]],
         "fp16_partitioned_groups_flat_numel": widths,

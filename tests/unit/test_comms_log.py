@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import MagicMock
@@ -83,10 +84,11 @@ def test_messages_that_differ_between_ranks_share_one_size() -> None:
 def test_deepspeeds_summary_counts_each_exchange(logger: Any) -> None:
     """And its work has been waited for before the clock stops."""
     waited: list[str] = []
+    wait = partial(waited.append, "waited")
     meter, lines = Meter(enabled=False), []
     meter.listener = CommsLog(logger, lambda line, ranks: lines.append(line))
     for _ in range(3):
-        assert meter.exchange(GATHER, lambda: Handle(lambda: waited.append("waited"), (), lambda: "came")).wait() == "came"
+        assert meter.exchange(GATHER, lambda: Handle(wait, (), lambda: "came")).wait() == "came"
     logger.verbose = True
     meter.exchange(SCATTER, lambda: Handle(None, (), list))
     told = logger.get_operation_summary("all_gather_into_tensor | zero_topo gather_forward | node")
