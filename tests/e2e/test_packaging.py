@@ -80,12 +80,12 @@ def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:
-    """The version is the package's own, DeepSpeed is one that was tried, and the zero-topo command is registered."""
+    """The version is the package's own, DeepSpeed is not older than was tried, and the zero-topo command is registered."""
     archive = zipfile.ZipFile(wheel)
     info = f"zero_topo-{__version__}.dist-info"
     metadata = archive.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {__version__}\n" in metadata
-    assert "\nRequires-Dist: deepspeed<0.19.9,>=0.18\n" in metadata
+    assert "\nRequires-Dist: deepspeed>=0.18\n" in metadata
     assert "zero-topo = zero_topo.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
 
 
