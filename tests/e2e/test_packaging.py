@@ -80,7 +80,7 @@ def test_wheel_carries_no_record_of_a_benchmark(wheel: Path) -> None:
 
 
 def test_wheel_names_its_version_and_command(wheel: Path) -> None:
-    """The version is the package's own, DeepSpeed is not older than was tried, and the zero-topo command is registered."""
+    """The version is the package's own, DeepSpeed no older than was tried, the command registered."""
     archive = zipfile.ZipFile(wheel)
     info = f"zero_topo-{__version__}.dist-info"
     metadata = archive.read(f"{info}/METADATA").decode()
