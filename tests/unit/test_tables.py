@@ -202,8 +202,8 @@ def mutant_sentences() -> list[str]:
 def scheme_sentences() -> list[str]:
     """What the tutorial takes from the table of schemes."""
     zero3, topo = scheme_cells("`zero3`"), scheme_cells("`topo`")
-    sent = f"`zero3` sends {zero3[8]} across nodes in a step and `topo` {topo[8]}"
-    return [f"{sent}, for {topo[5]} held instead of {zero3[5]}"]
+    sent = f"`zero3` sends {zero3[8]} across nodes in a step, and `topo` sends {topo[8]}."
+    return [f"{sent} A rank's memory is {zero3[5]} with `zero3` and {topo[5]} with `topo`"]
 
 
 def block_sentences() -> list[str]:
