@@ -42,8 +42,6 @@ from zero_topo.units import format_bytes
 
 PARAMETERS, RANKS, MICRO_BATCHES = 20 * 10**9, 384, 4
 LONGEST_SECTION = 300
-LONGER = {"architecture.md": 370, "faults.md": 330, "measured.md": 410}
-"""Pages that have a longer section, which wants to be split."""
 
 
 def place(config: ResolvedConfig, role: str) -> str:
@@ -341,8 +339,8 @@ def test_the_api_page_has_every_public_name() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_a_section_is_short(page: Path) -> None:
     """A reader finds what he looks for under a heading of its own. Tables and code do not count."""
-    longest = LONGER.get(page.name, LONGEST_SECTION)
-    assert not {heading: words for heading, words in section_words(page.read_text()).items() if words > longest}
+    found = section_words(page.read_text())
+    assert not {heading: words for heading, words in found.items() if words > LONGEST_SECTION}
 
 
 def section_words(text: str) -> dict[str, int]:
