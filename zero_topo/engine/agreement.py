@@ -170,7 +170,7 @@ def all_can(problem: str | None, told: Mapping[str, Any], device: torch.device, 
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON has no type for: a tensor to its values, any other object to text without its address."""
+    """Convert a value that has no JSON type: a tensor to its values, another object to text without its address."""
     return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
 
 
