@@ -52,7 +52,7 @@ class Masters:
             )
 
     def build(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return a new leaf tensor ``[N / O * columns]`` with the dtype and device of ``like`` and values of ``rows``."""
+        """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled from ``rows``."""
         master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
         self.table(master).copy_(rows)
         return master.requires_grad_(True)
