@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Resolves the ``zero_topo`` block of a DeepSpeed call, with as many checks as possible before a process group exists."""
+"""Resolves the ``zero_topo`` block of a DeepSpeed call; most checks run before a process group exists."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class Watch:
         return standstill(silent, places)
 
     def _host(self, rank: int) -> str:
-        """Return a rank's host, or "unknown" if it died before setting it: a read would wait for the store's timeout."""
+        """Return a rank's host; "unknown" if it died before setting it, for a read would wait until the timeout."""
         key = f"host {rank}"
         return self._store.get(key).decode() if self._store.check([key]) else "unknown"
 
