@@ -350,7 +350,7 @@ class TopoStage3(Stock):
         return super()._get_norm_groups()
 
     def note_norms(self) -> None:
-        """Set the norms of the rank's own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
+        """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
         own = self.grad_partitions_flat_buffer
         for param in (p for group in self.fp16_groups for p in group):
             view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])

@@ -35,7 +35,7 @@ class Pace:
         self.last: dict[str, float] = {}
 
     def forward_begins(self, inputs: Iterable[object]) -> None:
-        """Count a forward pass with gradients; the first integer matrix of its inputs, also nested, is the token ids."""
+        """Count a forward pass with gradients; its token ids are the first integer matrix of its (nested) inputs."""
         if not torch.is_grad_enabled():
             return
         matrices = (value for value in _tensors(inputs) if value.dim() == 2)
