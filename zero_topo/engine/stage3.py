@@ -99,7 +99,7 @@ class Stage3:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether FP32 masters need our own buffers: several rows per rank, or weights that are not the rounded masters.
+        """Whether FP32 masters need our own buffers: several rows per rank, or weights that differ from the masters.
 
         Otherwise DeepSpeed's masters are used, with its own code for them.
         """
@@ -126,7 +126,7 @@ class Stage3:
 
     @property
     def sync_dtype(self) -> torch.dtype:
-        """The dtype in which sync sends unquantized values."""
+        """The dtype in which dense sync sends values."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
     def notes(self) -> list[str | None]:
@@ -175,7 +175,7 @@ class Stage3:
         mode.after_update(begin, old, row, float(rate))
 
     def end_step(self, skipped: bool) -> None:
-        """End an optimizer step, skipped or not: begin publish, commit sync, zero the gradients, close the meter's step.
+        """End an optimizer step, skipped or not: begin publish, commit sync, zero the gradients, end the meter's step.
 
         Raises:
             RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not bit-identical.
