@@ -210,7 +210,7 @@ class SyncMode:
         return None
 
     def residual_owners(self) -> ResidualOwners | None:
-        """Return the layout of the entry "residual" of :meth:`state_dict`; None without a residual."""
+        """Return the layout of the entry "residual" of :meth:`state_dict`; None if unknown or without a residual."""
         return None
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:

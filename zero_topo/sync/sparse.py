@@ -101,7 +101,7 @@ class Sparse(Crossing):
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
         shard = context.shard
-        # The gradient shard, if all of it takes part in FP32: it is read without a copy, and the sums are written to it.
+        # The gradient shard, if all of it takes part in FP32: it is read without a copy, and receives the sums.
         whole = self._inner is None and not self._others and shard.dtype == torch.float32
         self._in_place = shard.view(-1) if whole and self.numel == shard.numel() else None
         self._offloaded = config.offload_residual and context.device.type != "cpu"
@@ -206,7 +206,7 @@ class Sparse(Crossing):
         return self.steps - self.config.start
 
     def shares(self, density: float, rows: int) -> tuple[Tensor, int]:
-        """Return width and count of each parameter's part of ``rows`` rows, int64 ``[2, rows * parameters]``; their sum."""
+        """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``, and all counts' sum."""
         if self._shared is None or self._shared[0] != density:
             widths = [past - first for first, past in self._places]
             counts = [share(density, width) for width in widths]
