@@ -14,7 +14,7 @@ Note [Not a number]
     dropped it would train on. NaN counts as the largest value and as above every threshold, so a rank that has values
     that are not finite selects one of them. No mode therefore reads a whole gradient to check it, except a row from
     which a rank selects nothing. Where ranks exchange the counts of their selected elements, such a rank sends -1 in
-    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. Where messages have one length,
+    place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets have a fixed length,
     the sums contain the value. Under a mask ranks exchange a flag, and the device writes NaN into the sums.
 
 Note [Host synchronizations]
@@ -206,7 +206,7 @@ class Sparse(Crossing):
         return self.steps - self.config.start
 
     def shares(self, density: float, rows: int) -> tuple[Tensor, int]:
-        """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``, and all counts' sum."""
+        """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``; sum of counts."""
         if self._shared is None or self._shared[0] != density:
             widths = [past - first for first, past in self._places]
             counts = [share(density, width) for width in widths]
