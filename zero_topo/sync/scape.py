@@ -21,7 +21,7 @@ Note [Units of the gradient]
 Note [Where the momentum lives]
     The momentum is stored in the optimizer only. The mode reads it before each sync, and zeroes it off the mask when
     the step is known not to be skipped. This needs the momentum of the whole gradient shard, so the optimizer shard
-    must equal the gradient shard (``"optimizer": "node"``). Then updated weights need not cross nodes; only sync does.
+    must equal the gradient shard (``"optimizer": "node"``). Then weights stay equal on all nodes without crossing them.
 """
 
 from __future__ import annotations
