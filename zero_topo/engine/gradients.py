@@ -201,7 +201,7 @@ class Gradients:
         return {}
 
     def zero(self) -> None:
-        """Drop all gradients that were added since the step (Note [What is owed])."""
+        """Drop all gradients that were added since the step (Note [Residual in the buffer])."""
         if self._came or self._started:
             self.end_step(skipped=True)
         elif self._shown:

@@ -16,8 +16,8 @@ Note [Thresholds]
     those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
     over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, which bounds the words sent by
     5 k (P - 1) / P: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global threshold, k
-    are chosen among those that reach two thirds of it, in proportion to the ranks' counts; or five sixths, if the sums
-    contain more than picks.
+    are chosen among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of it, if the
+    sums contain more than selected elements).
 
 Note [Sharded]
     If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions are the rows. Step 3
@@ -55,10 +55,10 @@ from zero_topo.sync.picks import (
 from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 CROWDED = 4
-FALL = 4  # counts are taken to fall with this power of a threshold
-MOST_MOVED = 2.0  # a threshold in a step
-MOST_TAKEN = 8  # times k: of more than that the largest are selected in place, which needs less memory
-# Times as low as a threshold: where more are if few reach it; of sums of picks most are zero.
+FALL = 4  # counts are assumed to fall with this power of a threshold
+MOST_MOVED = 2.0  # the largest factor by which a threshold changes in a step
+MOST_TAKEN = 8  # times k: if more elements pass, the k largest are selected in place, which needs less memory
+# If few elements reach a threshold, those that reach it divided by this are candidates; most sums are zero.
 NEAR, NEAR_SUMS = 1.2, 1.5
 
 
@@ -109,7 +109,7 @@ class OkTopk(Sparse):
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         if own is not None:
             reduced, count, after = self._sharded(sums, None if exact else world)
-            # This rank does not know whose picks were chosen: owners keep the rest of the sums.
+            # This rank cannot know which of its elements were chosen: owners keep the rest of the sums.
             total[picked.indices] -= picked.values
             torch.sub(sums, reduced, out=total[begin : begin + len(sums)])
         else:

@@ -225,7 +225,7 @@ class AgedAdamW(AdamLike):
                 _step(chunk, table, group, int(state["step"]))
 
     def _table(self, p: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
-        """Return the factors of :func:`_updated`, ``[257]`` each, by steps since the last arrival (0: no arrival now)."""
+        """Return the factors of :func:`_updated`, ``[257]`` each, by steps since the last arrival (0: none now)."""
         key = (p.device, p.dtype, *betas)
         if key not in self._tables:
             (b1, b2), steps = betas, range(1, OLDEST + 2)
