@@ -107,7 +107,7 @@ def check_agreement(
         ValueError: on every rank, naming two ranks and their values, or the misplaced host.
     """
     topology = config.topology.to_json()
-    topology.pop("sources", None)  # a tool that was too slow on one node leaves a note there
+    topology.pop("sources", None)  # differs if a tool timed out on one node
     seat = own_seat(config.topology, device)
     places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, seat, device)
     with suppress(ValueError):
@@ -115,7 +115,7 @@ def check_agreement(
         return
     seats = [seat] * len(places)
     dist.all_gather_object(seats, seat)
-    check_seats(config.topology, seats)  # the same, with the names of the hosts
+    check_seats(config.topology, seats)  # repeated to raise an error with the names of the hosts
 
 
 def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
@@ -239,7 +239,7 @@ def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
     degrees = {"weight": plan.weights, "secondary": plan.secondary}
     for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
         assert degree is not None
-        held = table[rank_at, column].view(-1, degree)  # a column for each position that is shared
+        held = table[rank_at, column].view(-1, degree)  # one column per replicated position
         differ = (held != held[0]).nonzero()
         if len(differ):
             row, position = differ[0].tolist()

@@ -102,7 +102,7 @@ def gather(
     def local(slot: int) -> Tensor:
         if copies[slot].packed:
             return whole(slot, copies[slot].data[None, None])
-        return layout.flat_of(copies[slot].data.clone(), slot)  # the model may write to it, not to the shard
+        return layout.flat_of(copies[slot].data.clone(), slot)  # a clone: the model may write to it
 
     if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
         return Handle(None, (), lambda: [local(slot) for slot in slots])
@@ -151,7 +151,7 @@ class Secondary:
         # both when it queues the change or the copy; the events of `Weights` order the streams.
         self._versions = [0] * len(layout.numels)
         self._stamps = [-1] * len(layout.numels)
-        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; none if it is captured.
+        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; empty if captured.
         self._cut: list[Tensor] = []
         if degree is None:
             return

@@ -13,7 +13,7 @@ Note [Peeking]
     reopens every run: the delivered sum stays in the rank's own row only, so the sum over the ranks that share a row
     is still the gradient. Further micro-batches and the step's own sync stay correct, at the cost of a second sync.
 
-Note [What is owed]
+Note [Residual in the buffer]
     A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next step. If no gradients
     were added since the step, ``zero_grad`` keeps the residual (DeepSpeed calls it after each step). Otherwise
     ``zero_grad`` drops the residual together with the gradients.
@@ -86,7 +86,7 @@ class Gradients:
         # By run, sync in progress: the queue's stream reads and writes the run's columns of the buffer. The step, and
         # a scatter that reopens the run, wait for the handle.
         self._started: dict[int, Handle[None]] = {}
-        # Whether gradients were added since the last step: `zero_grad` after a step then has nothing to drop.
+        # Whether gradients were added since the last step: if not, `zero_grad` has nothing to drop.
         self._came = False
         # Whether a peek returned the own row, so its reader may have written to it: `zero_grad` then clears it.
         self._shown = False

@@ -93,7 +93,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     beside = sync.keys() - {
         "residual",
         "step",
-    }  # which other peers' masks do not fit: such a mode begins from the first
+    }  # masks and similar state do not fit other peers: a mode with such state restarts at step 0
     mode.steps = 0 if beside else int(sync.get("step", 0))
     if dropped == 0 and not beside:
         return None

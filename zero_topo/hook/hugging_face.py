@@ -30,4 +30,4 @@ def install() -> None:
     DeepSpeedPlugin.fill_match = fill_match
 
 
-install()  # importing this module is enough
+install()  # importing this module applies the patch

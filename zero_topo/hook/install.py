@@ -136,4 +136,4 @@ def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-install()  # importing this module is enough, whichever import of DeepSpeed comes first
+install()  # importing this module installs the hook, in any order of imports

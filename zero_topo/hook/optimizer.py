@@ -95,7 +95,7 @@ class TopoStage3(Stock):
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if has("use_muon") and self.use_muon:
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
-        for param in self.module.parameters():  # zero.Init puts them on the host if its config has offload_param
+        for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
@@ -138,7 +138,7 @@ class TopoStage3(Stock):
         gradients = self.topo.gradients
         own = gradients.own_row
         self.grad_partitions_flat_buffer = own
-        # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
+        # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
         params = [param for group in self.fp16_groups for param in group]
         views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in params}
@@ -207,7 +207,7 @@ class TopoStage3(Stock):
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
-        # With optimizer offload the whole sync waits for the step, which copies the result to the host.
+        # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = at_boundary(self) and not self.offload_optimizer
         repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
         if repeated and self._forwards > 1 and not self._hinted:
@@ -217,7 +217,7 @@ class TopoStage3(Stock):
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
-            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a stream of its own
+            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a separate stream
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []

@@ -31,7 +31,7 @@ from zero_topo.units import format_bytes
 
 PART = ".part"
 LATEST = "latest"
-OLD_S = 3600.0  # no save takes longer, so what is older was left by one that was killed
+OLD_S = 3600.0  # no save takes longer, so older temporary files were left by a killed save
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

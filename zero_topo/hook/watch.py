@@ -101,7 +101,7 @@ class Watch:
         self._rank, self._ranks, host = seat
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
         self._given: dist.Store | None = store  # on rank 0 this object serves all clients, so it must stay alive
-        # A client serves one thread at a time, and the main thread may wait in its own. Torch 2.6 has no clone.
+        # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6 has no clone.
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
@@ -112,7 +112,7 @@ class Watch:
             atexit.register(self._end_store)
         atexit.register(self.ended)  # the last registered is the first called
         self._asking_since = 0.0
-        self._alone = False  # the store has ended in good order
+        self._alone = False  # whether the store has ended normally
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="zero_topo watch of the store", daemon=True).start()
@@ -242,7 +242,7 @@ class Watch:
         while not (told := answers.check(["told"])) and time.monotonic() < end:
             if self._closed.wait(answer_s / 20):
                 return ""
-        found = answers.get("told").decode() if told else self._verdict(answers)  # the teller may have died
+        found = answers.get("told").decode() if told else self._verdict(answers)  # the rank that writes it may have died
         self._say(found)
         return found
 

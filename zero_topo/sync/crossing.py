@@ -35,7 +35,7 @@ class Crossing(SyncMode, ABC):
         # The route inside the node, if gradient domains are smaller than a node: the table then has sums over it.
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.peers = hops[-1].metered(context.counted)
-        self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
+        self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
 
     def members(self) -> list[int]:
         """Return the peers' global ranks."""
@@ -121,6 +121,6 @@ def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], ro
     """Gather synced rows from the ranks that own them, over a route from the wanted degree to the world."""
     if route.size == 1:
         return
-    step = route.lo // context.plan.gradients  # the rows of that shard are every step-th of the gradient shard
+    step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
     all_gather_views(route, range_views(rows, merged(ranges)), wire, context.counted).wait()

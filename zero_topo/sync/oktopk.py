@@ -91,7 +91,7 @@ class OkTopk(Sparse):
         super().__init__(config, context)
         # If sums stay with their owners, indices count within the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
-        self._open = self.numel - self._columns if config.sharded else self.numel  # elements that this rank picks of
+        self._open = self.numel - self._columns if config.sharded else self.numel  # elements from which this rank selects
 
     @property
     def picks(self) -> int:
@@ -230,7 +230,7 @@ class OkTopk(Sparse):
         size, total = self.peers.size, sum(counts)
         if max(counts) * size <= CROWDED * total:
             return own, counts
-        ends = total * torch.arange(size + 1) // size  # on the host, as the counts are
+        ends = total * torch.arange(size + 1) // size  # on the host, like the counts
         edges = torch.tensor([0, *counts]).cumsum(0)
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()

@@ -154,7 +154,7 @@ def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:
     """
     part = torch.arange(len(widths), dtype=torch.int32, device=x.device).repeat_interleave(widths, output_size=len(x))
     order = x.abs().argsort(descending=True, stable=True)
-    order = order[part[order].argsort(stable=True)]  # part by part, each from its largest
+    order = order[part[order].argsort(stable=True)]  # by part, in descending magnitude
     place = torch.arange(len(x), device=x.device) - (widths.cumsum(0) - widths)[part]
     return torch.zeros_like(part, dtype=torch.bool).index_put_((order,), place < counts[part])
 
