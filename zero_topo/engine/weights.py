@@ -196,7 +196,7 @@ class Weights:
         return self._gathering.run(partial(self._begin, slots, phase))
 
     def _begin(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
-        self.finish(slots)  # a publish that overlaps this forward pass must end before its weights are read
+        self.finish(slots)  # a publish that runs under this forward ends where its weights are needed
         counted = Counted(self._meter, phase)
         if phase == "gather_forward":
             capture = self.secondary.capturing(slots)

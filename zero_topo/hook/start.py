@@ -181,7 +181,9 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
 
 
 def least_memory(device: torch.device) -> int:
-    """Return the bytes of the job's smallest device (on CPUs, host), so that all ranks plan equally. Collective.
+    """Return the bytes of the job's smallest device (on CPUs, of its smallest host). Collective.
+
+    All ranks plan with this number, so their plans are equal.
 
     Args:
         device: this rank's device.

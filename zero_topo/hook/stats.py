@@ -78,7 +78,7 @@ class Stats:
 
 
 def stats(engine: Any) -> Stats:
-    """Return traffic, memory and times of a DeepSpeed engine with a ``zero_topo`` block on this rank. Not collective.
+    """Return this rank's traffic, memory and times for a DeepSpeed engine with a ``zero_topo`` block. Not collective.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.

@@ -242,7 +242,7 @@ class Watch:
         while not (told := answers.check(["told"])) and time.monotonic() < end:
             if self._closed.wait(answer_s / 20):
                 return ""
-        found = answers.get("told").decode() if told else self._verdict(answers)  # the rank that writes it may have died
+        found = answers.get("told").decode() if told else self._verdict(answers)  # its writer may have died
         self._say(found)
         return found
 

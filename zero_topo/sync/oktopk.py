@@ -91,7 +91,7 @@ class OkTopk(Sparse):
         super().__init__(config, context)
         # If sums stay with their owners, indices count within the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
-        self._open = self.numel - self._columns if config.sharded else self.numel  # elements from which this rank selects
+        self._open = self.numel - self._columns if config.sharded else self.numel  # elements to select from
 
     @property
     def picks(self) -> int:
