@@ -101,7 +101,7 @@ class Layout:
         return self._orders[device]
 
     def in_tree_order(self, flat: Tensor) -> Tensor:
-        """Reorder a flat parameter ``[numel]`` to have its world shards in tree order; itself if ranks are in it."""
+        """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are placed in it."""
         if self.plan.order is None:
             return flat
         return rows_of(flat, self.plan, self._order(flat.device)[0]).view(-1)
