@@ -1,16 +1,16 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks that need every rank: the same plan everywhere, the machine as declared, replicas bit-identical.
+"""Collective checks: all ranks have one plan, the machine matches the topology, replicas are bit-identical.
 
-Each check gathers the evidence on every rank and judges it there, so all ranks raise the same error and none hangs.
+Each check gathers its evidence on every rank and evaluates it there, so all ranks raise the same error and none hangs.
 
 Note [Digests first]
-    A plan with the order of 75,264 ranks is a megabyte, and gathering it from each to each would be 56 PB. So ranks
-    gather digests, 48 bytes each, and only where these differ, one rank for each difference tells all others its text.
+    A plan with the order of 75,264 ranks is a megabyte; an all-gather of it would move 56 PB. Ranks therefore gather
+    digests of 48 bytes each. Only if these differ, one rank of each kind broadcasts its text.
 
 Note [A rank without the block]
-    It goes on to stock DeepSpeed, and neither may it wait there nor others for it: its script may have imported
-    zero_topo for a plan, on one rank alone. So every rank leaves word in the store in which torch's ranks met, and
-    only those with the block wait until all have.
+    A rank without a ``zero_topo`` block continues with stock DeepSpeed. It must not wait for the others, nor they for
+    it: its script may have imported zero_topo only for a plan, on one rank. Every rank therefore registers in the
+    store of torch's rendezvous, and only ranks with the block wait until all have registered.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from zero_topo.topology.seats import Seat, check_seats, take_seat
 
 DIGEST = 32
 MOST_TOLD = 4
-"""Of kinds of ranks that differ; and of differences between two."""
+"""At most so many kinds of ranks are named in an error, and so many differences of each."""
 SAME_START = "give every rank the same JSON, model, optimizer, software and launcher environment"
 
 
 def check_blocks(store: dist.Store, rank: int, world_size: int, has_block: bool) -> None:
-    """Wait until every rank came this far with this engine, and see whether all have a ``zero_topo`` block.
+    """Wait until every rank has begun this engine, and check that all configs have a ``zero_topo`` block.
 
-    A rank without one does not wait (Note [A rank without the block]).
+    A rank without a block does not wait (Note [A rank without the block]).
 
     Args:
-        store: in which the ranks met.
-        rank: this one.
-        world_size: ranks that build this engine.
+        store: the store of torch's rendezvous.
+        rank: this rank.
+        world_size: number of ranks that build this engine.
         has_block: whether this rank's config has the block.
 
     Raises:
-        ValueError: on every rank with a block, naming those without.
-        TimeoutError: after the store's timeout, naming ranks that did not come.
+        ValueError: on every rank with a block, naming ranks without one.
+        TimeoutError: after the store's timeout, naming ranks that have not begun the engine.
     """
     turn = store.add(_engines_of(rank), 1)
     here = dist.PrefixStore(f"zero_topo/engine {turn}", store)
@@ -84,7 +84,7 @@ def _engines_of(rank: int) -> str:
 
 
 def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) -> str:
-    """Ranks that have not begun their engine number ``turn``; one rank asks for all others."""
+    """Return the ranks that have not begun their engine number ``turn``; one rank queries the store for all."""
     if here.add("asking", 1) == 1:
         missing = [rank for rank in range(world_size) if store.add(_engines_of(rank), 0) < turn]
         here.set("missing", str(missing[:8]))
@@ -94,18 +94,20 @@ def _missing(store: dist.Store, here: dist.Store, turn: int, world_size: int) ->
 def check_agreement(
     config: ResolvedConfig, device: torch.device, more: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """All ranks resolved the same plan, and ranks that the topology puts on one node or GPU are there.
+    """Check that all ranks resolved one plan, and run on the nodes and GPUs where the topology places them.
+
+    Collective.
 
     Args:
-        config: this rank's.
-        device: the accelerator it uses.
-        more: what else must be the same, in JSON types.
+        config: this rank's config.
+        device: the accelerator this rank uses.
+        more: further values that must be equal on all ranks, in JSON types.
 
     Raises:
-        ValueError: on every rank, naming two ranks and what they have, or the odd host.
+        ValueError: on every rank, naming two ranks and their values, or the misplaced host.
     """
     topology = config.topology.to_json()
-    topology.pop("sources", None)  # a tool that was too slow on one node leaves a note there
+    topology.pop("sources", None)  # differs if a tool timed out on one node
     seat = own_seat(config.topology, device)
     places = agree({"zero_topo": config.to_json(), "topology": topology, **more}, seat, device)
     with suppress(ValueError):
@@ -113,23 +115,23 @@ def check_agreement(
         return
     seats = [seat] * len(places)
     dist.all_gather_object(seats, seat)
-    check_seats(config.topology, seats)  # the same, with the names of the hosts
+    check_seats(config.topology, seats)  # repeated to raise an error with the names of the hosts
 
 
 def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: str = SAME_START) -> list[Seat]:
-    """Gather a digest of what this rank says, and where it sits. Collective.
+    """Check that all ranks report equal values, and gather their placement. Collective.
 
     Args:
-        told: values by key; ``{"refused": sentence}`` of a rank that cannot go on.
-        seat: where this rank runs.
-        device: where the world's collectives take tensors.
-        way_out: what to do where ranks differ.
+        told: reported values by key; ``{"refused": sentence}`` from a rank that cannot continue.
+        seat: the placement of this rank.
+        device: the device of the world group's tensors.
+        way_out: what the user can do if ranks differ.
 
     Returns:
-        A seat for each rank, whose host is a digest of its own.
+        The placement of each rank, with a digest in place of the host's name.
 
     Raises:
-        ValueError: on every rank, if not all say the same.
+        ValueError: on every rank, if reported values differ.
     """
     text = json.dumps(told, sort_keys=True, default=_plain)
     place = sha256(f"{seat.host} {seat.machine}".encode()).digest()[:8]
@@ -151,42 +153,42 @@ def agree(told: Mapping[str, Any], seat: Seat, device: torch.device, way_out: st
 
 
 def all_can(problem: str | None, told: Mapping[str, Any], device: torch.device, way_out: str) -> None:
-    """Go on only if every rank can, and all say the same. Collective.
+    """Check that every rank can continue, and that all report equal values. Collective.
 
     Args:
-        problem: why this rank cannot; None if it can.
-        told: what it says if it can.
-        device: where the world's collectives take tensors.
-        way_out: what to do where not all can.
+        problem: why this rank cannot continue; None if it can.
+        told: the values it reports if it can.
+        device: the device of the world group's tensors.
+        way_out: what the user can do if some rank cannot continue.
 
     Raises:
-        ValueError: on every rank, naming one that cannot or differs.
+        ValueError: on every rank, naming a rank that cannot continue or reports other values.
     """
     agree(told if problem is None else {"refused": problem}, Seat(socket.gethostname()), device, way_out)
-    if problem is not None:  # all say the same
+    if problem is not None:  # all ranks report this problem
         raise ValueError(f"{problem}; {way_out}")
 
 
 def _plain(value: Any) -> Any:
-    """In JSON types what JSON does not know: a rate in a tensor by its value, an object without its address."""
+    """Convert a value that has no JSON type: a tensor to its values, another object to text without its address."""
     return value.tolist() if isinstance(value, Tensor) else re.sub(r" at 0x\w+", "", str(value))
 
 
 def _place(data: bytes) -> Seat:
-    """What :func:`agree` gathers of a seat: a digest of the host, and the package's number plus one or zero."""
+    """Decode a placement as :func:`agree` gathers it: a digest of the host; the package's number plus one, or zero."""
     package = int.from_bytes(data[8:], "little")
     return Seat(data[:8].hex(), package=package - 1 if package else None)
 
 
 def _text_of(leader: int, text: str, host: str) -> tuple[dict[str, Any], str]:
-    """What a rank said, and its host. Collective."""
+    """Broadcast the values that rank ``leader`` reports, and its host. Collective."""
     box = [text, host]
     dist.broadcast_object_list(box, src=leader)
     return json.loads(box[0]), box[1]
 
 
 def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """One line about ranks that say different things: the kind of most ranks first."""
+    """Describe in one line how ranks differ from the largest kind, which comes first in ``kinds``."""
     named = [f"rank {ranks[0]} of host {host}" for ranks, (_, host) in zip(kinds, texts, strict=True)]
     for name, (told, _) in zip(named, texts, strict=True):
         if "refused" in told:
@@ -202,7 +204,7 @@ def _disagreement(kinds: Sequence[Sequence[int]], texts: Sequence[tuple[Mapping[
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """``key.key`` and value of each leaf of nested dicts; a long value is cut."""
+    """Yield ``key.key`` and the JSON value of each leaf of nested dicts."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else key)
@@ -211,7 +213,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_seat(topology: Topology, device: torch.device) -> Seat:
-    """Where this rank runs; tools are asked for GPU packages only where the topology says that ranks share one."""
+    """Return where this rank runs; vendor tools are run only if several ranks share a GPU in the topology."""
     if device.type != "cuda" or topology.emulated:
         return take_seat(socket.gethostname(), None, None)
     found: Any = torch.cuda.get_device_properties(device)  # torch does not declare the PCI address
@@ -221,10 +223,10 @@ def own_seat(topology: Topology, device: torch.device) -> Seat:
 
 
 def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
-    """Compare checksums of shards over the ranks that should hold the same bits.
+    """Compare checksums of shards over the ranks that should store the same bits. Collective.
 
     Args:
-        plan: says who shares: ``copies[0]`` is shared within a weights position, ``copies[1]`` within a secondary one.
+        plan: the degrees: ``copies[0]`` is replicated on ranks of one weights position, ``copies[1]`` of one secondary.
         copies: this rank's shards.
 
     Raises:
@@ -237,7 +239,7 @@ def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
     degrees = {"weight": plan.weights, "secondary": plan.secondary}
     for column, (name, degree) in zip(range(len(copies)), degrees.items(), strict=False):
         assert degree is not None
-        held = table[rank_at, column].view(-1, degree)  # a column for each position that is shared
+        held = table[rank_at, column].view(-1, degree)  # one column per replicated position
         differ = (held != held[0]).nonzero()
         if len(differ):
             row, position = differ[0].tolist()
@@ -249,7 +251,7 @@ def check_replicas(plan: Plan, copies: Sequence[Tensor]) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Order-sensitive 64-bit checksum of a tensor's bytes (scalar int64 on its device)."""
+    """Return an order-sensitive 64-bit checksum of a tensor's bytes (scalar int64 on its device)."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     padding = -data.numel() % 8
     words = torch.cat([data, data.new_zeros(padding)]).view(torch.int64)

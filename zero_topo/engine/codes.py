@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights stored as INT8 codes: where those of each parameter are, and how changes of them are published."""
+"""Storage of INT8 weights, and the publish of their changes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from zero_topo.quant.spec import BlockSpec, TritSpec
 
 
 class CodeStore:
-    """The INT8 codes of some parameters of a layout, and how changes of them are published.
+    """Stores the INT8 weights of some parameters of a layout, and publishes their changes.
 
     Args:
         layout: of all parameters.
-        coded: which have codes.
-        block: values that share a scale.
-        device: where codes are.
+        coded: by parameter, whether it is stored as INT8.
+        block: number of values that share a scale.
+        device: where INT8 weights are stored.
         counted: meter and phase.
         planned: cuts updates into runs.
-        lane: where runs are started and finished.
+        lane: the ordered queue in which runs are started and finished.
 
     Attributes:
-        codes: of the rank's weight shard, ``[N / W]`` rows of each parameter.
-        sizes: of each parameter that has codes: elements with padding, over the whole world.
-        buffers: the bytes of each parameter, a view; empty for those without codes.
+        codes: INT8 weights and scales of the rank's weight shard, ``[N / W]`` rows of each parameter.
+        sizes: by INT8 parameter: elements with padding, over the whole world.
+        buffers: by parameter, the stored bytes, a view; empty for parameters that are not INT8.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class CodeStore:
         self._own_row = layout.row(layout.plan.weights)
 
     def _part(self, slots: Sequence[int], size: int) -> Part:
-        """The blocks of some parameters that each of ``size`` ranks owns; between them lie none of other parameters."""
+        """Return the blocks of some neighbouring parameters that each of ``size`` ranks owns."""
         return Part(self._ends[slots[0]], self._ends[slots[-1] + 1], self._rows // size, size)
 
     @cached_property
     def _scales(self) -> Tensor:
-        """Where the scales of the rank's own world shard are among all FP32 values that are stored."""
+        """Positions of the own world shard's scales in the stored bytes, viewed as FP32."""
         slot = self.codes.slots[self.codes.slot_of.long()]
         here = torch.arange(len(slot), device=slot.device) - slot[:, 3]
         return slot[:, 1] // 4 + self._own_row * slot[:, 2] + here
@@ -76,23 +76,27 @@ class CodeStore:
         return self._scales[self._ends[slots.start] : self._ends[slots.stop]]
 
     def own_scales(self, slots: range) -> Tensor:
-        """The scales of some parameters in the rank's own world shard, FP32 ``[block columns]``, a copy."""
+        """Return a copy of some parameters' scales in the own world shard, FP32 ``[block columns]``."""
         return self.codes.held.view(torch.float32)[self._scales_of(slots)]
 
     def begin_anew(self, slots: range, scales: Tensor | None) -> None:
-        """Forget the codes of some parameters, and all scales but these of the own world shard (None: these too).
+        """Zero the INT8 weights of some parameters, and their scales but for the given ones.
 
-        Every block that is not zero escapes then. Scales of NaN are forgotten too: a block that says the same as before
-        would not be sent, and the others hold zeros.
+        The next publish sends every block that is not zero whole. NaN scales are zeroed too: an unchanged block would
+        not be sent, while the other ranks store zeros for it.
+
+        Args:
+            slots: the parameters.
+            scales: scales of the own world shard to keep, FP32 ``[block columns]``; None zeros these too.
         """
         self.codes.held[self._bytes[slots.start] : self._bytes[slots.stop]].zero_()
         if scales is not None:
             self.codes.held.view(torch.float32)[self._scales_of(slots)] = scales.nan_to_num(0.0)
 
     def recode(self, slot: int, rows: Tensor, first: int) -> None:
-        """Make codes, with new scales, of a parameter's rows, FP32 ``[N / W, width]``, columns from ``first`` on.
+        """Quantize a parameter's rows, FP32 ``[N / W, width]`` from column ``first`` on, with new scales.
 
-        They depend on the rows alone then, as after a load.
+        The result depends on the rows alone, as after a load.
         """
         self.buffers[slot].zero_()
         masters, part = Masters(rows, first, 0), self._part([slot], 1)
@@ -102,12 +106,12 @@ class CodeStore:
         )
 
     def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates; every rank of a route the changes of the rows that it owns.
+        """Begin to publish some updates: each rank of the route sends the changes of the rows it owns.
 
         Args:
-            route: ``(weights, optimizer)``, or ``(weights, world)`` for a start.
-            most: takes for each run, by its first parameter, the blocks that escaped on the rank with most.
-            updates: their masters are FP32 and on the device of the codes.
+            route: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.
+            most: filled for each run, by its first parameter: the maximum over ranks of the blocks sent whole.
+            updates: with FP32 masters on the device of the INT8 weights.
         """
         runs, assessed = self._planned(updates, self.sizes), []
         for slots, masters, first in runs:
@@ -122,9 +126,9 @@ class CodeStore:
             yield slots, self._lane.run(partial(self._publish, route, own, part, change, nbytes), reads)
 
     def _most(self, route: Route, changes: Sequence[Change]) -> list[int]:
-        """Of each run: how many blocks escape on the rank that has most of them, which sizes all their messages.
+        """Return for each run the maximum over ranks of the blocks sent whole, which sizes every rank's packet.
 
-        The one time that a publish waits for the device; its runs wait together.
+        This is the only host synchronization of a publish, one for all its runs.
         """
         if not changes:
             return []

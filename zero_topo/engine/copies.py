@@ -27,10 +27,10 @@ class Copy(NamedTuple):
 
     Attributes:
         route: the ranks that store the whole copy between them.
-        data: rows ``[rows, width]`` of the parameter; or the packed buffer of such rows, which is sent as it is.
+        data: rows ``[rows, width]`` of the parameter; or a packed buffer of such rows, which is sent unchanged.
         wire: the format in which it is sent.
         packed: whether the data are a packed buffer, uint8.
-        block: each row within a packed buffer is padded to a multiple of so many elements.
+        block: each row in a packed buffer is padded to a multiple of this number of elements.
     """
 
     route: Route
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
     block: int = 1
 
     def store(self, rows: Tensor) -> None:
-        """Replace the values by those of ``rows [rows, width]``."""
+        """Overwrite the stored values with ``rows [rows, width]``."""
         if self.packed:
             quantize(range_views(rows, [(0, rows.shape[1])]), self.wire, self.data)
         else:
@@ -53,10 +53,10 @@ class Copy(NamedTuple):
 
 
 def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
-    """This rank's packed buffer of several copies, and where each begins in it (plus the end).
+    """Pack this rank's parts of several copies into one buffer; return it and the offset of each part, plus the end.
 
-    Rows are encoded by one launch each. Several parts are joined by one ``cat``, or none: rows alone are encoded
-    straight into the buffer.
+    Each part of plain rows is encoded by one kernel launch. If no part is packed already, parts are encoded directly
+    into the buffer; otherwise one ``cat`` joins them.
     """
     sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
     ends = list(accumulate(sizes, initial=0))
@@ -80,10 +80,10 @@ def gather(
     """Gather whole parameters by one collective.
 
     Args:
-        copies: of all parameters; those of ``slots`` have one route.
+        copies: of all parameters; those of ``slots`` share one route.
         slots: parameters, in the same order on every rank.
         layout: of all parameters.
-        like: a tensor of the dtype and device that the parameters shall have.
+        like: a tensor with the dtype and device of the result.
         counted: meter and phase.
         capture: called with each parameter and its rows ``[N, width]``.
 
@@ -102,9 +102,9 @@ def gather(
     def local(slot: int) -> Tensor:
         if copies[slot].packed:
             return whole(slot, copies[slot].data[None, None])
-        return layout.flat_of(copies[slot].data.clone(), slot)  # the model may write to it, not to the shard
+        return layout.flat_of(copies[slot].data.clone(), slot)  # a clone: the model may write to it
 
-    if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, nor rounded by a format
+    if chosen[0].route.size == 1:  # every rank stores all rows: nothing is sent, and no format rounds them
         return Handle(None, (), lambda: [local(slot) for slot in slots])
     buffer, ends = pack(chosen)
     handle = all_gather(chosen[0].route, buffer, counted)
@@ -117,22 +117,23 @@ def gather(
 
 
 class Secondary:
-    """Copies from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
+    """The copies from which the backward pass gathers (Note [Which copy is read] in ``weights.py``).
 
-    They are the primary or rows of it, which are always fresh; or quantized from these rows after each change (S a
-    multiple of W); or captured from forward gathers, which bring the parameters whole (S < W).
+    There are three kinds. Unquantized copies with S a multiple of W are the primary or rows of it: always fresh.
+    Quantized ones are requantized from these rows after each change. With S < W, copies are captured from forward
+    gathers, which bring whole parameters.
 
     Args:
         layout: of all parameters.
         mesh: has the route ``(1, S)``.
         shards: the primary, as forward gathers send it.
-        degree: ``S``; None is no copy of its own.
+        degree: ``S``; None if the backward pass gathers from the primary.
         spec: the format; None is the dtype of the primary.
 
     Attributes:
         copies: by parameter.
-        tensors: their memory, besides the primary.
-        shared: which of it is bit-identical on all ranks that share it.
+        tensors: storage of the copies in addition to the primary.
+        shared: those of ``tensors`` that are bit-identical on all ranks that replicate them.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class Secondary:
         self.copies = shards
         self.tensors = self.shared = tuple[Tensor, ...]()
         self._layout = layout
-        # How often the primary of each parameter changed, and the count of which its copy is. Both are written by the
-        # host when it queues the change or the copy; streams are ordered by the events of `Weights`.
+        # By parameter: the number of changes of its primary, and that number when its copy was made. The host writes
+        # both when it queues the change or the copy; the events of `Weights` order the streams.
         self._versions = [0] * len(layout.numels)
         self._stamps = [-1] * len(layout.numels)
-        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; none if it is captured.
+        # By parameter, the rows [N / S, width] of the primary from which its copy is quantized; empty if captured.
         self._cut: list[Tensor] = []
         if degree is None:
             return
@@ -173,10 +174,10 @@ class Secondary:
             self.shared = () if captured else self.tensors
 
     def is_fresh(self, slot: int) -> bool:
-        """Whether a parameter's copy is of the present version of the weights.
+        """Return whether a parameter's copy has the current version of the weights.
 
         Raises:
-            RuntimeError: if it is not, though it should have been refreshed.
+            RuntimeError: if a copy is stale that :meth:`refresh` should have renewed.
         """
         fresh = not self.tensors or self._stamps[slot] == self._versions[slot]
         if not fresh and self._cut:
@@ -184,25 +185,25 @@ class Secondary:
         return fresh
 
     def expire(self, slots: Sequence[int]) -> None:
-        """The primary shards of some parameters have changed: what was copied from them is stale."""
+        """Mark copies of some parameters as stale, because their primary shards have changed."""
         for slot in slots:
             self._versions[slot] += 1
 
     def refresh(self, slots: Sequence[int]) -> None:
-        """Bring some parameters up to date with the primary, if that takes no collective."""
+        """Renew some parameters' copies from the primary, if that takes no collective."""
         if self._cut:
             for slot in slots:
                 self._store(slot, self._cut[slot])
 
     def capturing(self, slots: Sequence[int]) -> Capture | None:
-        """For a forward gather that begins now: what to do with the rows ``[N, width]`` of each parameter."""
+        """Return a callback that stores a forward gather's rows ``[N, width]``; None if nothing is captured."""
         if not self.tensors or self._cut:
             return None
         begun = {slot: self._versions[slot] for slot in slots if not self.is_fresh(slot)}
         degree = self.copies[0].route.hi
 
         def capture(slot: int, rows: Tensor) -> None:
-            if begun.get(slot) == self._versions[slot]:  # else the weights changed while they were under way
+            if begun.get(slot) == self._versions[slot]:  # else the weights changed during the gather
                 self._store(slot, self._layout.subset(rows, 1, degree))
 
         return capture

@@ -1,27 +1,27 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The gradient shards: scatter, accumulation, sync, and what the optimizer reads.
+"""The gradient shards: scatter, accumulation, sync, and the gradients that the optimizer reads.
 
 Note [Zeroed, then added]
-    Every micro-batch adds into the gradient buffer, and the buffer is zeroed after each optimizer step, after a
-    skipped one (overflow) and by ``zero_grad``, but for what is owed (below). Stock stage 3 instead overwrites on the
-    first micro-batch; a parameter that gets no gradient in that micro-batch would keep what the last step left behind,
-    and one whose hook fires twice in a backward pass (used inside and outside a reentrant checkpoint) would lose the
-    first part. Where the first part still waits in the bucket, autograd adds the second to it in place.
+    Every micro-batch adds to the gradient buffer. The buffer is zeroed after each optimizer step, after a skipped step
+    (overflow) and by ``zero_grad``, except for a residual (below). Stock stage 3 instead overwrites the buffer in the
+    first micro-batch. A parameter without a gradient in that micro-batch would then keep the last step's gradient, and
+    a parameter whose hook fires twice in a backward pass (used inside and outside a reentrant checkpoint) would lose
+    the first part. If the first part is still in the bucket, autograd adds the second to it in place.
 
 Note [Peeking]
-    ``safe_get_full_grad`` and friends want the synced gradient before the step. A peek syncs and then reopens every
-    run: what was delivered is in the rank's own row and nowhere else, so that the sum over the ranks that share a row
-    is still the gradient. More micro-batches and the step's own sync stay right, at the price of a second sync.
+    ``safe_get_full_grad`` and similar functions read the synced gradient before the step. A peek syncs and then
+    reopens every run: the delivered sum stays in the rank's own row only, so the sum over the ranks that share a row
+    is still the gradient. Further micro-batches and the step's own sync stay correct, at the cost of a second sync.
 
-Note [What is owed]
-    A mode of sync may leave what it has not delivered in the buffer, outside the rank's own row, and the next step
-    begins with that. As long as no gradients have come since the step, ``zero_grad`` keeps it (DeepSpeed calls it
-    after each step); together with gradients it is dropped.
+Note [Residual in the buffer]
+    A mode of sync may leave its residual in the buffer, outside the rank's own row, for the next step. If no gradients
+    were added since the step, ``zero_grad`` keeps the residual (DeepSpeed calls it after each step). Otherwise
+    ``zero_grad`` drops the residual together with the gradients.
 
 Note [Sync under backward]
-    Parameters are synced in runs of neighbours, in whatever order. In the last micro-batch a run begins as soon as all
-    its gradients have been scattered; the step begins the rest and waits for all. A gradient that comes late (a
-    parameter used in and outside a reentrant checkpoint) reopens its run, as a peek does.
+    Parameters are synced in runs of neighbours, in any order. In the last micro-batch a run begins as soon as all its
+    gradients have been scattered; the step begins the other runs and waits for all. A late gradient (of a parameter
+    used inside and outside a reentrant checkpoint) reopens its run, as a peek does.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Gradients:
         mesh: has the route ``(1, gradients)``.
         mode: the mode of sync.
         wire: format of the scatter.
-        run_numel: parameter elements that one collective of sync carries; None for all.
-        loss_scale: the present one.
+        run_numel: parameter elements per collective of sync; None for all.
+        loss_scale: returns the current loss scale.
         meter: counts bytes.
-        lane: where sync runs.
+        lane: the ordered queue in which sync runs.
 
     Attributes:
-        buffer: ``[N / G, F]``; sums over this gradient domain, divided by N.
+        buffer: ``[N / G, F]``, the sums over this gradient domain, divided by N.
         mode: the mode of sync.
     """
 
@@ -81,32 +81,32 @@ class Gradients:
         self._route = mesh.route(1, layout.plan.gradients)
         self._runs = packed_runs(layout.padded_numels, run_numel)
         self._run_of = [run for run, slots in enumerate(self._runs) for _ in slots]
-        # By run, what the last micro-batch has not scattered yet: sync of a run begins when nothing is missing.
+        # By run, parameters that the last micro-batch has not scattered yet: sync of a run begins when none is left.
         self._missing = [set(slots) for slots in self._runs]
-        # By run, sync under way: the lane's stream reads and writes the run's columns of the buffer. The step and a
-        # scatter that reopens the run wait for the handle.
+        # By run, sync in progress: the queue's stream reads and writes the run's columns of the buffer. The step, and
+        # a scatter that reopens the run, wait for the handle.
         self._started: dict[int, Handle[None]] = {}
-        # Whether gradients were added since the last step: `zero_grad` after a step then has nothing to drop.
+        # Whether gradients were added since the last step: if not, `zero_grad` has nothing to drop.
         self._came = False
-        # Whether the own row was handed out, so that its reader may have written to it: `zero_grad` then clears it.
+        # Whether a peek returned the own row, so its reader may have written to it: `zero_grad` then clears it.
         self._shown = False
-        # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs none.
+        # Whether the own row is the synced gradient, because nothing was added since sync: a peek then needs no sync.
         self._current = True
 
     def scatter(self, slots: Sequence[int], grads: Sequence[Tensor], last: bool) -> bool:
         """Reduce-scatter one bucket of whole gradients over the gradients domain, and add the result to the buffer.
 
-        1. each destination's message holds its shards of the bucket's gradients, read where they lie;
-        2. one reduce hop (two for ``(L, G)``: inside the node, then across);
-        3. divide by the world size, and add; ranks whose own row is padding take part like any other.
+        1. pack for each destination its shards of the bucket's gradients, read in place;
+        2. reduce over one group (two for ``(L, G)``: inside the node, then across);
+        3. divide by the world size, and add; ranks whose own row is padding take part too.
 
         Args:
             slots: the parameters, in the same order on every rank.
             grads: their gradients, each ``ds_numel`` elements, any floating dtype.
-            last: whether this is the last micro-batch of the step: then sync begins (Note [Sync under backward]).
+            last: whether this is the step's last micro-batch, in which sync begins (Note [Sync under backward]).
 
         Returns:
-            Whether sync of one of them had begun, and so has to be repeated.
+            Whether sync of one of these parameters had begun already, and must be repeated.
         """
         runs = sorted({self._run_of[slot] for slot in slots})
         repeated = [run for run in runs if run in self._started]
@@ -158,7 +158,7 @@ class Gradients:
         return self.buffer[self.mode.context.own_row]
 
     def peek(self) -> Tensor:
-        """The rank's own row, synced, ``[F]``; collective (see Note [Peeking]). Writing to it changes the gradient."""
+        """Return the synced own row ``[F]``; writing to it changes the gradient. Collective (Note [Peeking])."""
         if not self._current:
             self.sync()
             self._reopen(sorted(self._started))
@@ -166,17 +166,17 @@ class Gradients:
         return self.own_row
 
     def replace(self, index: int, full: Tensor) -> None:
-        """Make a whole tensor, alike on every rank, the synced gradient of a slot; collective."""
+        """Replace a parameter's synced gradient by a whole tensor, equal on every rank; collective."""
         plan = self.layout.plan
         rows = rows_of(full.reshape(-1), plan)
         self.layout.slot(self.peek()[None], index)[0].copy_(rows[plan.position(self.layout.rank)])
 
     def optimizer_rows(self) -> Tensor:
-        """The synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""
+        """Return the synced gradient of the rank's optimizer shard, ``[N / O, F]``, a strided view of the buffer."""
         return self.layout.subset(self.buffer, self.layout.plan.gradients, self.layout.plan.optimizer)
 
     def end_step(self, skipped: bool) -> None:
-        """The optimizer has stepped, or skipped it: commit or drop the mode's state and forget the gradients."""
+        """Commit the mode's state after an optimizer step, or drop it after a skipped one; clear the gradients."""
         self._wait()
         self._started.clear()
         self._missing = [set(slots) for slots in self._runs]
@@ -186,11 +186,11 @@ class Gradients:
         self._came = self._shown = False
 
     def tensors(self) -> list[Tensor]:
-        """What is held, with what the mode keeps; views of these are not."""
+        """Return the buffer and the mode's tensors, without views of them."""
         return [self.buffer, *self.mode.tensors()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """That of the mode; without what it owes, and with a warning, where gradients have come on top of that."""
+        """Return the mode's state; empty, with a warning, if gradients were added to a residual in the buffer."""
         if not (self._came and self.mode.residual_in_shard):
             return self.mode.state_dict()
         if self.layout.rank == 0:
@@ -201,7 +201,7 @@ class Gradients:
         return {}
 
     def zero(self) -> None:
-        """Forget all gradients that came since the step, as if they had never been; see Note [What is owed]."""
+        """Drop all gradients that were added since the step (Note [Residual in the buffer])."""
         if self._came or self._started:
             self.end_step(skipped=True)
         elif self._shown:

@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""FP32 optimizer shards of one row or several: optimizer states replicated between domains (MiCS, HSDP).
+"""FP32 optimizer shards of one or several rows: optimizer states replicated between domains (MiCS, HSDP).
 
-DeepSpeed keeps one world shard of masters and optimizer states per rank. With ``O < N`` a rank's optimizer shard is
-``N / O`` of them. Ranks that share it compute the same update from the same bits, so nothing travels for them.
+DeepSpeed stores one world shard of masters and optimizer states per rank. With ``O < N`` a rank's optimizer shard has
+``N / O`` such rows. Ranks that replicate it compute the same update from the same bits, without communication.
 Checkpoints keep DeepSpeed's layout: each rank saves the row that stock ZeRO-3 would, and a load gathers the others.
-A shard of one row (``O = N``) has that layout already: it is never copied, and nothing of it is shared.
+A shard of one row (``O = N``) has that layout already: it is neither copied nor replicated.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Masters:
-    """Masters as tables of rows, and their way, with their optimizer states, from and to DeepSpeed's layout.
+    """Lays out masters as tables of rows, and converts them and their optimizer states from and to DeepSpeed's layout.
 
     Attributes:
-        own_row: index of the row that DeepSpeed's layout knows.
+        own_row: index of the row that DeepSpeed's layout stores.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh, meter: Meter, device: torch.device) -> None:
@@ -40,11 +40,11 @@ class Masters:
         self._device = device
 
     def table(self, flat: Tensor) -> Tensor:
-        """A flat master, state or gradient as ``[N / O, columns]``, a view."""
+        """View a flat master, state or gradient as ``[N / O, columns]``."""
         return flat.view(self._rows, -1)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer whose state exists before the masters do."""
+        """Raise ValueError for an optimizer that fills its state before the masters exist."""
         if optimizer.state:
             raise ValueError(
                 f"{type(optimizer).__name__} fills its state when it is built, which zero_topo cannot replicate; use "
@@ -52,15 +52,15 @@ class Masters:
             )
 
     def build(self, rows: Tensor, like: Tensor) -> Tensor:
-        """A leaf tensor of ``[N / O * columns]`` in ``like``'s dtype and device, filled from ``rows`` (a view)."""
+        """Return a new leaf tensor ``[N / O * columns]`` with dtype and device of ``like``, filled from ``rows``."""
         master = torch.empty(rows.numel(), dtype=like.dtype, device=like.device)
         self.table(master).copy_(rows)
         return master.requires_grad_(True)
 
     def share(self, flat: Tensor, begin: int = 0, width: int | None = None) -> None:
-        """Fill the other rows (of some columns) from the ranks that own them; offloaded ones by way of the accelerator.
+        """Fill the other rows (of some columns) from the ranks that own them; collective if there are several rows.
 
-        Collective if there are others.
+        An offloaded tensor is copied to the accelerator and back.
         """
         if self._rows == 1:
             return
@@ -72,13 +72,13 @@ class Masters:
             columns.copy_(moved)
 
     def follow(self, flat: Tensor, begin: int, rows: Tensor, edited: Tensor) -> None:
-        """Take over edited weights; masters of the others stay, exact where the weights are published rounded.
+        """Copy edited weights into a master; elements that were not edited keep their FP32 values.
 
         Args:
             flat: a master.
             begin: the first column.
-            rows: ``[N / O, width]``, weights.
-            edited: which of them were; bool of the same shape.
+            rows: the weights, ``[N / O, width]``.
+            edited: whether each was edited, bool ``[N / O, width]``.
         """
         masters = self.table(flat.detach())[:, begin : begin + rows.shape[1]]
         masters.copy_(torch.where(edited.to(flat.device), rows.to(flat), masters))
@@ -86,13 +86,13 @@ class Masters:
     def moments(
         self, state: State, flats: Sequence[Tensor], begins: Sequence[int], groups: Sequence[Any]
     ) -> list[Moment]:
-        """What an Adam-like optimizer remembers of the gradients, for the mode of sync.
+        """Return the momentum of an Adam-like optimizer, for the mode of sync.
 
         Args:
-            state: by master.
-            flats: the masters, one for each sub-group.
-            begins: the first column of each.
-            groups: the optimizer's parameter group of each.
+            state: the optimizer's state by master.
+            flats: the masters, one per sub-group.
+            begins: the first column of each master.
+            groups: the optimizer's parameter group of each master.
 
         Returns:
             One entry for each sub-group that has been updated before.
@@ -106,17 +106,16 @@ class Masters:
 
     @contextmanager
     def narrowed(self, masters: list[Tensor], optimizer: torch.optim.Optimizer, share: bool) -> Iterator[list[Tensor]]:
-        """Masters and optimizer states in DeepSpeed's layout for the length of a save or load.
+        """Present masters and optimizer states in DeepSpeed's layout during a save or load.
 
         Args:
             masters: the masters of all rows, one per sub-group.
-            optimizer: its state is keyed by master, and holds the narrow entries within the context. Loading a state
-                dict gives an optimizer a new state, so it is looked up again at the end.
-            share: take what the context wrote into the narrow tensors back into all rows (a load; collective), unless
-                it raised.
+            optimizer: its state is keyed by master; within the context it has the one-row entries instead. Loading a
+                state dict replaces the optimizer's state, so it is read again at the end.
+            share: for a load: copy the one-row tensors back, and to all rows (collective), unless the context raised.
 
         Yields:
-            One leaf tensor ``[columns]`` per master: those given, if they have one row.
+            One leaf tensor ``[columns]`` per master: the given masters, if they have one row.
         """
         if self._rows == 1:
             yield masters
@@ -131,7 +130,7 @@ class Masters:
         try:
             yield narrow
             loaded = share
-        finally:  # a load that failed leaves what was there, and is not shared: other ranks may not have failed
+        finally:  # after a failed load the old state stays, without a collective: other ranks may not have failed
             state = optimizer.state
             for small, master, entry in zip(narrow, masters, saved, strict=True):
                 changed = state.pop(small, None)
@@ -163,12 +162,12 @@ class Masters:
 
 
 def clean(layout: Layout, masters: Sequence[Tensor], state: State) -> None:
-    """After a load: zero the padding (Note [Padding] in ``shards.py``), and give each master a step count of its own.
+    """Zero the padding after a load (Note [Padding] in ``shards.py``), and give each master its own step count.
 
-    A universal checkpoint gives all masters one tensor to count in, which each of their updates would increment.
+    A universal checkpoint gives all masters one step tensor, which each of their updates would increment.
 
     Args:
-        layout: the slots.
+        layout: the parameters' shard ranges.
         masters: one world shard per sub-group, in flat order.
         state: optimizer states by master.
     """

@@ -1,21 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Publish: updated weights travel from the optimizer shards back to the weight shards, run by run.
+"""Publish: the all-gather of updated weights from the optimizer shards to the weight shards after a step.
 
 Note [Delta publish]
-    With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is what every rank holds of it, and
-    every rank, the owner included, puts ``w + q`` in its place: one FP32 sum, one rounding to the type of the weights.
-    Since the owner's ``w`` goes through the very same arithmetic, all copies stay bit-identical, and what ``q`` or the
-    rounding left out is in the next difference: the FP32 master is the error's memory. A row of a parameter is filled
-    up to whole blocks, so a norm never shares a scale with a matrix.
+    With ``"delta"`` the owner of a row sends ``q = Q(master - w)``, where ``w`` is the row as every rank stores it.
+    Every rank, the owner included, replaces ``w`` by ``w + q``: one FP32 sum, rounded once to the dtype of the weights.
+    All ranks do the same arithmetic on the same bits, so all copies stay bit-identical. The error of ``q`` and of the
+    rounding is part of the next difference: the FP32 master serves as error feedback. Each row of a parameter is padded
+    to whole blocks, so a norm never shares a scale with a matrix.
 
 Note [Publish under forward]
-    Updated slots are collected over all sub-groups of the optimizer, and begin together (:meth:`Publisher.begin`),
-    when the first is needed or the step ends. Persistent parameters come first, in runs of their own: DeepSpeed gathers
-    them at the end of the step, which waits for these alone, and ends with the parameters whole, as in stock ZeRO-3.
-    Other runs follow in the order in which the model needs them: vectors, which often are a sub-group of their own, are
-    needed by the first module. A run is finished when a gather first needs one of its parameters
-    (:meth:`Publisher.finish`). Every slot carries the version of its weights, and a gather of another version than
-    the present one raises instead of reading it.
+    Updated parameters are collected over all sub-groups of the optimizer. Their publish begins
+    (:meth:`Publisher.begin`) when the first of them is needed or the step ends. Persistent parameters are published
+    first, in separate runs: DeepSpeed gathers them at the end of the step, which waits for these runs only. Other runs
+    follow in the order in which the model needs them: vectors, often a separate sub-group, are needed by the first
+    module. A run is finished when a gather first needs one of its parameters (:meth:`Publisher.finish`). Each parameter
+    has a version count, and a gather of a stale version raises an error instead of reading it.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ from zero_topo.quant.ops import dequantize, quantize
 from zero_topo.quant.spec import Format
 
 Update = tuple[Sequence[int], Tensor | None, int]
-"""Parameters, their masters ``[rows, columns]`` (None: their rows have the new weights), the first master's column."""
+"""Parameters, their masters ``[rows, columns]`` (None: the rows already have the new weights), and the first column."""
 
 Planner = Callable[[Sequence[Update], Mapping[int, int]], list[Update]]
-"""Cuts updates of the parameters that have a size into runs; see :func:`runs_of`."""
+"""Cuts updates into runs, with the sizes of those parameters that take part; see :func:`runs_of`."""
 
 
 Begun = Iterator[tuple[Sequence[int], Handle[None]]]
-"""Runs under way: the parameters that one collective carries, and its handle."""
+"""Runs in progress: the parameters that one collective carries, and its handle."""
 
 
 class Publisher:
-    """Publishes parameters run by run, and knows which version of each is stored.
+    """Publishes parameters run by run, and tracks which version of each is stored.
 
     Args:
-        count: parameters.
-        codecs: each begins the runs of those updated parameters that it sends, in its own format.
+        count: number of parameters.
+        codecs: each begins the runs of the updated parameters that it sends in its format.
         meter: counts under "publish".
     """
 
     def __init__(self, count: int, codecs: Sequence[Callable[[Sequence[Update]], Begun]], meter: Meter) -> None:
         self._codecs, self._meter = codecs, meter
-        # How often each parameter was updated, and how many of these updates have arrived. The host counts; a gather
-        # compares both, so that no weights are read between their update and the end of their publish.
+        # By parameter: the number of updates, and the number of finished publishes. The host counts both; a gather
+        # compares them, so no weights are read between their update and the end of their publish.
         self._wanted = [0] * count
         self._held = [0] * count
-        # Updates of this step, which wait for the first reader or the step's end to begin together.
+        # Updates of this step whose publish has not begun: the first reader or the step's end begins all.
         self._updates: list[Update] = []
-        # Begun, oldest first: the lane's stream writes the shards; who waits for the handle may read them.
+        # Runs begun, oldest first: the queue's stream writes the shards; whoever has waited for the handle may read.
         self._pending: list[tuple[Sequence[int], Handle[None]]] = []
 
     def begin(self) -> bool:
-        """Begin to publish all that was updated; collective. Whether there was anything."""
+        """Begin to publish all updated parameters; return whether there were any. Collective."""
         updates, self._updates = self._updates, []
         if not updates:
             return False
@@ -80,13 +79,13 @@ class Publisher:
         return True
 
     def start(self, slots: Sequence[int], masters: Tensor | None = None, first: int = 0) -> None:
-        """Take note of consecutive parameters whose optimizer rows were updated, for :meth:`begin`.
+        """Record consecutive parameters whose optimizer rows were updated, for :meth:`begin`.
 
         Args:
             slots: the parameters.
-            masters: ``[rows, columns]`` of these, unchanged until the step has ended; None where the rows have the new
-                weights already.
-            first: the column that the first of the masters is.
+            masters: their masters ``[rows, columns]``, unchanged until the step has ended; None if the rows already
+                have the new weights.
+            first: the column of the layout at which the masters begin.
         """
         for slot in slots:
             assert self._held[slot] == self._wanted[slot], "finish the last publish first"
@@ -94,13 +93,13 @@ class Publisher:
         self._updates.append((slots, masters, first))
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
-        """Finish what is under way for some parameters, or for all; collective where publish takes two hops.
+        """Finish the publishes of some parameters, or of all; collective if the route has two groups.
 
         Returns:
             The parameters whose weights changed.
 
         Raises:
-            RuntimeError: if a parameter still is not of the present version.
+            RuntimeError: if a parameter still has a stale version.
         """
         wanted = set(range(len(self._wanted)) if slots is None else slots)
         for updated, *_ in self._updates:
@@ -129,14 +128,14 @@ class RowCodec:
     """Publishes rows of a primary weight shard, in a dtype or as quantized differences to the masters.
 
     Args:
-        layout: the parameters; those of no columns are stored elsewhere.
-        sizes: of each parameter that it publishes: elements with padding, over the whole world.
+        layout: the parameters; those without columns are stored elsewhere.
+        sizes: by published parameter: elements with padding, over the whole world.
         route: ``(weights, optimizer)``.
         primary: ``[N / W, F]``.
         wire: the format; if it quantizes, masters are needed.
         counted: meter and phase.
         planned: cuts updates into runs.
-        lane: where runs are started and finished.
+        lane: the ordered queue in which runs are started and finished.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class RowCodec:
         self._wire, self._counted, self._planned, self._lane = wire, counted, planned, lane
 
     def begin(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates; with differences these have masters, and else none."""
+        """Begin to publish some updates, which have masters only if differences are sent."""
         for slots, masters, first in self._planned(updates, self._sizes):
             parts, rows = [self._layout.spans(slots)], list[Tensor]()
             if masters is not None:
@@ -173,7 +172,7 @@ class RowCodec:
             return all_gather_views(self._route, pieces, wire, self._counted)
         own, differences = by_member[self._route.index], list[View]()
         for spans, rows in zip(parts, masters, strict=True):
-            # What turns what all ranks hold into (almost) what the masters say.
+            # The master minus the stored row: adding it, quantized, brings the row close to the master.
             differ = rows - own[:, spans[0][0] : spans[-1][1]]
             differences += range_views(differ, packed_ranges(spans), wire.block_size)
         message = quantize(differences, wire)
@@ -184,13 +183,13 @@ class RowCodec:
 def runs_of(
     urgency: Sequence[tuple[bool, int]], limit: int, updates: Sequence[Update], sizes: Mapping[int, int]
 ) -> list[Update]:
-    """Updates cut into runs of at most ``limit`` elements, the most urgent first, persistent parameters apart.
+    """Cut updates into runs of at most ``limit`` elements, the most urgent first, persistent parameters apart.
 
     Args:
-        urgency: of each parameter: whether publish may go on after the step, and its place among those the model needs.
-        limit: elements of a run; a parameter above it is a run of its own.
+        urgency: by parameter: whether its publish may continue after the step, and its position in the model's order.
+        limit: elements of a run; a larger parameter is a run of its own.
         updates: of some parameters.
-        sizes: elements of those parameters that take part.
+        sizes: elements of the parameters that take part.
     """
     runs: list[tuple[tuple[bool, int], Update]] = []
     for slots, masters, first in updates:

@@ -1,11 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Residuals of sync, and their ages, taken along when a run goes on with another number of nodes.
+"""Transfer of sync's residuals, and of AgedAdamW's ages, to a run with another number of nodes.
 
 Note [Residuals of another run]
-    A residual belongs to a peer, so it cannot be taken over where peers are others. But the sum over the peers is what
-    the optimizer has not got yet, whoever holds it back: each of ``P`` new peers takes a ``P``-th of it. DeepSpeed's
-    conversion to a universal checkpoint, which a change of ranks needs, knows nothing of residuals; :func:`carry` puts
-    the sums beside what it has made, and of AgedAdamW the steps since each element came, which that leaves behind too.
+    A residual belongs to one peer, so it cannot be loaded if the peers change. But the sum over the peers is the part
+    of the gradients that the optimizer has not received, whichever peer stores it: each of ``P`` new peers takes a
+    ``P``-th. A change of the number of ranks needs DeepSpeed's conversion to a universal checkpoint, which ignores
+    residuals and ages. :func:`carry` adds the sums and AgedAdamW's ages (steps since each element arrived) to its
+    output.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Entries = dict[str, Tensor]  # by the name of a parameter
 
 
 class Carried(NamedTuple):
-    """What a universal checkpoint has of sparse sync, by parameter: ``[numel]`` each.
+    """State of sparse sync in a universal checkpoint, by parameter: ``[numel]`` each.
 
     Attributes:
-        owed: FP32, what all ranks owed together.
-        ages: uint8, the steps since each element came; empty of a run without AgedAdamW.
+        owed: FP32, the residuals summed over all ranks.
+        ages: uint8, the steps since each element arrived; empty for a run without AgedAdamW.
     """
 
     owed: Entries
     ages: Entries
 
     def check(self, names: Sequence[str], numels: Sequence[int]) -> None:
-        """Raise ValueError for a parameter that has another size here."""
+        """Raise ValueError if a parameter has another size in this run."""
         for entries in self:
             for name, numel in zip(names, numels, strict=True):
                 if name in entries and entries[name].numel() != numel:
@@ -51,7 +52,7 @@ class Carried(NamedTuple):
                     )
 
     def age_rows(self, layout: Layout, names: Sequence[str]) -> Tensor:
-        """Ages of a rank's optimizer shard: uint8 ``[N / O, F]``."""
+        """Return the ages of a rank's optimizer shard, uint8 ``[N / O, F]``."""
         plan = layout.plan
         positions = [plan.position(owner) for owner in plan.rows(layout.rank, plan.optimizer)]
         rows = torch.zeros(layout.shape(plan.optimizer), dtype=torch.uint8)
@@ -62,18 +63,19 @@ class Carried(NamedTuple):
 
 
 def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
-    """Give a mode of sync what a checkpoint has for it.
+    """Load a checkpoint's state into a mode of sync.
 
-    A residual depends on who the peers are, and what a mode remembers beside it on who needs which sums: on degrees of
-    gradients and optimizer, and on the placement. Of another plan only rows for peers that are peers here are taken.
+    A residual depends on the set of peers; a mode's other state also depends on which rank needs which sums. Both
+    follow from the degrees of gradients and optimizer, and from the placement. From another plan, only rows of owners
+    that are peers in this run too are loaded.
 
     Args:
-        mode: as it was made.
-        state: this rank's, as :meth:`~zero_topo.engine.stage3.Stage3.state_dict` made it, or empty.
-        plan: the present one, of as many ranks.
+        mode: newly built.
+        state: this rank's :meth:`~zero_topo.engine.stage3.Stage3.state_dict`, or empty.
+        plan: the current plan, for as many ranks.
 
     Returns:
-        What could not be taken over, and what can be done about it; None if nothing was lost.
+        A message: what could not be loaded, and what the user can do about it; None if nothing was lost.
 
     Raises:
         ValueError: for state of another mode or of other shapes.
@@ -91,7 +93,7 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
     beside = sync.keys() - {
         "residual",
         "step",
-    }  # which other peers' masks do not fit: such a mode begins from the first
+    }  # masks and similar state do not fit other peers: a mode with such state restarts at step 0
     mode.steps = 0 if beside else int(sync.get("step", 0))
     if dropped == 0 and not beside:
         return None
@@ -105,16 +107,16 @@ def restore(mode: SyncMode, state: Mapping[str, Any], plan: Plan) -> str | None:
 
 
 def carry(saved: Path, universal: Path) -> Carried:
-    """Write a saved run's residuals, summed over its ranks, and ages into a universal checkpoint made of it.
+    """Write a saved run's residuals, summed over its ranks, and its ages into the run's universal checkpoint.
 
-    Nothing that the files hold is run.
+    No code from the files is executed.
 
     Args:
-        saved: the folder of one tag, as ``save_checkpoint`` made it.
-        universal: the folder that ``ds_to_universal`` made of it.
+        saved: the folder of one tag, written by ``save_checkpoint``.
+        universal: the folder that ``ds_to_universal`` wrote from it.
 
     Returns:
-        What was written to ``zero_topo_owed.pt``.
+        The content of the written file, ``zero_topo_owed.pt``.
 
     Raises:
         ValueError: if a folder or a rank's file is missing, a file is damaged, or the run kept no residuals.
@@ -150,7 +152,7 @@ def carry(saved: Path, universal: Path) -> Carried:
 
 
 def carried(folder: str | Path | None) -> Carried:
-    """What :func:`carry` wrote into a checkpoint's folder; empty if there is nothing.
+    """Read the file that :func:`carry` wrote into a checkpoint's folder; empty if there is none.
 
     Raises:
         ValueError: if the file is damaged.
@@ -169,7 +171,7 @@ def carried(folder: str | Path | None) -> Carried:
 
 
 class _Unread:
-    """Stands for an object of any class that we do not know: its parts are dropped, none of its code runs."""
+    """Placeholder for an object of an unknown class: its parts are dropped, and none of its code runs."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -177,10 +179,10 @@ class _Unread:
 
 
 def _read(path: Path) -> Any:
-    """What a file of ``torch.save`` holds; tensors stay in the file until they are looked at.
+    """Load a file of ``torch.save``; tensors are memory-mapped.
 
     Raises:
-        ValueError: if it is damaged.
+        ValueError: if the file is damaged.
     """
     try:
         unknown: list[Any] = [(_Unread, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
@@ -191,7 +193,7 @@ def _read(path: Path) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """A few words of an error of any length."""
+    """Return the first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -207,7 +209,7 @@ def _check_ranks(saved: Path, ranks: list[int], world_size: int) -> None:
 
 
 def _add_residual(state: Mapping[str, Any], ranks: int, sums: Entries) -> None:
-    """Add the residual that one rank saved, by parameter."""
+    """Add one rank's saved residual to ``sums``, by parameter."""
     owed, residual = state.get("owed"), state.get("sync", {}).get("residual")
     if owed is None or residual is None or not residual.numel():
         return
@@ -225,7 +227,7 @@ def _add_residual(state: Mapping[str, Any], ranks: int, sums: Entries) -> None:
 def _add_ages(
     optimizer: Mapping[str, Any], rank: int, columns: Mapping[str, tuple[int, int, int]], ages: Entries
 ) -> None:
-    """Put in the ages that one rank saved: of its world shard, as DeepSpeed lays all states out."""
+    """Copy one rank's saved ages into ``ages``: those of its world shard, in DeepSpeed's flat order."""
     saved = [state for _, state in sorted(optimizer.get("state", {}).items())]
     if not any("age" in state for state in saved):
         return

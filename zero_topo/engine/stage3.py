@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It knows no DeepSpeed."""
+"""The engine behind one DeepSpeed stage-3 optimizer: groups, shards, sync mode, meter. It does not import DeepSpeed."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class Stage3:
     Args:
         config: the plan and the formats.
         trained: the parameters that the optimizer updates, in DeepSpeed's flat order.
-        frozen: those that no optimizer updates.
+        frozen: the parameters that no optimizer updates.
         like: a tensor of the model's dtype on the accelerator.
-        scatter_dtype: DeepSpeed's ``communication_data_type``, used where gradients are not quantized.
+        scatter_dtype: DeepSpeed's ``communication_data_type``, used if gradients are not quantized.
         accumulation_dtype: DeepSpeed's own choice, used if the block names none.
-        bucket_numel: DeepSpeed's ``reduce_bucket_size``; sync and publish carry as many elements in one collective.
-        loss_scale: the present loss scale.
-        moments: what the optimizer remembers now; empty before its first step.
+        bucket_numel: DeepSpeed's ``reduce_bucket_size``; also the elements per collective of sync and publish.
+        loss_scale: returns the current loss scale.
+        moments: returns the optimizer's momentum; empty before its first step.
 
     Attributes:
-        parameters: those that are trained.
-        layout: of these.
+        parameters: the trained parameters.
+        layout: of the trained parameters.
         weights: the shards from which weights are gathered, frozen ones too.
         gradients: the gradient shard and the mode of sync.
-        masters: how FP32 optimizer shards lie, whoever made them (:attr:`separate_masters`).
+        masters: the layout of FP32 optimizer shards, ours or DeepSpeed's (:attr:`separate_masters`).
         meter: bytes sent.
-        run_numel: parameter elements that one collective of sync carries; None for all.
-        publish_dtype: type in which publish sends weights that it does not quantize.
+        run_numel: parameter elements per collective of sync; None for all.
+        publish_dtype: the dtype in which publish sends weights that it does not quantize.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Stage3:
         spans = self.layout.spans(range(len(trained)))
         self.parameters = tuple(replace(p, span=span) for p, span in zip(trained, spans, strict=True))
         self._frozen = tuple(frozen)
-        # Of a frozen parameter no rank owns more than its world shard.
+        # A rank owns no more of a frozen parameter than its world shard.
         still = [replace(config.plan, optimizer=config.plan.world_size)] if frozen else []
         plans = [config.plan, *still]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
@@ -87,7 +87,7 @@ class Stage3:
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
         self.run_numel = None if config.sync.WHOLE else bucket_numel
-        # Sync and publish run here, in one order on all ranks; on a GPU on a stream of their own.
+        # The queue of sync and publish: one order on all ranks; on a GPU, a separate stream.
         self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
         publish = config.publish.spec or cast_to(self.publish_dtype)
         parameters, count = (*trained, *frozen), len(trained)
@@ -99,9 +99,9 @@ class Stage3:
 
     @property
     def separate_masters(self) -> bool:
-        """Whether FP32 masters need buffers of their own: several rows per rank, or weights that differ.
+        """Whether FP32 masters need our own buffers: several rows per rank, or weights that differ from the masters.
 
-        Else those that DeepSpeed made serve, and its own code for them.
+        Otherwise DeepSpeed's masters are used, with its own code for them.
         """
         plan, model = self.config.plan, self.like.dtype
         exact = self.publish_dtype == model and (self.config.publish.delta is None or model != torch.float32)
@@ -126,11 +126,11 @@ class Stage3:
 
     @property
     def sync_dtype(self) -> torch.dtype:
-        """Type in which dense sync values travel."""
+        """The dtype in which dense sync sends values."""
         return _dtype(getattr(self.config.sync, "dtype", None), self.accumulation_dtype)
 
     def notes(self) -> list[str | None]:
-        """Lines for the log about what depends on the model: INT8 weights, process groups, the residual of FP16."""
+        """Return log lines that depend on the model: INT8 weights, process groups, the residual of FP16."""
         numels, coded, int8 = self.weights.layout.numels, self.weights.coded, None
         if self.config.resident_spec is not None:
             stored = sum(numel for numel, is_int8 in zip(numels, coded, strict=True) if is_int8)
@@ -138,10 +138,10 @@ class Stage3:
         return [int8, self.mesh.words() or None, self.gradients.mode.note()]
 
     def restart(self, masters: Tensor | None = None) -> None:
-        """Take each rank's own world shard as the truth, at start-up and after a load. Collective.
+        """Rebuild all shards from each rank's own world shard, at start-up and after a load. Collective.
 
         Args:
-            masters: FP32 ``[F]``, those of the rank's own row, if there are any yet.
+            masters: the masters of the rank's own row, FP32 ``[F]``; None before they exist.
         """
         self.layout.clear_padding(self.weights.own_row)
         self.weights.publish_world(masters=masters)
@@ -149,7 +149,7 @@ class Stage3:
         self.meter.reset_step()
 
     def restart_frozen(self) -> None:
-        """The same of the parameters that no optimizer updates. Collective."""
+        """Rebuild the shards of frozen parameters from each rank's own world shard. Collective."""
         if self.weights.frozen:
             self.weights.layout.clear_padding(self.weights.frozen_row, self.layout.columns)
             self.weights.publish_world(self.weights.frozen)
@@ -157,12 +157,12 @@ class Stage3:
 
     @contextmanager
     def watched(self, master: Tensor, begin: int, rate: float | Tensor) -> Iterator[None]:
-        """Around the optimizer's update of some masters: the mode of sync may prepare it, and see it if it wants to.
+        """Call the mode of sync before and, if it wants updates, after the optimizer's update of some masters.
 
         Args:
             master: FP32, flat: this rank's optimizer shard of some whole parameters.
-            begin: the first of their columns.
-            rate: their learning rate; optimizers may keep it in a tensor.
+            begin: the first column of these parameters.
+            rate: their learning rate; some optimizers store it in a tensor.
         """
         mode, rows = self.gradients.mode, self.masters.table(master.detach())
         mode.before_update(begin, rows.shape[1])
@@ -175,37 +175,37 @@ class Stage3:
         mode.after_update(begin, old, row, float(rate))
 
     def end_step(self, skipped: bool) -> None:
-        """After an optimizer step, skipped or not: close the step of sync and of the meter, zero the gradients.
+        """End an optimizer step, skipped or not: begin publish, commit sync, zero the gradients, end the meter's step.
 
         Raises:
-            RuntimeError: with ``debug_checks``, on every rank, if ranks that share a shard hold different bits.
+            RuntimeError: with ``debug_checks``, on every rank, if replicas of a shard are not bit-identical.
         """
         self.weights.begin()
         self._lane.flush()
         self.gradients.end_step(skipped)
         if self.config.debug_checks:
-            self.weights.finish()  # else some runs are compared before they have arrived
+            self.weights.finish()  # else some runs would be compared before they have arrived
             check_replicas(self.config.plan, self.weights.copies())
             if self._frozen:
                 check_replicas(self.config.plan, [self.weights.frozen_primary])
         self.meter.end_step()
 
     def settle(self) -> None:
-        """Finish what is under way: sync that a backward pass has begun, publishes, the modes' own. Collective."""
+        """Finish pending work: sync begun by a backward pass, publishes, the mode's own collectives. Collective."""
         self._lane.finish()
         self.weights.finish()
         self.gradients.mode.drain()
 
     def destroy(self) -> None:
-        """Finish what is under way and destroy the groups. Collective."""
+        """Finish pending work and destroy the groups. Collective."""
         self.settle()
         self.mesh.destroy()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond DeepSpeed's own to go on bit for bit; this rank's part.
+        """Return this rank's state beyond DeepSpeed's own that a bit-exact resume needs.
 
-        The residuals of sync, and what the weights that all hold need beside the masters. One entry for DeepSpeed's own
-        dictionary, or none if there is neither.
+        This is the state of sync, and the state of weights that masters do not determine. The result is one entry for
+        DeepSpeed's dictionary, or empty if there is neither.
         """
         self.weights.finish()
         held = self.weights.state_dict()
@@ -219,17 +219,17 @@ class Stage3:
         return {STATE_KEY: state} if sync or held else {}
 
     def load_state_dict(self, saved: Mapping[str, Any], folder: str | None = None) -> Tensor | None:
-        """Restore :meth:`state_dict`, before :meth:`restart`; without one it means a fresh start.
+        """Restore :meth:`state_dict` before :meth:`restart`; without saved state, start fresh. Collective.
 
-        Of another plan, only what has a place here, and a line says so. Collective: where ranks could not all restore
-        the same, all start fresh, for they would part.
+        State of another plan is restored as far as it fits, and the log says so. If ranks cannot all restore the same
+        state, all start fresh, as otherwise their replicas would diverge.
 
         Args:
             saved: DeepSpeed's dictionary of this rank, from a checkpoint of any plan or of stock ZeRO-3.
-            folder: of the checkpoint; see Note [Residuals of another run] in ``residual_transfer.py``.
+            folder: the checkpoint's folder; see Note [Residuals of another run] in ``residual_transfer.py``.
 
         Returns:
-            The ages that came with it, for AgedAdamW: uint8 ``[N / O, F]``, the rows of the optimizer's shard.
+            Saved ages for AgedAdamW, uint8 ``[N / O, F]``, the rows of the optimizer's shard; None if there are none.
         """
         entry, mode = saved.get(STATE_KEY, {}), self.gradients.mode
         state = entry if isinstance(entry, Mapping) else {}
@@ -267,7 +267,7 @@ class Stage3:
         return brought.age_rows(self.layout, trained) if brought.ages else None
 
     def workload(self, micro_batches: int) -> Workload:
-        """The model as the cost formulas see it, all gradients in one bucket."""
+        """Describe the model for the cost formulas, with all gradients in one bucket."""
         work = Workload(
             numels=self.layout.numels,
             dims=tuple(p.dims for p in self.parameters),
@@ -288,7 +288,7 @@ class Stage3:
         return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None))
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the shards on this rank, but for the optimizer's."""
+        """Return the bytes of the shards on this rank, without the optimizer's."""
         kept = self.gradients.mode.state_bytes()
         shards = {**self.weights.memory(), "gradients": self.gradients.buffer.nbytes}
         return {**shards, "residual": kept} if kept else shards

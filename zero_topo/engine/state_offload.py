@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tensors that leave the accelerator for a while, and come back to the same place of the same shards.
+"""Offloads tensors from the accelerator to the host, and reloads them into their old storages.
 
 Note [Emptied storages]
     Shards are read through many views: gathers, publish, DeepSpeed's flat buffers, masters that are the weights
-    themselves. To give a view another tensor would leave the others with the memory. So a storage is copied to the host
-    and emptied under all its views, which are right again when it is filled; who reads one in between reads nothing.
-    The tensors that are known outside (``param.ds_tensor``, masters, optimizer states) are given the host's copy for so
-    long, as stock ZeRO-3 gives it: they can be read and edited, and tell where they are.
+    themselves. Replacing the data of one view would not free the memory, which the other views share. A storage is
+    therefore copied to the host and resized to zero under all its views; they are valid again after the reload, and
+    must not be read before. Tensors that users can access (``param.ds_tensor``, masters, optimizer states) use the
+    host's copy in the meantime, as in stock ZeRO-3: they can be read and edited, and their ``device`` is the CPU.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from zero_topo.collectives.queue import on_gpu
 
 
 class HostCopies:
-    """What of a device's tensors is on the host now.
+    """The tensors of a device that are on the host now.
 
     Args:
-        device: the tensors'; others stay where they are.
+        device: tensors of other devices are not moved.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # and what each is on the device
-        self._storages: list[tuple[UntypedStorage, Tensor]] = []  # and its bytes
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # each with its data on the device
+        self._storages: list[tuple[UntypedStorage, Tensor]] = []  # each with its bytes on the host
 
     def offload(self, tensors: Iterable[Tensor], pin_memory: bool) -> None:
-        """Copy the storages of some tensors to the host, and free them; waits for the device once.
+        """Copy the storages of some tensors to the host, and free them; one host synchronization.
 
         Args:
-            tensors: of any shapes; they are the host's copy until :meth:`reload`. Other tensors that share their
+            tensors: of any shapes; their data are the host's copy until :meth:`reload`. Other tensors that share their
                 storages must not be read until then.
-            pin_memory: whether copies are page-locked; on a CPU they are not.
+            pin_memory: whether copies are page-locked; ignored on a CPU.
         """
         held = {id(t): t for t in tensors if t.device.type == self._device.type and t.untyped_storage().nbytes()}
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held.values()}
@@ -58,7 +58,7 @@ class HostCopies:
             self._storages.append((storage, copies[address]))
 
     def reload(self, non_blocking: bool) -> None:
-        """Bring all back to where it was, with what was edited meanwhile.
+        """Copy all tensors back into their storages, with any edits.
 
         Args:
             non_blocking: only queue the copies, on the current stream.

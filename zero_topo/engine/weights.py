@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The weight shards: primary, secondary, what is gathered from which, and publish.
+"""The weight shards: primary and secondary copies, gathers from them, and publish.
 
 Note [Quantized gathers]
-    Each parameter is quantized by itself: blocks never straddle two parameters, so the value a layer computes with does
-    not depend on which bucket or prefetch carried it, and a norm's weights never share a scale with a matrix.
-    Parameters that DeepSpeed keeps resident (``stage3_param_persistence_threshold``) are gathered exactly.
+    Each parameter is quantized separately: no block spans two parameters. The value a layer computes with therefore
+    does not depend on which bucket or prefetch carried it, and a norm's weights never share a scale with a matrix.
+    Persistent parameters (``stage3_param_persistence_threshold``) are gathered exactly.
 
 Note [Which copy is read]
     Forward gathers read the primary shards, also when DeepSpeed's prefetch starts them in the forward pass for use in
@@ -17,32 +17,32 @@ Note [Which copy is read]
     from a stale copy.
 
 Note [Publish before gather]
-    On a GPU gathers run on a stream of their own, publish on another, and edits and loads where they are made. Every
-    change of the shards therefore records an event, and whoever reads or changes them next makes its stream wait for it
-    first, so that the last event stands for all. On a CPU collectives block, and there is no event.
+    On a GPU, gathers run on one stream, publish on another, and edits and loads on the caller's. Every change of the
+    shards therefore records an event. The next reader or writer first makes its stream wait for that event, so the last
+    event covers all earlier ones. On a CPU collectives block, and there is no event.
 
 Note [INT8 weights]
-    A quantized gather rounds the weights of a shard to codes before it sends them; nothing else ever reads the shard.
-    So with ``quantize.resident`` a rank stores the codes alone, which both gathers send as they are, and of the weights
-    themselves only the rows that its optimizer updates. After each update the owner of a row brings its codes up to
-    date with the FP32 masters and sends the changes (Note [Codes] in ``ops.py``), which the others apply: all
-    store the masters' codes, bit for bit, and no rounding ever adds to another.
+    A quantized gather rounds the weights of a shard to INT8 before it sends them, and nothing else reads the shard.
+    With ``quantize.resident`` a rank therefore stores only the INT8 weights, which forward and backward gathers send
+    unchanged, and exact weights only for the rows that its optimizer updates. After each update the owner of a row
+    requantizes it from the FP32 masters and sends the changes (Note [Codes] in ``ops.py``), which the others apply. All
+    ranks store the INT8 values of the masters, bit for bit, so rounding errors never accumulate.
 
-    A block lies within one row of one parameter. Where rows are shorter than blocks, codes would be mostly padding:
-    parameters of one dimension, small ones, and those that DeepSpeed keeps whole stay in the model's dtype
-    (``coded_slots`` in ``plan.py``). They have columns of the primary shard, where those with codes have none, so that
-    both kinds have the same numbers; one collective gathers both.
+    A block lies within one row of one parameter. If rows are shorter than blocks, INT8 weights would be mostly padding:
+    parameters of one dimension, small ones, and persistent ones stay in the model's dtype (``coded_slots`` in
+    ``plan.py``). Only these have columns in the primary shard. Both kinds share one set of parameter indices, and one
+    collective gathers both.
 
 Note [Exact weights]
-    Who asks for exact weights of INT8 parameters (``GatheredParameters``, checkpoints) gets the owners' rows, gathered
-    over the optimizer's domain. DeepSpeed takes every saved model for an edit of it; so there an edit is one only if it
-    changed a bit of some row.
+    Exact weights of INT8 parameters (for ``GatheredParameters`` and checkpoints) are the owners' rows, gathered over
+    the optimizer's domain. DeepSpeed treats every save of a model as an edit of it, so a write counts as an edit only
+    if it changed a bit of some row.
 
 Note [Frozen]
-    Parameters that no optimizer updates come after the others: their columns lie behind those of DeepSpeed's flat
+    Parameters that no optimizer updates follow the trained ones: their columns lie behind those of DeepSpeed's flat
     buffers. Their world shards are DeepSpeed's own, so checkpoints and exact gathers have the exact values. They are
-    published once, and again if they are loaded; nothing owns more of them than its world shard, whatever the
-    optimizer's degree. A gather is of trained parameters or of frozen ones.
+    published once, and again after a load. A rank owns no more of them than its world shard, at any optimizer degree. A
+    gather has either trained or frozen parameters.
 """
 
 from __future__ import annotations
@@ -73,28 +73,28 @@ class Weights:
 
     Args:
         config: the plan and the formats.
-        parameters: those that are trained, in DeepSpeed's flat order, then the frozen ones.
-        count: how many are trained.
+        parameters: the trained parameters in DeepSpeed's flat order, then the frozen ones.
+        count: number of trained parameters.
         like: a tensor of the model's dtype on the accelerator.
-        run_numel: elements that one collective of publish carries.
-        publish: the format of publish; of differences to the masters if it quantizes.
+        run_numel: elements per collective of publish.
+        publish: the format of publish; if it quantizes, of differences to the masters.
         mesh: the groups.
         meter: counts bytes.
-        lane: where publish runs.
+        lane: the ordered queue in which publish runs.
 
     Attributes:
         layout: of all parameters, the frozen ones last.
         trained: the parameters that an optimizer updates.
         frozen: the others (Note [Frozen]).
-        coded: which are stored as INT8 codes.
-        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters without codes.
-        frozen_primary: those of frozen parameters.
+        coded: by parameter, whether it is stored as INT8.
+        primary: ``[N / W, ...]`` in the model's dtype: the columns of trained parameters that are not INT8.
+        frozen_primary: the columns of frozen parameters that are not INT8.
         own: ``[N / O, F]``: the rows that this rank's optimizer updates, of all trained parameters; a strided view of
-            the primary where no weights are INT8.
-        own_row: ``[F]``, a view: the rank's own world shard of these, DeepSpeed's flat parameter buffer.
+            the primary if no weights are INT8.
+        own_row: ``[F]``, a view of ``own``: the rank's own world shard, DeepSpeed's flat parameter buffer.
         frozen_row: the rank's own world shard of frozen parameters.
-        secondary: what the backward pass gathers from.
-        needs_masters: whether :meth:`publish` needs the FP32 masters; it updates the optimizer's rows itself then.
+        secondary: the copies from which the backward pass gathers.
+        needs_masters: whether :meth:`publish` needs the FP32 masters; it then updates the optimizer's rows itself.
     """
 
     _store: CodeStore | None = None
@@ -116,7 +116,7 @@ class Weights:
         self.trained, self.frozen = slots[:count], slots[count:]
         self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
         self._counted = Counted(meter, "publish")
-        # Gathers of all parameters run here: their second hops then have one order on all ranks (Note [In order]).
+        # The queue of all gathers: the collectives of their second group have one order on all ranks (Note [In order]).
         self._gathering = OrderedQueue(like.device, overlap=True)
         self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(slots)
@@ -126,16 +126,16 @@ class Weights:
         kept = [0 if coded else numel for coded, numel in zip(self.coded, numels, strict=True)]
         self._rows = Layout(plan, mesh.rank, tuple(kept))
         (height, width), split = self._rows.shape(plan.weights), self._rows.columns_of(self.trained).stop
-        # Two tensors, for a saved view takes all of its storage along: FP32 masters are views of the primary.
+        # Two tensors, because saving a view saves its whole storage: FP32 masters are views of the primary.
         self.primary, self.frozen_primary = like.new_zeros(height, split), like.new_zeros(height, width - split)
-        # On a GPU, recorded on the stream that changed the shards last; who reads or changes them next waits for it.
+        # On a GPU, recorded on the stream that changed the shards last; the next reader or writer waits for it.
         self._updated: torch.Event | None = None
-        # By parameter, what exact gathers send and what those of a pass do.
+        # By parameter, the copies that exact gathers send, and those that gathers of a pass send.
         route, exact = mesh.route(1, plan.weights), cast_to(like.dtype)
         self._exact = [Copy(route, self._primary_of(slots[slot : slot + 1]), exact) for slot in slots]
         sent = config.weights_spec or cast_to(like.dtype)
         self._shards = [copy._replace(wire=sent) for copy in self._exact]
-        # Those that are whole when the step ends are published first, then as the model needs them.
+        # Persistent parameters are published first, the others in the order in which the model needs them.
         planned = partial(runs_of, [(not p.persistent, p.place) for p in parameters], run_numel)
         sizes = {slot: layout.padded_numels[slot] for slot in self.trained if not self.coded[slot]}
         route = mesh.route(plan.weights, plan.optimizer)
@@ -155,7 +155,7 @@ class Weights:
         self._forward = self.secondary.copies if same else self._shards
 
     def _build_int8(self, block: int, planned: Planner, lane: OrderedQueue) -> None:
-        """The codes, the exact rows beside them, and how both are published (Note [INT8 weights])."""
+        """Build the INT8 weights, the exact rows, and the publish of both (Note [INT8 weights])."""
         plan, layout, mesh, device = self.layout.plan, self.layout, self._mesh, self.primary.device
         split = layout.columns_of(self.trained).stop
         self.own = self.primary.new_zeros(layout.shape(plan.optimizer)[0], split)
@@ -171,10 +171,10 @@ class Weights:
         for slot in (slot for slot, coded in enumerate(self.coded) if coded):
             self._exact[slot] = self._owned[slot]
             self._shards[slot] = Copy(mesh.route(1, plan.weights), store.buffers[slot], sent, True, block)
-        # Of each run of the last publish, by its first parameter: blocks that escaped on the rank with most.
+        # By first parameter of each run of the last publish: the maximum over ranks of the blocks sent whole.
         self._most = dict[int, int]()
         self._changes = partial(store.begin, mesh.route(plan.weights, plan.optimizer), self._most)
-        # Which columns of `own`, and of the frozen row behind it, the primary has; by the device of the masters.
+        # The columns of `own`, and of the frozen row behind it, that the primary has; by the device of the masters.
         spans = layout.spans(slot for slot, coded in enumerate(self.coded) if not coded)
         columns = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
         self._columns = {columns.device: columns, device: columns.to(device)}
@@ -184,7 +184,7 @@ class Weights:
     # -- gather ----------------------------------------------------------------------------------------------------
 
     def gather(self, slots: Sequence[int], phase: str) -> Handle[list[Tensor]]:
-        """Gather whole parameters; one collective for all of them that are read from one kind of copy.
+        """Gather whole parameters, with one collective per kind of copy.
 
         Args:
             slots: the parameters, all trained or all frozen, in the same order on every rank.
@@ -201,8 +201,8 @@ class Weights:
         if phase == "gather_forward":
             capture = self.secondary.capturing(slots)
             return gather(self._forward, slots, self.layout, self.primary, counted, capture)
-        # Exact rows of INT8 parameters are sharded over other ranks than the rest. In the backward pass, parameters
-        # that were not captured since they changed come from the primary.
+        # Exact rows of INT8 parameters are sharded over other ranks than the rest. The backward pass gathers parameters
+        # that were not captured since their last change from the primary.
         exact, first, second = phase == "gather_exact", list[int](), list[int]()
         for slot in slots:
             apart = self.coded[slot] if exact else self.secondary.is_fresh(slot)
@@ -225,24 +225,24 @@ class Weights:
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def publish(self, slots: range | None = None, masters: Tensor | None = None) -> None:
-        """Take note of updated optimizer rows or masters, for :meth:`begin`, which brings them to all copies.
+        """Record updated optimizer rows or masters, for :meth:`begin`, which sends them to all copies.
 
         Args:
-            slots: consecutive parameters; None is all that are trained.
-            masters: their masters ``[N / O, columns]``, if these are needed; unchanged until the step has ended.
+            slots: consecutive parameters; None is all trained ones.
+            masters: their masters ``[N / O, columns]``, if needed; unchanged until the step has ended.
         """
         slots = self.trained if slots is None else slots
         self.finish(slots)
         self._publisher.start(slots, masters, self.layout.columns_of(slots).start)
-        self._updated = recorded_event(self.primary.device)  # who begins may be on another stream
+        self._updated = recorded_event(self.primary.device)  # `begin` may run on another stream
 
     def begin(self) -> None:
-        """Begin to publish all that was updated, INT8 weights last; collective."""
+        """Begin to publish all updates, INT8 weights last; collective."""
         if self._publisher.begin() and self._store is not None:
-            self._updated = recorded_event(self.primary.device)  # the own rows took over the masters
+            self._updated = recorded_event(self.primary.device)  # the masters were copied to the own rows
 
     def _begin_rows(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish parameters without codes beside others that have some; first their rows take the masters."""
+        """Copy masters to the rows of parameters that are not INT8, and begin to publish these."""
         updated: list[Update] = []
         for slots, masters, first in updates:
             columns = self._rows.columns_of(slots)
@@ -254,22 +254,22 @@ class Weights:
         return self._row_codec.begin(updated)
 
     def _begin_codes(self, updates: Sequence[Update]) -> Begun:
-        """Begin to publish the parameters that have codes; masters on the host come to the device one by one."""
+        """Begin to publish INT8 parameters; masters on the host are copied to the device one by one."""
         batch: list[Update] = []
         for slots, masters, first in updates:
             if masters is not None and any(map(self.coded.__getitem__, slots)):
                 rows = masters.to(self.own.device, torch.float32)
                 self.own[:, first : first + rows.shape[1]].copy_(rows)
                 batch.append((slots, rows, first))
-                if rows is not masters:  # else copies of all masters would be on the device at once
+                if rows is not masters:  # send now: otherwise copies of all masters would be on the device at once
                     yield from self._changes(batch)
                     batch = []
         yield from self._changes(batch)
 
     def finish(self, slots: Sequence[int] | None = None) -> None:
-        """Finish what publish has under way for some parameters, or for all, and bring the secondary up to date.
+        """Finish the publish of some parameters, or of all, and renew the secondary copies.
 
-        On a GPU the current stream waits for all that was changed (Note [Publish before gather]).
+        On a GPU the current stream waits for all changes (Note [Publish before gather]).
         """
         if self._updated is not None:
             self._updated.wait()
@@ -281,9 +281,9 @@ class Weights:
         """Rebuild all copies from each rank's own world shard: at start-up, after a load, after an edit. Collective.
 
         Args:
-            slots: consecutive parameters, all trained or all frozen; None is all that are trained.
-            masters: FP32 ``[F]``, those of the own row if they are known; only INT8 weights need them.
-            anew: choose the scales of INT8 weights anew, but for those loaded.
+            slots: consecutive parameters, all trained or all frozen; None is all trained ones.
+            masters: the masters of the own row, FP32 ``[F]``, if known; only INT8 weights need them.
+            anew: choose new scales for INT8 weights, except for loaded ones.
         """
         plan, slots = self.layout.plan, self.trained if slots is None else slots
         self.finish(slots)
@@ -305,28 +305,28 @@ class Weights:
         self._renew(slots)
 
     def _gather_rows(self, degree: int, rows: Tensor) -> None:
-        """Fill a shard of ``degree`` from the ranks' own world shards."""
+        """Fill a shard of ``degree`` by an all-gather of the ranks' own world shards."""
         all_gather_rows(self._mesh.route(degree, self.layout.plan.world_size), rows, self._counted, self._run_numel)
 
     def _world_shard(self, slots: range) -> Tensor:
-        """The own world shard of some parameters, all trained or all frozen, a view."""
+        """Return a view of the own world shard of some parameters, all trained or all frozen."""
         own = self.own[self.layout.row(self.layout.plan.optimizer)]
         return columns_of_two(own, self.frozen_row, self.layout.columns_of(slots))
 
     def _primary_of(self, slots: range) -> Tensor:
-        """The columns of some parameters in the primary, all trained or all frozen, a view."""
+        """Return a view of some parameters' columns in the primary, all trained or all frozen."""
         return columns_of_two(self.primary, self.frozen_primary, self._rows.columns_of(slots))
 
     def _renew(self, slots: Sequence[int]) -> None:
-        """The primary shards of some parameters changed: secondaries are stale, those cut from it are cut anew."""
+        """Expire and renew secondary copies of some parameters, after their primary shards changed."""
         self.secondary.expire(slots)
         self.secondary.refresh(slots)
         self._updated = recorded_event(self.primary.device)  # gathers may be on another stream
 
     def write_back(self, slot: int, full: Tensor) -> None:
-        """Take over a parameter that every rank has whole and alike (an edit under ``GatheredParameters``).
+        """Store a whole parameter, equal on every rank, in the shards (an edit under ``GatheredParameters``).
 
-        Where there are INT8 weights, only if it was edited (Note [Exact weights]).
+        With INT8 weights it is stored only if it was edited (Note [Exact weights]).
         """
         rows = rows_of(full.detach().reshape(-1), self.layout.plan)
         self.finish([slot])
@@ -344,7 +344,7 @@ class Weights:
         self._renew([slot])
 
     def _differ(self, own: Copy, given: Tensor) -> bool:
-        """Whether the rows of any rank are not bit for bit those given. Collective; waits for the device."""
+        """Return whether any rank's rows differ in a bit from the given ones. Collective; one host synchronization."""
         bits = torch.int16 if given.dtype.itemsize == 2 else torch.int32
         differ = (own.data.contiguous().view(bits) != given.contiguous().view(bits)).any().view(1).view(torch.uint8)
         return bool(all_gather(own.route, differ, Counted(self._meter, "gather_exact")).wait().any())
@@ -352,20 +352,20 @@ class Weights:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the masters.
+        """Return the state that a checkpoint needs in addition to the masters.
 
-        Of INT8 weights the scales of the own world shard, which make codes of masters; with differences the own row,
-        which is not the masters rounded.
+        For INT8 weights: the scales of the own world shard, with which masters are requantized. For a quantized
+        publish: the own row, which is not the rounded masters.
         """
         if self._store is not None:
             return {"scales": self._store.own_scales(self.trained)}
         return {"held": self.own_row.detach().clone()} if self.needs_masters else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore :meth:`state_dict`, before :meth:`publish_world`; without it the own row stays, and scales are new.
+        """Restore :meth:`state_dict` before :meth:`publish_world`; without it the own row stays, and scales are new.
 
-        Scales are taken over if they are of as many blocks. A rank that chooses its own anew agrees with the others all
-        the same: it sends them.
+        Saved scales are used if the number of blocks matches. Otherwise a rank chooses new ones; ranks still agree,
+        because each sends its scales.
         """
         if self._store is not None:
             saved, own = state.get("scales"), self._store.own_scales(self.trained)
@@ -378,13 +378,13 @@ class Weights:
 
     @property
     def escaped(self) -> tuple[int, ...] | None:
-        """Of each run of the last publish: INT8 blocks that escaped on the rank with most; None before the first."""
+        """By run of the last publish: the maximum over ranks of INT8 blocks sent whole; None before the first."""
         return None if self._store is None else tuple(count for _, count in sorted(self._most.items())) or None
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the weights and their secondary copies on this rank, with those of frozen parameters apart.
+        """Return the bytes of weights and secondary copies on this rank; frozen parameters are counted separately.
 
-        A view of the primary costs nothing.
+        A view of the primary counts as zero bytes.
         """
         stored = [copy.data.nbytes for copy in self._shards]
         copied = [copy.data.nbytes if self.secondary.tensors else 0 for copy in self.secondary.copies]
@@ -394,19 +394,19 @@ class Weights:
         return sizes | ({"frozen": sum(stored[count:] + copied[count:]) + exact[1]} if self.frozen else {})
 
     def tensors(self) -> list[Tensor]:
-        """What is stored; views of these are not."""
+        """Return the tensors that are stored, without views of them."""
         codes = [] if self._store is None else [self._store.codes.held, self.own, self.frozen_row]
         return [self.primary, self.frozen_primary, *codes, *self.secondary.tensors]
 
     def copies(self) -> list[Tensor]:
-        """What must be bit-identical on all ranks that share it (for debug checks), but for :attr:`frozen_primary`."""
+        """Return replicas to compare between ranks in debug checks: all but :attr:`frozen_primary`."""
         if self._store is not None:
             return [torch.cat([self._store.codes.held, self.primary.view(-1).view(torch.uint8)])]
         return [self.primary, *self.secondary.shared]
 
 
 def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
-    """Columns of two tensors as if they lay side by side, all of one of them; a view."""
+    """Return a view of columns of two tensors laid side by side; all columns must be in one of them."""
     split = left.shape[-1]
     if columns.stop <= split:
         return left[..., columns]
@@ -414,7 +414,7 @@ def columns_of_two(left: Tensor, right: Tensor, columns: slice) -> Tensor:
 
 
 def recorded_event(device: torch.device) -> torch.Event | None:
-    """An event recorded on the device's current stream; None on a CPU, which has no streams."""
+    """Record an event on the device's current stream and return it; None on a CPU, which has no streams."""
     if device.type == "cpu":
         return None
     event = torch.Event(device)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the package offers a training script to begin with: ``initialize``, ``Init``."""
+"""Entry points for a training script: ``initialize`` and ``Init``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zero_topo.hook.install import install
 
 
 def enable() -> None:
-    """Install the hook into DeepSpeed; ``import zero_topo`` does it too, as soon as DeepSpeed is imported.
+    """Install the hook into DeepSpeed; after ``import zero_topo`` an import of DeepSpeed installs it too.
 
     Raises:
-        ImportError: if the installed DeepSpeed is not one the hook fits, naming what differs.
+        ImportError: if the hook does not fit the installed DeepSpeed, naming the differences.
     """
     install()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with the hook in place; same arguments, same results.
+    """Install the hook and call ``deepspeed.initialize`` with these arguments.
 
     Raises:
         ValueError: for an invalid ``zero_topo`` block or machine, before any process group exists.
@@ -30,6 +30,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def init_context(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.zero.Init`` with the hook in place: parameters are partitioned as they are built."""
+    """Install the hook and return ``deepspeed.zero.Init``, which partitions parameters as they are built."""
     enable()
     return deepspeed.zero.Init(*args, **kwargs)

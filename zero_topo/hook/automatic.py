@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What to plan for the model that DeepSpeed was given: ``"scheme": "auto"`` is chosen for it, a named one must fit.
+"""The planner's request for DeepSpeed's model: it chooses a plan for ``"scheme": "auto"``, and checks a named scheme.
 
-Every rank sees the same model, config and machine, and the planner is a pure function of them, so all choose alike
-without a word between them; that they did is checked with everything else (``agreement.py``).
+Every rank has the same model, config and machine, and the planner is a pure function of them, so all ranks choose one
+plan without communication. ``agreement.py`` checks that they did.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from zero_topo.topology.model import Topology
 
 
 def request_of(engine: Any, topology: Topology, trains: bool = True) -> Request:
-    """What to plan for an engine.
+    """Return the planner's request for an engine.
 
-    Shards are those of the model's parameters. What is in flight, and the step time, are those of a transformer of its
-    size (:func:`~zero_topo.cost.transformer.scaled`) with activation checkpointing, since a module does not tell its
-    shape.
+    Shards have the sizes of the model's parameters. A module does not expose its architecture, so memory in flight and
+    step time are those of a transformer of its size (:func:`~zero_topo.cost.transformer.scaled`) with activation
+    checkpointing.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
         topology: the machine.
-        trains: whether there are gradients and optimizer states. True for the reference model of a policy too, which
-            takes the policy's plan, so that both round their weights alike.
+        trains: whether there are gradients and optimizer states. True for the reference model of a policy too: it uses
+            the policy's plan, so that both round their weights identically.
     """
     trained: list[tuple[int, int]] = []
     frozen: list[tuple[int, int]] = []

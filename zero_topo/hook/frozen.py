@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's parameters that no optimizer updates: which of them follow the plan, and what may not become of them."""
+"""Frozen parameters: those that no optimizer updates, and which of them follow the plan."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero_topo.sync import Parameter
 
 
 def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
-    """A parameter of DeepSpeed's as the engine sees it; ``place`` is where the model needs it among the others."""
+    """Describe a DeepSpeed parameter for the engine; ``place`` is its position in the order in which it is needed."""
     name = str(names.get(param, param.ds_id))
     return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
 
 
 def served(param: Any) -> bool:
-    """Whether an engine of ours already gathers a parameter."""
+    """Return whether another zero_topo engine already gathers a parameter."""
     return isinstance(getattr(param, "partition", None), partial)
 
 
@@ -28,13 +28,13 @@ class Frozen:
     """The parameters of a module that are not trained.
 
     Args:
-        params: all of the module's.
-        trained: ``ds_id`` of those that are.
-        names: of all.
-        dtype: the model's.
+        params: all parameters of the module.
+        trained: ``ds_id`` of the trained ones.
+        names: parameter -> name.
+        dtype: the model's dtype.
 
     Attributes:
-        params: those that follow the plan.
+        params: the frozen parameters that follow the plan.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Frozen:
         self._dtype = dtype
 
     def note(self) -> str | None:
-        """One line of what does not follow the plan: another type, such as codes of 4 bits, or another engine's."""
+        """Return a log line about frozen parameters outside the plan: of another dtype, or of another engine."""
         if not self._others:
             return None
         return (
@@ -57,20 +57,20 @@ class Frozen:
         )
 
     def described(self) -> list[Parameter]:
-        """Those that follow the plan, as the engine sees them."""
+        """Describe the parameters that follow the plan for the engine."""
         return [described(param, place, self._names) for place, param in enumerate(self.params)]
 
     def move(self, weights: Weights) -> None:
-        """Make DeepSpeed's own shards views of the engine's row of them; what they were before is freed."""
+        """Make DeepSpeed's shards views of the engine's row, and free their old storage."""
         shards = weights.frozen_row.split([param.ds_tensor.numel() for param in self.params])
         for param, own in zip(self.params, shards, strict=True):
             own.copy_(param.ds_tensor)
             param.ds_tensor.data = own
 
     def refuse_unfrozen(self) -> None:
-        """Before a forward pass: raise ValueError if one is to be trained now, which would get no update.
+        """Raise ValueError before a forward pass if a frozen parameter has ``requires_grad`` now: nothing updates it.
 
-        Stock ZeRO-3 goes on, and never trains it.
+        Stock ZeRO-3 continues, and never trains it.
         """
         thawed = [name for name, param in self._never_trained.items() if param.requires_grad]
         if thawed and torch.is_grad_enabled():

@@ -1,7 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Accelerate's DeepSpeedPlugin, which the Trainer uses too, fills in every "auto" of a DeepSpeed config or refuses it.
+"""Keeps "auto" in the ``zero_topo`` block when Accelerate fills in a DeepSpeed config.
 
-It does not know the block of zero_topo, where "auto" is a value ("scheme", "topology"): there it is told to look away.
+Accelerate's DeepSpeedPlugin, which the Trainer uses too, replaces every "auto" in the config or rejects it. In the
+``zero_topo`` block "auto" is a value ("scheme", "topology"), so the patched plugin skips the block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ BLOCK = "zero_topo."
 
 
 def install() -> None:
-    """Let "auto" stand in the block; later calls do nothing."""
+    """Patch the plugin to skip the ``zero_topo`` block; later calls do nothing."""
     fill = DeepSpeedPlugin.fill_match
     if getattr(fill, "skips_zero_topo", False):
         return
@@ -29,4 +30,4 @@ def install() -> None:
     DeepSpeedPlugin.fill_match = fill_match
 
 
-install()  # importing this module is enough
+install()  # importing this module applies the patch

@@ -17,10 +17,10 @@ from zero_topo.quant.operands import FLOATS
 
 
 def follows_plan(engine: Any) -> bool:
-    """Whether the plan has something to do for an engine without an optimizer: parameters on the device, ours to shard.
+    """Return whether an engine without an optimizer has parameters on the device that zero_topo can shard.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's engine.
     """
     offload = engine.zero_offload_param()
     on_device = offload is None or offload.device == "none"
@@ -28,11 +28,11 @@ def follows_plan(engine: Any) -> bool:
 
 
 class TopoInference(DeepSpeedZeRoOffload):
-    """DeepSpeed's gathers of a model that it does not train, on nested shards: every parameter is frozen.
+    """DeepSpeed's parameter gathers for a model without an optimizer, on nested shards: every parameter is frozen.
 
     Attributes:
         topo: the shards.
-        frozen: the parameters, of which those of the most frequent floating-point type follow the plan.
+        frozen: the parameters; those with the dtype of the largest one follow the plan.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TopoInference(DeepSpeedZeRoOffload):
         self._ending = module.register_forward_hook(lambda *_: self.topo.meter.end_step())
 
     def notes(self) -> list[str | None]:
-        """Lines for the log: where the weights are, and which do not follow the plan."""
+        """Return lines for the log: how the weights are sharded, and which do not follow the plan."""
         plan, spec = self.topo.config.plan, self.topo.config.weights_spec
         where = "on every rank"
         if plan.weights > 1:
@@ -74,10 +74,10 @@ class TopoInference(DeepSpeedZeRoOffload):
         return [f"this engine has no optimizer; its weights are {where}", self.frozen.note()]
 
     def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed calls it once the weights of a checkpoint are loaded: there are no masters to refill."""
+        """Do nothing: DeepSpeed calls this after loading weights to refill masters, and there are none."""
 
     def destroy(self) -> None:
-        """End what is under way and free the shards. Collective."""
+        """Finish pending gathers and free the shards. Collective."""
         self._ending.remove()
         self._gathers.release()
         super().destroy()

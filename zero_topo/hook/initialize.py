@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From a DeepSpeed call to a resolved block: what can be checked is checked before a process group exists."""
+"""Resolves the ``zero_topo`` block of a DeepSpeed call; most checks run before a process group exists."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CONFIG_ARGUMENTS = ("config", "config_params", "config_dict_or_path")
 
 
 def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed JSON that a call of ``deepspeed.initialize`` or ``zero.Init`` carries, as a dict, or None.
+    """Return the DeepSpeed JSON passed to ``deepspeed.initialize`` or ``zero.Init`` as a dict, or None.
 
-    A config that cannot be read is left to DeepSpeed, which reports it in the same call: without a ``zero_topo`` block
-    nothing about DeepSpeed may change.
+    An unreadable config also gives None: DeepSpeed reports it in the same call. Without a ``zero_topo`` block
+    DeepSpeed's behaviour must not change.
 
     Args:
         arguments: the call's bound arguments.
@@ -48,7 +48,7 @@ def deepspeed_config_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, once the config that a call of it carries is known to be good: before it can create a group."""
+    """Wrap ``function`` to validate its config argument first, before it can create a process group."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -66,7 +66,7 @@ def checked_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
-    """The argument that carries the config to DeepSpeed: with the environment's block, without keys the block replaces.
+    """Return a replacement of the config argument: with the environment's block, without keys that the block replaces.
 
     Args:
         arguments: the call's bound arguments.
@@ -96,7 +96,7 @@ def own_config(arguments: Mapping[str, Any], say: bool) -> dict[str, Any]:
 
 
 def own_optimizer(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument that has ``deepspeed.initialize`` build an optimizer of ours, if the config names one.
+    """Return an ``optimizer`` argument that builds one of our optimizers, if the config names one.
 
     Args:
         arguments: the call's bound arguments.
@@ -128,11 +128,11 @@ def check_call(arguments: Mapping[str, Any], env: Mapping[str, str] = os.environ
 
 
 def sharding_ranks(mpu: Any, world: int) -> int:
-    """Ranks over which DeepSpeed shards under an mpu: all ranks of its sequences, else its data-parallel ranks.
+    """Return how many ranks DeepSpeed shards over with an mpu: its sequence-data-parallel or its data-parallel ranks.
 
     Args:
-        mpu: the one that ``deepspeed.initialize`` got, or None.
-        world: ranks of the launch.
+        mpu: the ``mpu`` argument of ``deepspeed.initialize``, or None.
+        world: ranks of the launch, returned without an mpu.
     """
     for name in ("get_sequence_data_parallel_world_size", "get_data_parallel_world_size"):
         if hasattr(mpu, name):
@@ -142,7 +142,7 @@ def sharding_ranks(mpu: Any, world: int) -> int:
 
 def _model_parallel(arguments: Mapping[str, Any]) -> None:
     if hasattr(arguments.get("mpu"), "initialize_sequence_parallel"):
-        return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are names for the sequence-parallel ones
+        return  # DeepSpeed's mpu for Ulysses: its model-parallel sizes are aliases of the sequence-parallel ones
     for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         size = _ask(arguments.get("mpu"), name)
         if size > 1:
@@ -153,7 +153,7 @@ def _model_parallel(arguments: Mapping[str, Any]) -> None:
 
 
 def _ask(mpu: Any, name: str) -> int:
-    """The size an mpu gives; 1 if there is none or it cannot say yet (DeepSpeed's own sizes are checked later)."""
+    """Return a size from an mpu; 1 without an mpu or if it is not initialized (DeepSpeed's sizes are checked later)."""
     try:
         return int(getattr(mpu, name)())
     except (AttributeError, AssertionError, RuntimeError, ValueError):
@@ -171,7 +171,7 @@ def _mesh(arguments: Mapping[str, Any]) -> None:
 
 def _remote_parameters(arguments: Mapping[str, Any]) -> None:
     device = arguments.get("remote_device")
-    trains = "optimizer" in (deepspeed_config_of(arguments) or {})  # that of the call is seen in deepspeed.initialize
+    trains = "optimizer" in (deepspeed_config_of(arguments) or {})  # zero.Init has no optimizer argument
     if device not in (None, "none", *(() if trains else ("cpu",))):
         raise ValueError(
             f'remote_device = "{device}": parameter offload is not supported; leave it out and shard weights wider, '
@@ -180,10 +180,10 @@ def _remote_parameters(arguments: Mapping[str, Any]) -> None:
 
 
 def check_launch(config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> ResolvedConfig | None:
-    """Validate a DeepSpeed config against this launch, from the environment alone; None without a ``zero_topo`` block.
+    """Validate a DeepSpeed config against the launcher's environment; return None without a ``zero_topo`` block.
 
     Raises:
-        ValueError: for whatever would make the run wrong or unsupported: the same on every rank.
+        ValueError: for a wrong or unsupported setting, on every rank.
     """
     world = env.get("WORLD_SIZE")
     return resolve_block(dict(config), int(world) if world else None, None, env)
@@ -197,15 +197,15 @@ def resolve_block(
     engine: Any | None = None,
     memory: int | None = None,
 ) -> ResolvedConfig | None:
-    """The resolved ``zero_topo`` block of a DeepSpeed config, or None if there is none.
+    """Resolve the ``zero_topo`` block of a DeepSpeed config; return None if there is none.
 
     Args:
         config: the DeepSpeed JSON as a dict.
         world_size: ranks of the launch, if known.
         data_parallel_size: ranks over which DeepSpeed shards, if known.
         env: the launcher's environment.
-        engine: DeepSpeed's, for whose model a plan is chosen or must fit; None before there is one.
-        memory: bytes of the smallest device of the job, on CPUs of the smallest host, if they were asked.
+        engine: DeepSpeed's engine, for whose model the plan is chosen or checked; None before it exists.
+        memory: bytes of the job's smallest device (on CPUs, of its smallest host), if known.
 
     Raises:
         ValueError: for an invalid block, a rejected DeepSpeed setting, or a machine that does not fit.
@@ -234,7 +234,7 @@ def resolve_block(
 
 
 def _machine(setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None, engine: Any) -> Topology:
-    """The machine of the setting; a measured one once ranks can talk: until then the launcher's word is checked."""
+    """Return the machine of a setting; "measured" is resolved like "auto" until ranks can communicate."""
     if setting != MEASURED:
         return resolve_topology(setting, env, world_size)
     if engine is None:

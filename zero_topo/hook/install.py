@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Installs the hook into DeepSpeed; one of the files (see ``seam.py``) that name its privates.
+"""Installs the hook into DeepSpeed; one of the files (see ``seam.py``) that use its private names.
 
 Note [The seam]
-    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. For the length of that call, and
-    only for a config with a ``zero_topo`` block, the name means :class:`TopoStage3`, and that of the gathers of an
-    engine without an optimizer :class:`TopoInference`. Everything else is overriding.
+    ``DeepSpeedEngine._configure_zero_optimizer`` imports the stage-3 class by name. During that call, and only for a
+    config with a ``zero_topo`` block, this name is bound to :class:`TopoStage3`; for an engine without an optimizer,
+    the name of DeepSpeed's parameter offload class is bound to :class:`TopoInference`. Both only override methods.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _choosing_class(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configure: Callable[[], Any]) -> Any:
-    """What DeepSpeed configures while one of its classes means another (Note [The seam])."""
+    """Call ``configure`` while a name in a DeepSpeed module is bound to another class (Note [The seam])."""
     stock = getattr(module, name)
     setattr(module, name, kind)
     try:
@@ -114,7 +114,7 @@ def _with_class(module: ModuleType, name: str, kind: Callable[..., Any], configu
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
-    """DeepSpeed's ``load``, which fills each rank's own shards of frozen parameters, then shared with the others."""
+    """Wrap DeepSpeed's ``load``: it fills each rank's own shards of frozen parameters, which are then published."""
 
     @wraps(load)
     def wrapper(engine: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """DeepSpeed's ``fragment``, a frozen shard to be saved, without the storage that it is a view of on a CPU."""
+    """Wrap DeepSpeed's ``fragment``: clone a frozen shard that is a view, so its whole storage is not saved."""
 
     @wraps(fragment)
     def wrapper(engine: Any, param: Any) -> Tensor:
@@ -136,4 +136,4 @@ def _cut_out(fragment: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapper
 
 
-install()  # importing this module is enough, whichever import of DeepSpeed comes first
+install()  # importing this module installs the hook, in any order of imports

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How a rank ends without an abort, and without files of DeepSpeed's CPU collectives left in /dev/shm."""
+"""Ends a rank without an abort, and removes files that DeepSpeed's CPU collectives leave in /dev/shm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 
 def leave(status: int = 0) -> NoReturn:
-    """End this process after all ranks have come here: the last line of a script that trains on CPUs. Collective.
+    """End this process after a barrier: the last line of a script that trains on CPUs. Collective.
 
-    A thread of gloo may still be releasing the tensors of the last collective. If Python ends in that moment, torch
-    aborts the process: "terminate called without an active exception", status -6, after the work is done. This function
-    calls what is registered with ``atexit`` and ends the process without Python's own shutdown.
+    A thread of gloo may still be releasing the tensors of the last collective. If Python ends at that moment, torch
+    aborts the process after the work is done: "terminate called without an active exception", status -6. This function
+    runs the functions registered with ``atexit`` and ends the process without Python's shutdown.
 
     Args:
         status: exit status of the process.
@@ -31,7 +31,7 @@ def leave(status: int = 0) -> NoReturn:
         unlink_shared_memory(dist.get_rank())
         dist.destroy_process_group()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():  # else mpirun takes it for a crash
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():  # else mpirun reports a crash
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -39,15 +39,15 @@ def leave(status: int = 0) -> NoReturn:
 
 
 def unlink_shared_memory(rank: int, env: Mapping[str, str] = os.environ, folder: Path = Path("/dev/shm")) -> None:
-    """Remove the name of this rank's buffer of DeepSpeed's CPU collectives (its csrc/cpu/comm/shm.cpp), 66 MB.
+    """Unlink this rank's shared-memory buffer of DeepSpeed's CPU collectives (its csrc/cpu/comm/shm.cpp), 66 MB.
 
-    DeepSpeed never does. Ranks that have mapped the buffer keep it until they end, so its name may go as soon as all
+    DeepSpeed never unlinks it. Ranks that have mapped the buffer keep it until they end, so it may be unlinked once all
     ranks have opened it: after any collective that follows ``init_distributed``.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         env: the launcher's environment.
-        folder: where the system keeps shared memory.
+        folder: the system's shared-memory folder.
     """
     job = f"{os.getuid()}_{env.get('MASTER_ADDR', '')}_{env.get('MASTER_PORT', '')}"
     (folder / f"deepspeed_allreduce_buffer_{job}_{rank}").unlink(missing_ok=True)

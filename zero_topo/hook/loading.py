@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are loaded on all ranks or on none: every rank reads and checks its files before any is changed.
+"""Loads a checkpoint on all ranks or on none: every rank reads and checks its files before any state changes.
 
 Note [A load that fails]
-    DeepSpeed's load reads, copies and communicates by turns. A rank that cannot read its file raises, and the others
-    wait in the next collective. Here each rank first reads what it will need, without a collective, and checks it
-    against this run. Then all agree on what their files hold: names, types and shapes, and the counts that must be
-    alike. If a rank cannot go on, or its file is unlike the others', all raise the same error, and nothing has changed,
-    so a caller who catches it goes on as before. DeepSpeed's load then takes what was read.
+    DeepSpeed's load alternates between reads, copies and collectives. If one rank cannot read its file, it raises an
+    error while the others wait in the next collective. Here each rank first reads its files, without a collective, and
+    checks them against this run. Then all ranks compare their files' contents: names, dtypes and shapes, and the counts
+    that must be equal. If one rank fails or differs, all raise the same error before any state has changed, so a caller
+    who catches it can continue. Otherwise DeepSpeed's load uses the files that were read.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Group = dict[str, Any]
 
 
 class Files:
-    """Reads a checkpoint's files once: first to check them, then for DeepSpeed, in place of its checkpoint engine.
+    """Caches a checkpoint's files: reads them once for the checks, then replaces DeepSpeed's checkpoint engine.
 
     Args:
-        stock: reads them.
+        stock: DeepSpeed's checkpoint engine, which reads the files.
 
     Attributes:
-        model: the file that DeepSpeed reads the model's states from; empty is one that it finds itself.
-        lost: whether what sync had not delivered has no place in this run.
+        model: the file from which DeepSpeed reads the model's states; if empty, DeepSpeed searches for it.
+        lost: whether sync's saved residual does not fit this run.
     """
 
     def __init__(self, stock: Any) -> None:
@@ -51,24 +51,24 @@ class Files:
         self.lost = False
 
     def read(self, path: Path) -> Any:
-        """What a file holds; kept for DeepSpeed."""
+        """Read a file, and keep its content for DeepSpeed."""
         with named(path):
             self._read[path] = self._stock.load(str(path), map_location="cpu")
         return self._read[path]
 
     def replace(self, path: Path, content: Any) -> Any:
-        """Give DeepSpeed this for a file, which need not exist."""
+        """Set the content that DeepSpeed gets for a file, which need not exist."""
         self._read[path] = content
         return content
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What DeepSpeed asks for."""
+        """Return a file's content to DeepSpeed, from memory if it was read."""
         found = self._read.get(Path(path))
         return self._stock.load(path, map_location=map_location) if found is None else found
 
 
 def model_file(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """DeepSpeed's search for this rank's file of model states, which other ranks may not have saved."""
+    """Wrap DeepSpeed's search for this rank's file of model states: fewer ranks may have saved the checkpoint."""
 
     @wraps(names)
     def wrapper(engine: Any, *args: Any) -> list[str]:
@@ -79,10 +79,10 @@ def model_file(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's ``load_checkpoint``, for engines of ours after Note [A load that fails].
+    """Wrap DeepSpeed's ``load_checkpoint``: our engines load as in Note [A load that fails].
 
-    Weights without optimizer states are those of the named tag, on every rank: DeepSpeed takes the latest tag's, and
-    with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
+    Weights loaded without optimizer states come from the named tag on every rank. DeepSpeed would load those of the
+    latest tag, and with ``load_module_only`` none (deepspeedai/DeepSpeed#8499).
     """
 
     @wraps(load)
@@ -118,20 +118,20 @@ def loading_together(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: bool) -> tuple[str | None, list[Group]]:
-    """Read and check this rank's files, and agree with the others. Collective.
+    """Read and check this rank's files, and compare them with the other ranks'. Collective.
 
     Args:
-        engine: DeepSpeed's.
-        files: read into.
-        load_dir: holds the folders of all tags.
-        tag: of one; None is the latest.
+        engine: DeepSpeed's engine.
+        files: the cache to fill.
+        load_dir: the folder with the folders of all tags.
+        tag: the tag to load; None is the latest.
         states: whether optimizer states are loaded.
 
     Returns:
-        The tag, or None if there is no latest; of a universal checkpoint also the optimizer's parameter groups.
+        The tag, or None if there is no latest; and the optimizer's parameter groups, of a universal checkpoint only.
 
     Raises:
-        ValueError: on every rank, naming one that cannot load its part.
+        ValueError: on every rank, naming a rank that cannot load its part.
     """
     told: dict[str, Any] = {}
     groups: list[Group] = []
@@ -165,14 +165,14 @@ def _agreed(engine: Any, files: Files, load_dir: Path, tag: str | None, states: 
 
 
 def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[str, Any]:
-    """Read this rank's files, recut if another run saved them (Note [Recut]); what ranks must have alike of them."""
+    """Read this rank's files, recut if needed (Note [Recut]); return the facts that must be equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     path, first = folder / file_name(rank, "model"), folder / file_name(0, "model")
     if not path.is_file() and first.is_file() and mapped(first)["dp_world_size"] <= rank:
         path = first  # fewer ranks saved it
     found, files.model = files.read(path), str(path)
     told = _model(found)
-    if not states:  # frozen weights are among the others then, which are read by name
+    if not states:  # frozen weights are then loaded by name with the other weights
         files.replace(path, {**found, FRAGMENTS: None})
         return told
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
@@ -192,17 +192,17 @@ def _own_files(engine: Any, files: Files, folder: Path, states: bool) -> dict[st
 
 
 def _model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What ranks must have alike of their model files; state that modules keep for themselves may differ."""
+    """Return the facts about a model file that must be equal on all ranks; modules' extra state may differ."""
     module = {name: value for name, value in found["module"].items() if not name.endswith("_extra_state")}
     kinds = {"module": module, "frozen": found.get("frozen_param_fragments"), "scheduler": "lr_scheduler" in found}
     return {**_kind_of(kinds), **{key: found[key] for key in COUNTS if key in found}}
 
 
 def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
-    """What ranks must have alike of their optimizer files.
+    """Return the facts about an optimizer file that must be equal on all ranks.
 
     Raises:
-        ValueError: if the masters are not this run's.
+        ValueError: if the saved masters have other sizes than this run's.
     """
     saved = found["optimizer_state_dict"]
     held = [flat.numel() for flat in saved["fp32_flat_groups"]]
@@ -216,10 +216,10 @@ def _optimizer(path: Path, found: Mapping[str, Any], optimizer: Any) -> Any:
 
 
 def _universal(topo: Stage3, folder: Path, states: bool) -> list[Group]:
-    """Look at every file of a universal checkpoint, without reading the tensors; the parameter groups that were saved.
+    """Check every file of a universal checkpoint without reading its tensors; return the saved parameter groups.
 
     Raises:
-        ValueError: for a file that is missing, damaged, or of another size: DeepSpeed would shift what follows it.
+        ValueError: for a file that is missing, damaged, or of another size, which would shift all later parameters.
     """
     zero = folder / "zero"
     for name, numel in ((p.name, p.numel) for p in topo.parameters):
@@ -240,7 +240,7 @@ def _cut(numbers: list[int]) -> str:
 
 
 def _kind_of(value: Any) -> Any:
-    """Names, types, dtypes and shapes in some content, without its values."""
+    """Describe some content by names, types, dtypes and shapes, without its values."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {[*value.shape]}"
     if isinstance(value, Mapping):
@@ -254,7 +254,7 @@ def _kind_of(value: Any) -> Any:
 
 @contextmanager
 def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
-    """Let DeepSpeed take weights without optimizer states from this tag; it needs none of a universal checkpoint."""
+    """Make DeepSpeed load weights without optimizer states from this tag, or none of a universal checkpoint."""
     whole = ds_engine.get_fp32_state_dict_from_zero_checkpoint
     ds_engine.get_fp32_state_dict_from_zero_checkpoint = lambda folder: {} if universal else whole(folder, tag)
     try:
@@ -264,7 +264,7 @@ def _weights_of(tag: str | None, universal: bool) -> Iterator[None]:
 
 
 def _restore_groups(own: list[Group], saved: list[Group]) -> None:
-    """Give each parameter group the settings saved of it; DeepSpeed gives all of them the first one's."""
+    """Restore each parameter group's saved settings; DeepSpeed gives the first group's settings to all."""
     if len(saved) != len(own):
         if dist.get_rank() == 0:
             logger.warning(

@@ -1,9 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The lines a run begins with, and the one that a refused run ends with.
+"""The log lines at the start of a run, and the one-line error of a rejected config.
 
-DeepSpeed's logger and Python's drop what is below a warning, so zero_topo has its own.
-
-Every module logs to a child of ``zero_topo``, whose level and handlers a user may set up as those of any logger.
+DeepSpeed's logger and Python's default drop lines below a warning, so zero_topo has its own logger. Every module logs
+to a child of ``zero_topo``; users can set its level and handlers as for any logger.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ was refused alone, and prints its own."""
 
 
 def show_log(rank: int) -> None:
-    """Let what rank 0 chose, and every rank's warnings, reach stderr; what the user has set up stays as it is.
+    """Send rank 0's choices and every rank's warnings to stderr, unless the user has configured logging.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
     """
     if rank == 0 and LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)
@@ -42,10 +41,10 @@ def show_log(rank: int) -> None:
 
 
 def tell(rank: int, notes: Iterable[str]) -> None:
-    """A line of rank 0 for each note.
+    """Log one line on rank 0 for each note.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         notes: choices made for the user.
     """
     for note in notes if rank == 0 else ():
@@ -54,7 +53,7 @@ def tell(rank: int, notes: Iterable[str]) -> None:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Mark a ValueError as a user's mistake: if nobody catches it, :func:`one_line` prints its sentence alone."""
+    """Mark a ValueError as a user's mistake: if it is not caught, :func:`one_line` prints only its message."""
     try:
         yield
     except ValueError as error:
@@ -66,10 +65,10 @@ Show = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def one_line(show: Show) -> Show:
-    """``sys.excepthook``, which prints a marked error as one line, once for all ranks, and others with their traceback.
+    """Wrap ``sys.excepthook`` to print a marked error as one line, once for all ranks.
 
     Args:
-        show: prints the others.
+        show: the old hook, which prints all other errors with their traceback.
     """
 
     @wraps(show)
@@ -91,6 +90,6 @@ def one_line(show: Show) -> Show:
 
 
 def users_line(frame: FrameType, lineno: int) -> str:
-    """File and line of a frame, or nothing for one of a library."""
+    """Return ``file:line`` of a frame, or "" for a frame of a library."""
     name = str(frame.f_globals.get("__name__", ""))
     return "" if name.split(".")[0] in LIBRARIES else f"{Path(frame.f_code.co_filename).name}:{lineno}"

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What zero_topo does, in DeepSpeed's own channels: monitors, the log with ``wall_clock_breakdown``, the comms logger.
+"""Reports zero_topo's traffic and times through DeepSpeed: monitors, ``wall_clock_breakdown``, the comms logger.
 
-Events go to whatever monitors the DeepSpeed config turns on (TensorBoard, W&B, Comet, CSV), after every optimizer step
-and at the same count of samples as DeepSpeed's own. Rank 0 writes them, about its own work.
+After every optimizer step rank 0 writes events about its own work to the monitors that the DeepSpeed config enables
+(TensorBoard, W&B, Comet, CSV), at the sample count that DeepSpeed's own events have.
 
-DeepSpeed's comms logger times its own collectives only, and takes every group for the world. Here each exchange gets a
-record with DeepSpeed's definitions (nccl-tests' PERFORMANCE.md) and its own group's size. Like DeepSpeed's, timed
-exchanges block.
+DeepSpeed's comms logger times only DeepSpeed's collectives, and assumes that every group is the world. Here each
+exchange gets a record with DeepSpeed's definitions (nccl-tests' PERFORMANCE.md) and the size of its own group. Like
+DeepSpeed's, timed exchanges block.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def step_events(
     more: Mapping[str, float],
     samples: int,
 ) -> list[Event]:
-    """The monitor's events of one optimizer step.
+    """Return the monitor's events of one optimizer step.
 
     Args:
         sent: (phase, domain) -> bytes.
         seconds: phase -> seconds of the host.
-        report: what the mode of sync says: densities, norms, counts.
-        more: values with the names that they get.
-        samples: where the step stands on the monitor's axis.
+        report: the report of the mode of sync: densities, norms, counts.
+        more: further values by name.
+        samples: the step's position on the monitor's axis.
 
     Returns:
         ``zero_topo/bytes_<domain>``, ``zero_topo/ms_<phase>``, ``zero_topo/sync_<name>`` and ``zero_topo/<name>``.
@@ -62,23 +62,23 @@ def step_events(
 
 
 def breakdown(seconds: Mapping[str, float], pace: Mapping[str, float]) -> str:
-    """One line: the host's time in each phase of a step, in a step's order, and the speed of the rank."""
+    """Return one line with the host's time in each phase, in the order of a step, and the speed of the rank."""
     parts = (f"{phase} {1e3 * seconds[phase]:.2f} ms" for phase in PHASES if phase in seconds)
     return f"zero_topo: {'; '.join(filter(None, [', '.join(parts) or 'nothing metered', pace_words(pace)]))}"
 
 
 def report(engine: Any, optimizer: TopoStage3 | TopoInference, log: Callable[..., None], comms_logger: Any) -> None:
-    """Have DeepSpeed's comms logger hear of each exchange, and its monitors, the log and the run's folder of each step.
+    """Report each exchange to DeepSpeed's comms logger, and each step to its monitors, the log and the run's folder.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: what works for it.
-        log: DeepSpeed's, of a line and the ranks that write it, for the comms logger's lines.
-        comms_logger: DeepSpeed's; it decides by its own switches what it wants.
+        engine: DeepSpeed's engine.
+        optimizer: its optimizer.
+        log: DeepSpeed's ``log_dist(line, ranks)``, for the comms logger's lines.
+        comms_logger: DeepSpeed's comms logger; its own switches select the exchanges.
     """
     optimizer.topo.meter.listener = CommsLog(comms_logger, log)
     folder = optimizer.topo.config.report
-    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # which takes no steps
+    if engine.global_rank != 0 or isinstance(optimizer, TopoInference):  # an engine without an optimizer has no steps
         return
     if not (engine.monitor.enabled or engine.wall_clock_breakdown() or folder):
         return
@@ -111,19 +111,19 @@ def _report_step(engine: Any, optimizer: TopoStage3) -> None:
 
 
 NAMES = {"all_gather": "all_gather_into_tensor", "all_to_all": "all_to_all_single"}
-"""DeepSpeed's names of the operations, by which ``prof_ops`` may choose."""
+"""Operation -> DeepSpeed's name of it, which ``prof_ops`` may list."""
 
 
 class Row(NamedTuple):
     """One record of DeepSpeed's comms logger.
 
     Attributes:
-        name: under which it is summed up: operation, phase and domain.
-        size: bytes of the tensor that was passed, as DeepSpeed counts them; 0 if each member's differs, for DeepSpeed
-            compares stragglers by size, which all ranks must have in common.
+        name: the key of its totals: operation, phase and domain.
+        size: bytes of the tensor that was passed, by DeepSpeed's definition; 0 if sizes differ between ranks, because
+            DeepSpeed compares stragglers by size, which must then be equal on all ranks.
         milliseconds: from call to completion.
-        algorithm: gigabits per second of the whole result.
-        bus: gigabits per second that this rank sent.
+        algorithm: bandwidth of the whole result, gigabits per second.
+        bus: bandwidth of what this rank sent, gigabits per second.
     """
 
     name: str
@@ -134,11 +134,11 @@ class Row(NamedTuple):
 
 
 def row(exchange: Exchange, seconds: float) -> Row:
-    """The record of an exchange.
+    """Return the record of an exchange.
 
     Args:
-        exchange: in a group of at least two.
-        seconds: how long it took.
+        exchange: in a group of at least two ranks.
+        seconds: its duration.
     """
     others, sent = exchange.members - 1, exchange.nbytes
     whole = sent * exchange.members // others
@@ -149,11 +149,11 @@ def row(exchange: Exchange, seconds: float) -> Row:
 
 
 class CommsLog:
-    """A meter's listener that tells DeepSpeed's comms logger.
+    """A meter's listener that adds records to DeepSpeed's comms logger.
 
     Args:
-        logger: DeepSpeed's; its switches may be turned at any time.
-        log: DeepSpeed's, of a line and the ranks that write it.
+        logger: DeepSpeed's comms logger; its switches may change at any time.
+        log: DeepSpeed's ``log_dist(line, ranks)``.
     """
 
     def __init__(self, logger: Any, log: Callable[..., None]) -> None:
@@ -161,13 +161,13 @@ class CommsLog:
         self._log = log
 
     def listens(self, exchange: Exchange) -> bool:
-        """What the logger's ``enabled``, ``prof_all`` and ``prof_ops`` say."""
+        """Return whether the logger's ``enabled``, ``prof_all`` and ``prof_ops`` select an exchange."""
         logger = self._logger
         return bool(logger.enabled and (logger.prof_all or NAMES[exchange.op] in logger.prof_ops))
 
     @contextmanager
     def timing(self, exchange: Exchange) -> Iterator[None]:
-        """Add a record of what happens inside; on an accelerator without what was queued before."""
+        """Add a record of the exchange inside; an accelerator is synchronized before and after it."""
         _synchronize()
         began = time.perf_counter()
         yield

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's stage-3 optimizer on nested shards; one of the files (see ``seam.py``) that name its privates.
+"""DeepSpeed's stage-3 optimizer on nested shards; one of the files (see ``seam.py``) that use its private names.
 
 DeepSpeed's flat parameter and gradient buffers become rows of our nested shards. The optimizer step, clipping, overflow
-handling, ``state_dict`` and checkpoints stay DeepSpeed's own.
+handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ SEVERAL_BACKWARDS = (
 
 
 class TopoStage3(Stock):
-    """DeepSpeed's stage-3 optimizer on nested shards. Overrides only; the work is done by :class:`Stage3`.
+    """DeepSpeed's stage-3 optimizer on nested shards. It only overrides methods; :class:`Stage3` does the work.
 
     Attributes:
-        topo: the shards, which know nothing of DeepSpeed.
-        slots: ``ds_id`` -> number of each parameter: the trained ones, then the frozen ones that follow the plan.
+        topo: the shards, independent of DeepSpeed.
+        slots: ``ds_id`` -> parameter index: the trained parameters, then the frozen ones that follow the plan.
         frozen: the parameters that are not trained.
         pace: speed of the last optimizer step.
-        predicted_memory: role -> bytes at the peak of a step by the planner, once somebody has asked.
-        recorder: what writes the run's folder on rank 0, if the block names one.
+        predicted_memory: role -> bytes at the peak of a step, as the planner predicts them; filled on first use.
+        recorder: writes the run's folder on rank 0, if the block names one.
         stepping: whether ``step`` is running.
-        offloaded_states: which states ``offload_states`` has moved to the host.
+        offloaded_states: the states that ``offload_states`` has moved to the host.
     """
 
     topo: Stage3
@@ -69,14 +69,14 @@ class TopoStage3(Stock):
 
     def __init__(self, *args: Any, resolved: ResolvedConfig, **kwargs: Any) -> None:
         self._topo_config = resolved
-        # Whether stock's FP32 masters would be the weights themselves, so that edits of these have to reach ours.
+        # Whether stock's FP32 masters would be the weights themselves: edits of weights must then update our masters.
         self._edits_reach_masters = False
         self.slots: dict[int, int] = {}
         self.stepping = False
         self.offloaded_states: set[OffloadStateTypeEnum] = set()  # read before DeepSpeed's __init__ sets its own
-        # Whether a backward pass has begun and not ended: gradients of one that failed are dropped or refused.
+        # Whether a backward pass has begun and not ended: if it failed, its gradients are dropped or rejected.
         self._in_backward = False
-        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged, which is said once.
+        # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
         super().__init__(*args, **kwargs)
@@ -87,7 +87,7 @@ class TopoStage3(Stock):
         self._watch = watched(store, self.topo.meter) if store else None
 
     def notes(self) -> list[str | None]:
-        """Lines for the log: which parameters do not follow the plan."""
+        """Return lines for the log: which parameters do not follow the plan."""
         return [self.frozen.note()]
 
     # -- buffers ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class TopoStage3(Stock):
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if has("use_muon") and self.use_muon:
             raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
-        for param in self.module.parameters():  # zero.Init puts them on the host if its config has offload_param
+        for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         params = [param for group in self.fp16_groups for param in group]
@@ -104,10 +104,10 @@ class TopoStage3(Stock):
         self.slots = {param.ds_id: slot for slot, param in enumerate([*params, *self.frozen.params])}
         self.topo = Stage3(
             self._topo_config,
-            # DeepSpeed counts parameters as modules make them.
+            # `ds_id` counts parameters in the order in which modules create them.
             trained=[described(param, param.ds_id, self.param_names) for param in params],
             frozen=self.frozen.described(),
-            like=self.lp_param_buffer.new_empty(0),  # of the old buffer nothing may stay
+            like=self.lp_param_buffer.new_empty(0),  # not a view: the old buffer must be freed
             scatter_dtype=self.communication_data_type,
             accumulation_dtype=self.gradient_accumulation_dtype,
             bucket_numel=self.reduce_bucket_size,
@@ -116,7 +116,7 @@ class TopoStage3(Stock):
         )
         row = self.topo.weights.own_row
         row.copy_(self.lp_param_buffer)
-        # DeepSpeed's flat buffer is our row from here on: what it cut from the old one is cut again.
+        # From here on DeepSpeed's flat buffer is our row, so its views of the old buffer are replaced.
         self.lp_param_buffer = row
         self.fp16_partitioned_groups_flat.clear()
         self._set_fp16_partitioned_groups_flat()
@@ -138,7 +138,7 @@ class TopoStage3(Stock):
         gradients = self.topo.gradients
         own = gradients.own_row
         self.grad_partitions_flat_buffer = own
-        # With optimizer offload DeepSpeed keeps gradients, and this, on the host; ours stay on the accelerator.
+        # With optimizer offload DeepSpeed stores gradients and this tensor on the host; ours stay on the accelerator.
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(own.device)
         params = [param for group in self.fp16_groups for param in group]
         views = {p.ds_id: gradients.layout.slot(own[None], self.slots[p.ds_id])[0] for p in params}
@@ -159,7 +159,7 @@ class TopoStage3(Stock):
             self.fp32_partitioned_groups_flat[i] = master
 
     def masters_are_weights(self) -> bool:
-        """Whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
+        """Return whether the FP32 masters are views of the weights, as stock may make them for an FP32 model."""
         weights = self.lp_param_buffer.untyped_storage().data_ptr()
         return any(m.untyped_storage().data_ptr() == weights for m in self.fp32_partitioned_groups_flat)
 
@@ -173,31 +173,31 @@ class TopoStage3(Stock):
 
     def set_grad_positions(self) -> None:
         super().set_grad_positions()
-        # DeepSpeed reads and edits masters at these offsets: they must fall into the row that it knows.
+        # DeepSpeed reads and edits masters at these offsets, which must lie in the row of its own layout.
         for position in self.grad_position.values():
             position[1] += self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[position[0]]
 
     def _write_back(self, param: Any) -> None:
-        """An edit under GatheredParameters; where stock's FP32 master is the parameter itself, ours follows too."""
+        """Store an edit under GatheredParameters, also in our master if stock's FP32 master is the weight itself."""
         weights, slot = self.topo.weights, self.slots[param.ds_id]
         if not self._edits_reach_masters or slot in weights.frozen:
             weights.write_back(slot, param.data)
             return
         rows = weights.layout.slot(weights.own, slot)
-        before = rows.clone()  # a view of what is written: only a copy tells afterwards which elements were edited
+        before = rows.clone()  # `rows` is a view that changes: the copy shows afterwards which elements were edited
         weights.write_back(slot, param.data)
         group, begin, _ = self._master_columns(param)
         self.topo.masters.follow(self.fp32_partitioned_groups_flat[group], begin, rows, rows != before)
 
     def _master_columns(self, param: Any) -> tuple[int, int, int]:
-        """Sub-group, first column and width of a parameter in the table of masters."""
+        """Return the sub-group, first column and width of a parameter in the table of masters."""
         group, offset, width = self.grad_position[self.get_param_id(param)]
         return group, offset - self.topo.masters.own_row * self.fp16_partitioned_groups_flat_numel[group], width
 
     # -- backward pass ---------------------------------------------------------------------------------------------
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
-        """A gradient's second part (Note [Zeroed, then added]) may already be in the bucket, added in place."""
+        """Put a gradient into the bucket, unless it is there already (Note [Zeroed, then added])."""
         self.require_states(LP_GRADS, BUCKET)
         self._in_backward = True
         if not any(param is waiting for bucket in self.ipg_buckets.values() for waiting in bucket.params):
@@ -207,7 +207,7 @@ class TopoStage3(Stock):
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> None:
         slots = [self.slots[p.ds_id] for p in params_to_reduce]
-        # With optimizer offload the whole sync waits for the step, which copies the result to the host.
+        # With optimizer offload all of sync runs in the step, which copies the result to the host.
         last = at_boundary(self) and not self.offload_optimizer
         repeated = self.topo.gradients.scatter(slots, [p.grad for p in params_to_reduce], last)
         if repeated and self._forwards > 1 and not self._hinted:
@@ -217,13 +217,13 @@ class TopoStage3(Stock):
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: None) -> list[Tensor]:
         for param in params_to_release:
-            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a stream of its own
+            if not get_accelerator().is_synchronized_device():  # DeepSpeed scatters on a separate stream
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
         return []
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """The end of a backward pass, or of a part of it."""
+        """Finish a backward pass, or a part of it."""
         super().independent_gradient_partition_epilogue()
         self._in_backward = False
 
@@ -239,17 +239,17 @@ class TopoStage3(Stock):
         super().zero_grad(set_to_none)
 
     def forward_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of a backward pass that failed half-way (out of memory, caught) nothing may stay."""
+        """Drop the gradients of a backward pass that failed half-way (out of memory, caught) before a forward pass."""
         self.pace.forward_begins([*args, *kwargs.values()])
         self.frozen.refuse_unfrozen()
         self._forwards += torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        if self._in_backward and torch._C._current_graph_task_id() == -1:  # not if that backward pass recomputes this
+        if self._in_backward and torch._C._current_graph_task_id() == -1:  # -1: not a recomputation inside backward
             if dist.get_rank() == 0:
                 logger.warning("zero_topo: a backward pass did not end; all gradients since the last step are dropped")
             self.zero_grad()
 
     def refuse_half_a_backward(self) -> None:
-        """Before a step: raise RuntimeError if the last backward pass failed half-way."""
+        """Raise RuntimeError before a step if the last backward pass failed half-way."""
         if self._in_backward:
             raise RuntimeError(
                 "the backward pass did not end, so its gradients are not whole: repeat the micro-batches since the "
@@ -265,7 +265,7 @@ class TopoStage3(Stock):
         self.stepping = True
         try:
             self.topo.gradients.sync()
-            if not get_accelerator().is_synchronized_device():  # where DeepSpeed looks for overflow
+            if not get_accelerator().is_synchronized_device():  # DeepSpeed checks for overflow on this stream
                 self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
             if self.offload_optimizer:
                 self._copy_gradients_to_host()
@@ -278,7 +278,7 @@ class TopoStage3(Stock):
         self.pace.end_step()
 
     def _copy_gradients_to_host(self) -> None:
-        """What DeepSpeed's own reduction would have done for optimizer offload: host gradients, and their norms."""
+        """Fill the host gradients and their norms for optimizer offload, in place of DeepSpeed's own reduction."""
         rows = self.topo.gradients.optimizer_rows()
         for i, (begin, end) in enumerate(self._sub_group_columns()):
             grad = self.fp32_partitioned_groups_flat[i].grad
@@ -294,7 +294,7 @@ class TopoStage3(Stock):
         rows = self.topo.gradients.optimizer_rows()[:, begin:end]
         master = self.fp32_partitioned_groups_flat[sub_group_id]
         master.grad = rows.to(master.dtype, copy=True).reshape(-1)
-        self.averaged_gradients[sub_group_id] = None  # as DeepSpeed does: views of the buffer, which is read already
+        self.averaged_gradients[sub_group_id] = None  # as DeepSpeed does: these views have been read
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         begin, _ = self._sub_group_columns()[sub_group_id]
@@ -328,7 +328,7 @@ class TopoStage3(Stock):
         self._share_edit(param, optim_state_key)
 
     def _share_edit(self, param: Any, optim_state_key: str | None) -> None:
-        """Bring an edited master or optimizer state to the ranks that hold copies of it. Collective."""
+        """Send an edited master or optimizer state to the ranks that store replicas of it. Collective."""
         if not param.requires_grad:
             return
         group, begin, width = self._master_columns(param)
@@ -343,14 +343,14 @@ class TopoStage3(Stock):
     # -- gradients seen by the user (safe_get_*, safe_set_*) ---------------------------------------------------------
 
     def _get_norm_groups(self) -> list[Tensor]:
-        if not self.stepping:  # asked for by a user: nothing is synced yet, nor on the host
+        if not self.stepping:  # a user's call: gradients are neither synced nor on the host yet
             self._peek()
             if self.offload_optimizer:
                 self.note_norms()
         return super()._get_norm_groups()
 
     def note_norms(self) -> None:
-        """What DeepSpeed's reduction notes for optimizer offload: norms of the rank's own part of each gradient."""
+        """Set the norms of the own part of each gradient, as DeepSpeed's reduction does for optimizer offload."""
         own = self.grad_partitions_flat_buffer
         for param in (p for group in self.fp16_groups for p in group):
             view = self.topo.gradients.layout.slot(own[None], self.slots[param.ds_id])
@@ -393,25 +393,25 @@ class TopoStage3(Stock):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to the host, as stock does; see Note [Emptied storages]. Collective: publish is ended first.
+        """Move states to the host, as stock does (Note [Emptied storages]). Collective: it finishes publish first.
 
         Args:
-            include: which; None is all. With gradients goes what sync remembers, with weights their secondary copies.
+            include: the kinds; None is all. Gradients include the state of sync, weights their secondary copies.
             device: the CPU.
             pin_memory: whether copies are page-locked.
-            non_blocking: copies run side by side in any case, and are waited for before anything is freed.
+            non_blocking: ignored: copies are queued together, and the host waits for all before it frees memory.
         """
         told = [kind for kind in OffloadStateTypeEnum if include is None or kind in include]
         kinds = [kind for kind in told if kind not in self.offloaded_states]
         self.topo.settle()
-        self.empty_partition_cache()  # while there are shards to go back to
+        self.empty_partition_cache()  # while the shards still exist
         held = self._offloadable()
         self._host_copies.offload([tensor for kind in kinds if kind in held for tensor in held[kind]()], pin_memory)
         super().offload_states([kind for kind in kinds if kind is BUCKET], device, pin_memory, non_blocking)
         self.offloaded_states.update(kinds)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring all states back to the accelerator.
+        """Copy all states back to the accelerator.
 
         Args:
             non_blocking: only queue the copies.
@@ -427,13 +427,13 @@ class TopoStage3(Stock):
             raise RuntimeError(f"offload_states moved {', '.join(away)} to the host: call engine.reload_states() first")
 
     def checkpoint_event_prologue(self) -> None:
-        """Before a checkpoint is saved or loaded; DeepSpeed fills masters and weights itself then. Collective."""
+        """Finish publish before DeepSpeed saves or loads a checkpoint, which reads or fills the weights. Collective."""
         self.require_states()
         self.topo.weights.finish()
         super().checkpoint_event_prologue()
 
     def _offloadable(self) -> dict[OffloadStateTypeEnum, Callable[[], Iterable[Tensor]]]:
-        """Of each kind: its tensors."""
+        """Return by kind a function that returns its tensors."""
         return {
             OffloadStateTypeEnum.optim_states: self.optimizer_tensors,
             OffloadStateTypeEnum.hp_params: lambda: self.fp32_partitioned_groups_flat,
@@ -447,14 +447,14 @@ class TopoStage3(Stock):
         }
 
     def optimizer_tensors(self) -> list[Tensor]:
-        """What the optimizer remembers, but for single numbers."""
+        """Return the optimizer's state tensors, without scalars."""
         return [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _stock_layout(self, share: bool) -> Iterator[None]:
-        """Masters and optimizer states in DeepSpeed's own layout, one world shard per rank."""
+        """Present masters and optimizer states in DeepSpeed's layout, one world shard per rank, within the context."""
         whole = self.fp32_partitioned_groups_flat
         try:
             with self.topo.masters.narrowed(whole, self.optimizer, share) as narrow:
@@ -471,7 +471,7 @@ class TopoStage3(Stock):
         with self._stock_layout(share=True):
             super().load_state_dict(state_dict_list, *args, **kwargs)
             clean(self.topo.layout, self.fp32_partitioned_groups_flat, self.optimizer.state)
-        # DeepSpeed filled it from the masters: rounded as publish does, the run goes on with the weights it had.
+        # DeepSpeed filled it from the masters: rounding as publish does restores the weights that the run had.
         self.lp_param_buffer.copy_(self.lp_param_buffer.to(self.topo.publish_dtype))
         own = state_dict_list[dist.get_rank()] if isinstance(state_dict_list, list) else None
         ages = self.topo.load_state_dict(own or {}, kwargs.get("checkpoint_folder"))
@@ -484,7 +484,7 @@ class TopoStage3(Stock):
 
     def _restore_from_bit16_weights(self) -> None:
         narrow = self.fp32_partitioned_groups_flat[0].numel() == self.fp16_partitioned_groups_flat_numel[0]
-        if narrow:  # one row each, always or for the length of a load
+        if narrow:  # masters of one row, always or during a load
             return super()._restore_from_bit16_weights()
         for master, (begin, end) in zip(self.fp32_partitioned_groups_flat, self._sub_group_columns(), strict=True):
             rows = self.topo.weights.own[:, begin:end]
@@ -495,11 +495,11 @@ class TopoStage3(Stock):
             self._watch.close()
         self._beginning.remove()
         self._gathers.release()
-        self.topo.settle()  # before anything is taken apart: an exception may have come with collectives under way
+        self.topo.settle()  # before anything is freed: after an exception collectives may still be in progress
         super().destroy()
         self.topo.destroy()
         del (
             self._gathers,
             self._beginning,
             self.topo,
-        )  # DeepSpeed's caches keep a destroyed optimizer alive: not our groups and shards
+        )  # DeepSpeed's caches keep a destroyed optimizer alive; this frees our groups and shards

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Tokens per second, TFLOP/s and MFU of each optimizer step of this rank; shapes and host times only."""
+"""Computes tokens per second, TFLOP/s and MFU of this rank's optimizer steps, from shapes and host times only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zero_topo.cost.transformer import LEAST_PARAMS, scaled
 
 
 class Pace:
-    """Counts the tokens that the model's training passes get, and the FLOPs that a model of its size takes for them.
+    """Counts the tokens of the model's training passes, and the FLOPs that a model of its size needs for them.
 
-    The FLOPs are those of the planner: of the transformer that has as many parameters
-    (:func:`~zero_topo.cost.transformer.scaled`), without what activation checkpointing computes again.
+    The FLOPs are the planner's: of a transformer with as many parameters (:func:`~zero_topo.cost.transformer.scaled`),
+    without the recomputation of activation checkpointing.
 
     Args:
-        params: parameters of the model.
-        peak_flops: FLOP/s of this rank as published, or None if they are not known.
+        params: number of parameters of the model.
+        peak_flops: published peak FLOP/s of this rank, or None if unknown.
 
     Attributes:
-        last: of the last optimizer step ``tokens_per_s``, ``tflops`` and, with a peak, ``mfu``; empty where the model's
+        last: ``tokens_per_s``, ``tflops`` and, with a peak, ``mfu`` of the last optimizer step; empty if the model's
             input has no token ids.
     """
 
@@ -35,7 +35,7 @@ class Pace:
         self.last: dict[str, float] = {}
 
     def forward_begins(self, inputs: Iterable[object]) -> None:
-        """Count a forward pass with gradients; its token ids are its first integer matrix, in a dict or tuple too."""
+        """Count a forward pass with gradients; its token ids are the first integer matrix of its (nested) inputs."""
         if not torch.is_grad_enabled():
             return
         matrices = (value for value in _tensors(inputs) if value.dim() == 2)
@@ -46,7 +46,7 @@ class Pace:
             self._flops += 3 * sum(model.module_flops(ids.numel()))  # a backward pass takes twice a forward pass
 
     def end_step(self) -> None:
-        """Close an optimizer step."""
+        """Close an optimizer step and set :attr:`last`."""
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self.last = {"tokens_per_s": self._tokens / seconds, "tflops": self._flops / seconds / TERA}
@@ -58,7 +58,7 @@ class Pace:
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors among values, in the order in which they come."""
+    """Yield the tensors in nested values, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How DeepSpeed's parameters reach the engine: their gather and partition calls, and their states.
+"""Connects DeepSpeed's parameters to the engine: their gather and partition calls, and their states.
 
-DeepSpeed hangs ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its coordinator, hooks,
-``GatheredParameters`` and checkpoint code call those. :class:`ParameterGathers` takes their place on every parameter of
-the module and serves them from the engine's shards; what these do not hold keeps DeepSpeed's own calls.
+DeepSpeed sets ``all_gather``, ``all_gather_coalesced`` and ``partition`` on each parameter; its coordinator, hooks,
+``GatheredParameters`` and checkpoint code call them. :class:`ParameterGathers` replaces these calls on every parameter
+that the engine shards, and serves them from its shards. Other parameters keep DeepSpeed's calls.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
 def by_owner(convert: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """DeepSpeed's ``convert``, which gives a parameter its calls, such that a call for a list serves each owner's part.
+    """Wrap DeepSpeed's ``convert``, which sets a parameter's calls, to split a call for a list by engine.
 
-    DeepSpeed calls that of the first parameter for all of them, and they may be of several engines and models.
+    DeepSpeed uses the first parameter's call for the whole list, whose parameters may be of several engines and models.
     """
 
     @wraps(convert)
@@ -59,7 +59,7 @@ def _split_by_owner(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ParameterHandle:
-    """A gather that ends by giving each parameter its data; waits once."""
+    """A pending gather whose ``wait`` sets each parameter's data; later waits do nothing."""
 
     def __init__(
         self, params: list[Any], handle: Handle[list[Tensor]], timing: Callable[[], AbstractContextManager[None]]
@@ -69,7 +69,7 @@ class ParameterHandle:
         self._timing = timing
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Block until the parameters are whole. ``handle_dependency`` is DeepSpeed's; freeing handles streams."""
+        """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
         with self._timing():
             whole = self._handle.wait()
         for param, full in zip(self._params, whole, strict=True):
@@ -80,13 +80,13 @@ class ParameterHandle:
 
 
 class Handles:
-    """Several gathers waited for together."""
+    """Several pending gathers with one ``wait``."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for each, in the order in which they were started."""
+        """Wait for each gather, in the order of their start."""
         for handle in self._handles:
             handle.wait(handle_dependency=handle_dependency)
 
@@ -96,9 +96,9 @@ class ParameterGathers:
 
     Args:
         engine: the shards.
-        module: whose parameters these are.
-        slots: ``ds_id`` -> number of each parameter that the shards have.
-        write_back: called with a parameter that every rank holds whole and edited alike, before it is partitioned.
+        module: the module with the parameters.
+        slots: ``ds_id`` -> parameter index in the shards.
+        write_back: called with a whole parameter, edited equally on every rank, before it is partitioned.
         require_weights: called before each gather; raises if the shards are not on the accelerator.
     """
 
@@ -114,11 +114,11 @@ class ParameterGathers:
         self._slots = slots
         self._write_back = write_back
         self._require_weights = require_weights
-        # DeepSpeed's own calls of each parameter, which it gets back at the end.
+        # DeepSpeed's own calls of each parameter, which `release` restores.
         self._stock: list[tuple[Any, dict[str, Any]]] = []
-        # By `ds_id`, the engine's shard of it, to see that a user has not set `ds_tensor.data` to another tensor.
+        # By `ds_id`, the engine's shard of it, to detect that a user has set `ds_tensor.data` to another tensor.
         self._homes: dict[int, Tensor] = {}
-        # Gathers that somebody still holds: the end waits for those that nobody has waited for, as collectives must.
+        # Gathers still referenced: `release` waits for those not waited for yet, as every collective must finish.
         self._started: WeakSet[ParameterHandle] = WeakSet()
         params: list[Any] = [*module.parameters()]
         for param in (p for p in params if p.ds_id in self._slots):
@@ -130,7 +130,7 @@ class ParameterGathers:
             param.partition = partial(self._partition, param, stock["partition"])
 
     def release(self) -> None:
-        """End what is under way, and give the parameters DeepSpeed's own calls back. Collective."""
+        """Finish pending gathers, and restore DeepSpeed's calls on the parameters. Collective."""
         for handle in list(self._started):
             handle.wait()
         for param, stock in self._stock:
@@ -139,7 +139,7 @@ class ParameterGathers:
         self._stock.clear()
 
     def _split(self, params: Iterable[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """The trained ones, the frozen ones, and those of others; each once, ordered by ``ds_id`` as on every rank."""
+        """Split parameters into our trained and our frozen ones, and all others; without duplicates, by ``ds_id``."""
         self._require_weights()
         ours, others = (list[Any](), list[Any]()), list[Any]()
         for param in sorted({p.ds_id: p for p in params}.values(), key=lambda p: p.ds_id):
@@ -151,7 +151,7 @@ class ParameterGathers:
         self, stock: Callable[..., Any], params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
     ) -> Handles:
         ours, others = self._split(params)
-        # Autograd runs a graph task inside a backward pass only; a prefetch that the forward starts for it has none.
+        # A graph task exists only inside a backward pass; a prefetch that the forward pass starts has none.
         phase = "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []
         for alike in ours:
@@ -162,12 +162,12 @@ class ParameterGathers:
         return Handles(handles)
 
     def _start_in_pass(self, params: list[Any], phase: str) -> list[ParameterHandle]:
-        """Begin to gather what a pass computes with: persistent parameters are exact, the others as the plan says."""
+        """Begin to gather for a pass: persistent parameters exactly, the others in the plan's format."""
         handles = self._start([p for p in params if not p.ds_persist], phase)
         return handles + self._start([p for p in params if p.ds_persist], "gather_exact")
 
     def _start(self, params: list[Any], phase: str) -> list[ParameterHandle]:
-        """Begin to gather parameters, all trained or all frozen, if there are any."""
+        """Begin to gather parameters, all trained or all frozen; the list may be empty."""
         if not params:
             return []
         for param in params:
@@ -195,9 +195,9 @@ class ParameterGathers:
         self, param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         ours, others = self._split([param] if param_list is None else param_list)
-        # DeepSpeed gathers a parameter by itself where a pass reads it outside its module: this time here, and from
-        # the next pass on with those of the module that read it.
-        in_forward = getattr(self._module._parameters, "_in_forward", False)  # of DeepSpeed's own kind of dictionary
+        # DeepSpeed gathers a single parameter here if a pass reads it outside its module; from the next pass on it
+        # gathers it with the parameters of the module that read it.
+        in_forward = getattr(self._module._parameters, "_in_forward", False)  # an attribute of DeepSpeed's dictionary
         reads = param_list is None and (in_forward or _in_backward())
         phase = "gather_exact" if not reads else "gather_backward" if _in_backward() else "gather_forward"
         handles: list[Any] = []

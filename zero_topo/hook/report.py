@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero_topo.report``, and the report that the block's key ``report`` asks for.
+"""Writes the report of ``zero_topo.report`` and of the block's key ``report``.
 
 With the key, rank 0 writes a line for each optimizer step, and a report of its own measurements when the engine is
-destroyed or the process ends; that takes no collective. ``zero_topo.report`` brings those of all ranks together.
+destroyed or the process ends, without a collective. ``zero_topo.report`` gathers the measurements of all ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def report(
 ) -> None:
     """Write the report of a run with the measurements of all ranks: tables, plots and one HTML page. Collective.
 
-    It shows the losses and speeds of the steps that the folder's ``metrics.jsonl`` holds; the key ``report`` of the
-    block has them written there. Of an engine without a ``zero_topo`` block it has no bytes and no memory.
+    The report shows the losses and speeds of the steps in the folder's ``metrics.jsonl``, which the block's key
+    ``report`` writes. For an engine without a ``zero_topo`` block it has no bytes and no memory.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
         folder: where rank 0 writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png``.
         title: one line about model and data; by default the model's class and size.
-        settings: of the program, to show in the report.
+        settings: the program's settings, to show in the report.
     """
     found = stats(engine) if isinstance(engine.optimizer, TopoStage3) else None
     ranks: list[RankBytes | None] = [None] * dist.get_world_size()
@@ -73,11 +73,11 @@ def _write(
 
 
 class Recorder:
-    """Writes a run's folder on rank 0, without waiting for the device: a loss is read once it has arrived at the host.
+    """Writes a run's folder on rank 0 without host synchronizations: it reads a loss once its copy has completed.
 
     Args:
-        engine: DeepSpeed's, whose ``backward`` and ``destroy`` are wrapped.
-        folder: of the run; the log of an older run in it goes on if this one resumes, and is replaced if it does not.
+        engine: DeepSpeed's engine, whose ``backward`` and ``destroy`` are wrapped.
+        folder: the run's folder; a resumed run appends to the log there, a new run replaces it.
     """
 
     def __init__(self, engine: Any, folder: Path) -> None:
@@ -108,7 +108,7 @@ class Recorder:
         return wrapper
 
     def step(self, sent: Mapping[tuple[str, str], int], pace: Mapping[str, float]) -> None:
-        """Log an optimizer step: what this rank sent in it, and how fast it was."""
+        """Log an optimizer step: the bytes that this rank sent, and its speed."""
         now, engine, loss, event = time.perf_counter(), self._engine, self._loss, None
         seconds, self._began, self._loss = now - self._began, now, None
         if loss is not None and not get_accelerator().is_synchronized_device():
@@ -128,7 +128,7 @@ class Recorder:
         self._log.step(**line, loss=None if loss is None else loss.item())
 
     def finish(self) -> None:
-        """Write the lines that wait for their loss; no report is written at the end."""
+        """Write the lines whose loss is still pending, and cancel the report at the end of the process."""
         atexit.unregister(self.close)
         for event, _, _ in list(self._waiting):
             if event is not None:

@@ -1,11 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of other ranks, sub-groups or parameter orders, recut into the files that this rank would have saved.
+"""Resharding: converts a checkpoint of other ranks, sub-groups or parameter orders to the files of this rank.
 
 Note [Recut]
     DeepSpeed cuts a parameter of ``m`` elements into ``N`` shards of ``ceil(m / N)``, one per rank. A rank's flat
-    tensors hold its shards of the parameters of a sub-group, one after the other, and ``param_shapes`` names these. So
-    the shard of another ``N`` is read from the one to few old shards that it overlaps. Files are mapped, not read:
-    a rank reads what it copies, and never holds a whole model.
+    tensors store its shards of a sub-group's parameters one after the other; ``param_shapes`` lists these parameters.
+    A shard for another ``N`` is read from the few old shards that it overlaps. Files are memory-mapped: a rank reads
+    only what it copies, and never stores a whole model.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ GROUPS = "give the optimizer the parameter groups of the run that saved it, or l
 
 
 def file_name(rank: int, kind: str) -> str:
-    """DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of BF16."""
+    """Return DeepSpeed's name of a rank's file of "model" or "optim" states, without the prefix of BF16."""
     return f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
 
 def mapped(path: Path) -> Any:
-    """What a file holds; tensors stay in it until they are read."""
+    """Load a file of ``torch.save``; tensors are memory-mapped."""
     with named(path):
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # as DeepSpeed reads it
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Raise what goes wrong with a file as a ValueError that names it."""
+    """Convert any error inside the context to a ValueError that names the file."""
     try:
         yield
     except Exception as error:
@@ -46,18 +46,18 @@ def named(path: Path) -> Iterator[None]:
 
 
 def line(error: Exception) -> str:
-    """A few words of an error of any length."""
+    """Return the first line of an error, at most 200 characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 class Saved:
-    """The files of one tag, each opened once, when something of it is needed.
+    """The files of one tag, each opened once, on first use.
 
     Args:
-        folder: of the tag.
-        prefix: of the optimizer's files.
-        rank: this one.
-        ranks: of this run.
+        folder: the tag's folder.
+        prefix: prefix of the optimizer files' names.
+        rank: this rank.
+        ranks: number of ranks of this run.
     """
 
     def __init__(self, folder: Path, prefix: str, rank: int, ranks: int) -> None:
@@ -78,7 +78,7 @@ class Saved:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int, int]]:
-        """Trained parameter -> its sub-group, its first column in that one's flat tensors, its elements."""
+        """Trained parameter -> its sub-group, its first element in that sub-group's flat tensors, its elements."""
         found = {}
         for sub_group, shapes in enumerate(self._model(0)["param_shapes"]):
             first = 0
@@ -88,7 +88,7 @@ class Saved:
         return found
 
     def _shard(self, numel: int, of: Callable[[int], Tensor]) -> Tensor:
-        """This rank's shard of a parameter, padded with zeros, from the shards ``of`` each rank that saved it."""
+        """Return this rank's shard of a parameter, padded with zeros; ``of(rank)`` returns a saved rank's shard."""
         width, old = (-(-numel // ranks) for ranks in (self._ranks, self._saved_ranks))
         begin, end = self._rank * width, min(numel, (self._rank + 1) * width)
         parts = [of(0)[:0]]
@@ -101,7 +101,7 @@ class Saved:
         return torch.nn.functional.pad(found, (0, width - len(found)))
 
     def _flat(self, names: Sequence[str], of: Callable[[int, int], Tensor]) -> Tensor:
-        """This rank's shards of some parameters, from the flat tensors ``of`` a rank and sub-group."""
+        """Return this rank's shards of some parameters; ``of(rank, sub_group)`` returns a saved flat tensor."""
         return torch.cat([self._shard(self._places[name][2], partial(self._columns, name, of)) for name in names])
 
     def _columns(self, name: str, of: Callable[[int, int], Tensor], owner: int) -> Tensor:
@@ -109,14 +109,14 @@ class Saved:
         return of(owner, sub_group).detach().view(-1)[first:][: -(-numel // self._saved_ranks)]
 
     def model(self, found: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]]) -> dict[str, Any]:
-        """This rank's file of model states.
+        """Return this rank's file of model states.
 
         Args:
-            found: one that was saved.
-            shapes: of this run's parameters, by sub-group and name.
+            found: a saved file of model states.
+            shapes: the shapes of this run's parameters, by sub-group and name.
 
         Raises:
-            ValueError: for a parameter that was not saved, or with another size.
+            ValueError: for a parameter that was not saved, or was saved with another size.
         """
         for name, shape in (item for of in shapes for item in of.items()):
             saved = self._places[name][2] if name in self._places else "no"
@@ -135,14 +135,14 @@ class Saved:
         return fragment
 
     def optimizer(self, shapes: Sequence[Mapping[str, torch.Size]], groups: Sequence[int]) -> dict[str, Any]:
-        """This rank's file of optimizer states.
+        """Return this rank's file of optimizer states.
 
         Args:
-            shapes: of this run's parameters, by sub-group and name.
+            shapes: the shapes of this run's parameters, by sub-group and name.
             groups: the parameter group of each sub-group.
 
         Raises:
-            ValueError: if a parameter was in another group.
+            ValueError: if a parameter was saved in another parameter group.
         """
         whole = self._optimizer(0)
         inner = whole["optimizer_state_dict"]
@@ -177,10 +177,10 @@ class Saved:
         return {key: value(key, first) for key, first in states[sub_group].items()}
 
     def same_columns(self, shapes: Sequence[Mapping[str, torch.Size]]) -> bool:
-        """Whether a rank's columns are those that were saved: what sync keeps for them has its place then."""
+        """Return whether a rank's columns equal the saved ones, so that sync's saved state fits."""
         return self._saved_ranks == self._ranks and [*self._places] == [name for of in shapes for name in of]
 
     def drops_residual(self, shapes: Sequence[Mapping[str, torch.Size]]) -> bool:
-        """Whether rank 0 saved a residual of sync that has no place here."""
+        """Return whether rank 0 saved a residual of sync that does not fit this run."""
         residual = self._optimizer(0).get(STATE_KEY, {}).get("sync", {}).get("residual")
         return not self.same_columns(shapes) and residual is not None and residual.numel() > 0

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are saved whole or not at all: beside the old ones, and renamed once every rank has written.
+"""Atomic checkpoints: every rank writes to temporary files, which are renamed once all ranks have written.
 
 Note [A save that fails]
-    DeepSpeed's own writes over files of the same tag, and where one rank cannot write, that rank raises torch's
-    ``unexpected pos 704 vs 598`` while the others wait in a barrier. Here a rank keeps what went wrong to itself until
-    all meet in ``commit``, so that none is missed by a collective in between; then all raise the same error, and no
-    file under its final name has changed. It is raised, not logged: who saves also deletes older checkpoints. State is
-    as it was, so a caller who catches it trains on, bit for bit as if nothing had been saved.
+    DeepSpeed overwrites files of the same tag. If one rank cannot write, it raises torch's ``unexpected pos 704 vs
+    598`` while the others wait in a barrier. Here a rank stores its error until all ranks reach ``commit``, so it takes
+    part in every collective before that. Then all ranks raise the same error, and no file under its final name has
+    changed. The error is raised, not only logged, because scripts delete older checkpoints after a save. Training state
+    is unchanged, so a caller who catches the error can train on, bit for bit as if nothing had been saved.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zero_topo.units import format_bytes
 
 PART = ".part"
 LATEST = "latest"
-OLD_S = 3600.0  # no save takes longer, so what is older was left by one that was killed
+OLD_S = 3600.0  # no save takes longer, so older temporary files were left by a killed save
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
-    """DeepSpeed's ``save_checkpoint``, for engines of ours by way of :class:`Beside`."""
+    """Wrap DeepSpeed's ``save_checkpoint``: our engines save through :class:`Beside`."""
 
     @wraps(save)
     def wrapper(
@@ -51,7 +51,7 @@ def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
             raise ValueError("this engine has no optimizer, so no state to resume: save_16bit_model writes its weights")
         stock = engine.checkpoint_engine
         ours = isinstance(getattr(engine.optimizer, "topo", None), Stage3) and type(stock) is TorchCheckpointEngine
-        if not ours:  # the other writers have a way of their own to commit
+        if not ours:  # other checkpoint engines have their own commit
             return save(engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         engine.checkpoint_engine = beside = Beside(stock, engine.device, save_latest and engine.global_rank == 0)
         try:
@@ -64,7 +64,7 @@ def saving_beside(save: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def copying_beside(copy: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """DeepSpeed's copying of its scripts into a checkpoint, once the rest is in its place."""
+    """Wrap DeepSpeed's copy of its recovery script: it runs once all other files have their final names."""
 
     @wraps(copy)
     def wrapper(engine: Any, save_path: str) -> None:
@@ -77,11 +77,11 @@ def copying_beside(copy: Callable[[Any, str], None]) -> Callable[[Any, str], Non
 
 
 class Beside(CheckpointEngine):
-    """Writes the files of one checkpoint beside their places, see Note [A save that fails].
+    """A checkpoint engine that writes temporary files and renames them in ``commit`` (Note [A save that fails]).
 
     Args:
-        stock: writes them.
-        device: where the world's collectives take tensors.
+        stock: DeepSpeed's checkpoint engine, which serializes the files.
+        device: the device of the world group's tensors.
         points: whether this rank writes the file that names the latest checkpoint.
     """
 
@@ -89,16 +89,16 @@ class Beside(CheckpointEngine):
         super().__init__()
         self.name = stock.name
         self._stock, self._device, self._points = stock, device, points
-        self.last: list[Callable[[], object]] = []  # of this rank, when all have their files in place
+        self.last: list[Callable[[], object]] = []  # this rank's actions once all ranks have renamed their files
         self._written: list[Path] = []
         self._problem: str | None = None
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begin."""
+        """Begin a checkpoint."""
         self._stock.create(info)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """As stock does."""
+        """Load a file through DeepSpeed's checkpoint engine."""
         return self._stock.load(path, map_location)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -107,15 +107,15 @@ class Beside(CheckpointEngine):
             self._stock.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write a file beside its place, down to the disk: some report only there that it is full."""
+        """Write a temporary file and fsync it: some file systems report only then that they are full."""
         with self._keeping(path, state_dict):
             self._write(Path(path), lambda file: self._stock.save(state_dict, file))
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Put everything in its place, if every rank has written its part. Collective.
+        """Rename all files to their final names, if every rank has written its part. Collective.
 
         Raises:
-            OSError: on every rank, naming one that could not, its file and what it wants.
+            OSError: on every rank, naming a rank that failed, its file and the remedy.
         """
         latest, files = Path(info.save_dir, LATEST), [*self._written]
         if self._points:
@@ -136,7 +136,7 @@ class Beside(CheckpointEngine):
         return True
 
     def clear(self) -> None:
-        """Remove what has not come to its place, with folders that are empty without it."""
+        """Remove temporary files that were not renamed, and folders that are then empty."""
         for path in self._written:
             with suppress(OSError):
                 _beside(path).unlink(missing_ok=True)
@@ -145,17 +145,17 @@ class Beside(CheckpointEngine):
 
     @contextmanager
     def _keeping(self, path: str | Path, content: Any = None) -> Iterator[None]:
-        """Keep what goes wrong with a path until all ranks meet, if it is the first that does."""
+        """Store the first error with a path until all ranks reach a check in ``commit``."""
         try:
             yield
-        except Exception as error:  # of a full disk torch raises RuntimeError, of what cannot be saved pickle its own
+        except Exception as error:  # torch raises RuntimeError for a full disk, pickle its own errors
             self._problem = self._problem or _sentence(Path(path), error, content)
 
     def _write(self, path: Path, fill: Callable[[Any], object]) -> None:
         if self._problem is not None:
             return
         self._written.append(path)
-        _beside(path).unlink(missing_ok=True)  # of a killed save; a link in its place is not followed
+        _beside(path).unlink(missing_ok=True)  # left by a killed save; a symbolic link is not followed
         with _beside(path).open("xb") as file:
             fill(file)
             file.flush()
@@ -169,7 +169,7 @@ class Beside(CheckpointEngine):
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove what killed saves left in a folder of checkpoints, with tags that hold nothing else."""
+    """Remove files that killed saves left in a folder of checkpoints, and tags that are then empty."""
     for part in (*folder.glob(f"*/*.pt{PART}"), _beside(folder / LATEST)):
         with suppress(OSError):
             if time.time() - part.lstat().st_mtime > OLD_S:
@@ -182,9 +182,9 @@ def _beside(path: Path) -> Path:
 
 
 def _sentence(path: Path, error: Exception, content: Any) -> str:
-    """What went wrong with a path, and what to do."""
+    """Return a message about an error with a path: the path, the reason and the remedy."""
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-        error = error.__context__  # torch's own words are about what it could not do after that
+        error = error.__context__  # torch's own error describes only a consequence
     if not isinstance(error, OSError):
         return f"{path} cannot be written: {type(error).__name__}: {error}"
     reason = f"{path} cannot be written ({error.strerror})"
@@ -202,7 +202,7 @@ def _sentence(path: Path, error: Exception, content: Any) -> str:
 
 
 class _Size:
-    """A file that only counts."""
+    """A file object that only counts bytes."""
 
     nbytes = 0
 

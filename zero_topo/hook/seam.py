@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed's supported releases is relied on, and whether the installed one has it.
+"""Lists the DeepSpeed names that zero_topo uses, and checks that the installed release has them.
 
-With ``install.py``, ``optimizer.py`` and ``inference.py``, which override what is listed here, and ``start.py``,
-this is the seam: the one place that names DeepSpeed's privates.
+With ``install.py``, ``optimizer.py`` and ``inference.py``, which override these names, and ``start.py``, this is the
+seam: the only code that uses DeepSpeed's private names.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SINCE: Mapping[str, str] = MappingProxyType(
         "is_gradient_accumulation_boundary()": "0.19.5",
     }
 )
-"""All that differs between the supported releases: what came late to :data:`Stock` -> the first release that has it.
+"""All differences between the supported releases: a later addition to :data:`Stock` -> the first release with it.
 
-``name()`` is an attribute before, and a method from then on.
+``name()`` is an attribute before that release, and a method from then on.
 """
 
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3"
 LOAD_CHECKPOINT = ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states")
 LOAD_CHECKPOINT_REST = ("load_module_only", "custom_load_fn")
 SAVE_CHECKPOINT = ("save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters")
-# Every DeepSpeed name relied on -> the parameters it must have (None: only that it exists).
+# Every DeepSpeed name used -> the parameters it must have (None: it must only exist).
 REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", ("self", "optimizer")),
     (DeepSpeedEngine, "_configure_distributed_model", ("self", "model")),
@@ -82,7 +82,7 @@ REQUIRED: tuple[tuple[type | ModuleType, str, tuple[str, ...] | None], ...] = (
     *((Stock, f"set_{part}_hp_param", ("self", "value", "param", "optim_state_key")) for part in ("full", "local")),
     *((Stock, name, ("self", "param")) for name in ("get_param_id", "reduce_independent_p_g_buckets_and_remove_grads")),
 )
-# Attributes of instances relied on: some method of the class must set them.
+# Instance attributes used: some method of the class must name them.
 ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (DeepSpeedEngine, ("_config", "seq_dp_world_size", "checkpoint_engine", "param_names")),
     (deepspeed.DeepSpeedConfig, ("_param_dict", "zero_config")),
@@ -99,29 +99,29 @@ ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 
 def deepspeed_json(engine: Any) -> dict[str, Any]:
-    """The DeepSpeed JSON of an engine."""
+    """Return the DeepSpeed JSON of an engine."""
     return dict(engine._config._param_dict)
 
 
 def has(name: str) -> bool:
-    """Whether the installed release has what :data:`SINCE` names."""
+    """Return whether the installed release has an entry of :data:`SINCE`."""
     return release(deepspeed.__version__) >= release(SINCE[name])
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Whether the micro-batch under way is the last of its step."""
+    """Return whether the current micro-batch is the last of its step."""
     told = optimizer.is_gradient_accumulation_boundary
     return bool(told() if has("is_gradient_accumulation_boundary()") else told)
 
 
 def forget_backward(optimizer: Any) -> None:
-    """Forget a backward pass that failed half-way; a DeepSpeed that counts passes believes that it goes on."""
+    """Reset DeepSpeed's count of active backward passes, where it has one, after a pass that failed half-way."""
     if has("_backward_active_depth"):
         optimizer._backward_active_depth = 0
 
 
 def empty_bucket(bucket: Any) -> None:
-    """Drop the parameters of a bucket and keep its buffer, as ``clear_params`` does, which early releases have not."""
+    """Drop the parameters of a bucket and keep its buffer, like ``clear_params``, which early releases lack."""
     bucket.params.clear()
     bucket.elements = 0
     bucket.process_group = None
@@ -131,7 +131,7 @@ def check_deepspeed() -> None:
     """Compare the installed DeepSpeed with :data:`REQUIRED`, :data:`ATTRIBUTES` and :data:`SINCE`.
 
     Raises:
-        ImportError: naming everything that is missing or changed, and the way out.
+        ImportError: naming everything that is missing or changed, and the version to install.
     """
     problems = [*_changed_methods(), *_missing_attributes(), *_unlike_its_release()]
     if problems:
@@ -144,7 +144,7 @@ def check_deepspeed() -> None:
 
 
 def _changed_methods() -> Iterator[str]:
-    """One phrase for each method that is gone or takes other parameters."""
+    """Yield one phrase for each method that is missing or has other parameters."""
     for owner, name, expected in REQUIRED:
         found = getattr(owner, name, None)
         if found is None:
@@ -155,14 +155,14 @@ def _changed_methods() -> Iterator[str]:
 
 
 def _missing_attributes() -> Iterator[str]:
-    """One phrase for each attribute that is gone."""
+    """Yield one phrase for each missing attribute."""
     for owner, names in ATTRIBUTES:
         there = attributes(owner)
         yield from (f"{owner.__name__}.{name} is gone" for name in names if name not in there)
 
 
 def _unlike_its_release() -> Iterator[str]:
-    """One phrase for each difference that the installed release has without its time, or lacks."""
+    """Yield one phrase for each entry of :data:`SINCE` that the installed release has too early, or lacks."""
     there = attributes(Stock)
     for name, since in SINCE.items():
         plain = name.removesuffix("()")
@@ -172,7 +172,7 @@ def _unlike_its_release() -> Iterator[str]:
 
 
 def attributes(owner: type) -> set[str]:
-    """Attributes of a class, and all names that methods of its package use: some attributes exist on instances only."""
+    """Return the attributes of a class, and all names in its methods: some attributes exist only on instances."""
     package = owner.__module__.partition(".")[0]
     bases = [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]
     methods = [f for base in bases for f in vars(base).values() if inspect.isfunction(f)]
@@ -180,13 +180,13 @@ def attributes(owner: type) -> set[str]:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of parameters; DeepSpeed's tracing decorator takes any, so it is looked through."""
+    """Return a function's parameter names, also through DeepSpeed's tracing decorator (``*args, **kwargs``)."""
     every = [tuple(inspect.signature(layer).parameters) for layer in _layers(function)]
     return next((names for names in every if names != ("args", "kwargs")), every[-1])
 
 
 def _layers(function: Any) -> list[Any]:
-    """A function and those that its closures hold, each once: a closure may hold itself, and a cell may be empty."""
+    """Return a function and all functions in its closures, each once: a closure may contain itself."""
     found = [function]
     for layer in found:
         for cell in getattr(layer, "__closure__", None) or ():

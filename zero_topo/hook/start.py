@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the ranks of an engine make sure of together, before its first collective and before its first group."""
+"""Checks across all ranks of an engine, before its first collective and before its first process group."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ LOCAL: Mapping[str, str] = MappingProxyType(
         "tensorboard|wandb|csv_monitor|comet": "rank 0 alone writes to monitors",
     }
 )
-"""Keys of the DeepSpeed JSON (patterns of whole dotted names) that ranks may have each their own, and why."""
+"""Keys of the DeepSpeed JSON (patterns of whole dotted names) that may differ between ranks, and why."""
 LISTS = ("params", "param_names")
-"""What an optimizer's group lists, parameter by parameter; the rest are settings of them all."""
+"""Entries of an optimizer's group with one item per parameter; all other entries are settings of the group."""
 
 
 def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's ``configure``, of an engine and its model, once all ranks have come there with the same.
+    """Wrap DeepSpeed's ``configure(engine, model)`` to check first that all ranks reach it with equal settings.
 
-    It begins with the engine's first collective, a broadcast of the parameters, which hangs if their shapes differ.
+    ``configure`` runs the engine's first collective, a broadcast of the parameters, which hangs if shapes differ.
     """
 
     @wraps(configure)
@@ -65,14 +65,14 @@ def meeting(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def meeting_place() -> dist.Store | None:
-    """The store in which torch's ranks met; two backends have none."""
+    """Return the store of torch's rendezvous; None for backends without one."""
     return None if dist.get_backend() in ("mpi", "fake") else dist.distributed_c10d._get_default_store()
 
 
 def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """What must be the same everywhere, beside the plan: the model, DeepSpeed's settings, versions.
+    """Return what must be equal on all ranks besides the plan: the model, DeepSpeed's settings, versions.
 
-    Of ``zero_optimization`` what DeepSpeed read, so that a default may be written out on some ranks.
+    ``zero_optimization`` is compared as DeepSpeed parsed it, so some ranks may write out a default.
     """
     shapes = {
         name: [str(param.dtype), param.requires_grad, *getattr(param, "ds_shape", param.shape)]
@@ -89,7 +89,7 @@ def _told(engine: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _shared(block: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The keys of a block of the DeepSpeed JSON that are not :data:`LOCAL`."""
+    """Return a block of the DeepSpeed JSON without the keys in :data:`LOCAL`."""
     local = re.compile("|".join(LOCAL))
     found = {key: value for key, value in block.items() if not local.fullmatch(f"{path}{key}")}
     return {
@@ -98,7 +98,7 @@ def _shared(block: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _trained(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
-    """What must be the same of an optimizer: its kind, the settings of its groups, and the group of each parameter."""
+    """Return what must be equal of an optimizer: its class, its groups' settings, and each parameter's group."""
     groups = dict(enumerate(optimizer.param_groups))
     return {
         "optimizer": type(optimizer).__name__,
@@ -113,7 +113,7 @@ def _trained(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
 
 
 def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
-    """Raise ValueError for trained parameters of a type in which shards cannot be, or of two: shards are of one."""
+    """Raise ValueError if trained parameters have an unsupported dtype, or more than one: shards have one dtype."""
     kinds: dict[torch.dtype, str] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
         if getattr(param, "ds_numel", param.numel()):
@@ -133,14 +133,14 @@ def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
 
 
 def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device) -> None:
-    """Give each group's parameters the model's order if ranks list them differently, as a ``set`` does. Collective.
+    """Sort each group's parameters into the model's order if the order differs between ranks (a ``set``). Collective.
 
-    Shards are cut in the order of the groups. Where all ranks have the same, it stays: checkpoints are in that order.
+    Shards are cut in the order of the groups. An order that all ranks share stays, because checkpoints use it.
 
     Args:
-        optimizer: torch's, whose groups have the same members on all ranks.
+        optimizer: torch's optimizer, whose groups have the same parameters on all ranks.
         names: parameter -> name, in the model's order.
-        device: where the world's collectives take tensors.
+        device: the device of the world group's tensors.
     """
     listed = [names.get(param) for group in optimizer.param_groups for param in group["params"]]
     digest = int.from_bytes(sha256(repr(listed).encode()).digest()[:7], "little")
@@ -155,11 +155,13 @@ def _in_one_order(optimizer: Any, names: Mapping[Any, str], device: torch.device
 
 
 def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
-    """The block on which all ranks agree, or None; a rank that refuses its own tells the others first.
+    """Resolve the block and check that all ranks agree; return it, or None without a block.
+
+    A rank that rejects its block reports that to the others before it raises.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: torch's, or None; its groups are agreed on too, and their order (:func:`_in_one_order`).
+        engine: DeepSpeed's engine.
+        optimizer: torch's optimizer, or None; its groups and their order are checked too (:func:`_in_one_order`).
     """
     config = engine._config._param_dict
     memory = least_memory(engine.device) if ROOT in config else None
@@ -179,10 +181,12 @@ def agreed(engine: Any, optimizer: Any) -> ResolvedConfig | None:
 
 
 def least_memory(device: torch.device) -> int:
-    """Bytes of the smallest device of the job, on CPUs of the smallest host, so that all ranks plan alike. Collective.
+    """Return the bytes of the job's smallest device (on CPUs, of its smallest host). Collective.
+
+    All ranks plan with this number, so their plans are equal.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
     """
     least = torch.tensor(get_accelerator().total_memory(), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero_topo.stats``: what an engine sent, holds and waited for."""
+"""``zero_topo.stats``: an engine's traffic, memory and waiting times."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from zero_topo.units import KIB
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine did and holds, on this rank; see ``zero_topo.stats``. ``str`` gives tables of it.
+    """Traffic, memory and times of an engine on this rank (``zero_topo.stats``); ``str`` returns tables.
 
     Attributes:
         config: the resolved block.
-        steps: optimizer steps taken, skipped ones included; of an engine without an optimizer its forward passes.
+        steps: optimizer steps, skipped ones included; forward passes for an engine without an optimizer.
         micro_batches: micro-batches per optimizer step.
         step_bytes: ``(phase, domain)`` -> bytes this rank sent in the last optimizer step.
-        total_bytes: the same since the start.
-        memory: role -> bytes held on this rank; offloaded ones too, which are on the host.
-        work: the model as the cost formulas see it.
+        total_bytes: ``(phase, domain)`` -> bytes this rank sent since the start.
+        memory: role -> bytes stored by this rank, including states offloaded to the host.
+        work: the model as input of the cost formulas.
         accumulation_itemsize: bytes per element of the gradient buffer.
-        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 where FP32 masters are the weights themselves;
+        optimizer_itemsize: bytes per element of Adam's states, 12, or 8 if FP32 masters are the weights themselves;
             4 less with AdamS, 1 more with AgedAdamW.
         calls: phase -> collectives since the start.
-        phase_seconds: phase -> seconds of the last optimizer step that the host worked or waited for it.
-        sync_report: what the mode of sync says of the last step: densities, norms, counts.
-        phase_spans: (phase, begin, end) of what ``phase_seconds`` sums, in seconds since the step before was over.
-        peak_memory: the most bytes that tensors took on this rank's device; on a CPU that the process took in all.
-        on_device: whether ``peak_memory`` is of a device.
+        phase_seconds: phase -> seconds of the last optimizer step in which the host worked on it or waited for it.
+        sync_report: the mode of sync's report of the last step: densities, norms, counts.
+        phase_spans: (phase, begin, end) of the times summed in ``phase_seconds``, in seconds since the previous step.
+        peak_memory: peak bytes of tensors on this rank's device; on a CPU, peak bytes of the process.
+        on_device: whether ``peak_memory`` is that of a device.
         predicted_memory: role -> bytes on this rank at the peak of a step, as the planner predicts them; empty without
             an optimizer.
         pace: ``tokens_per_s``, ``tflops`` and ``mfu`` of this rank in the last optimizer step, as far as known.
@@ -73,15 +73,15 @@ class Stats:
         return f"{head}\n\n{measured_text(measurements(self, [self.of_rank()]))}"
 
     def of_rank(self) -> RankBytes:
-        """This rank's part of a report."""
+        """Return this rank's part of a report."""
         return RankBytes(self.step_bytes, self.memory, self.peak_memory)
 
 
 def stats(engine: Any) -> Stats:
-    """What a DeepSpeed engine with a ``zero_topo`` block did and holds, on this rank. Not collective.
+    """Return this rank's traffic, memory and times for a DeepSpeed engine with a ``zero_topo`` block. Not collective.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
 
     Raises:
         ValueError: if the engine runs without zero_topo.
@@ -119,20 +119,20 @@ def stats(engine: Any) -> Stats:
 
 
 def peak_memory() -> tuple[int, bool]:
-    """The most bytes that tensors took on this rank's device, on a CPU the whole process; and whether of a device."""
+    """Return the peak bytes of tensors on this rank's device (on a CPU, of the process), and whether of a device."""
     if get_accelerator().is_synchronized_device():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB, False
     return int(get_accelerator().max_memory_allocated()), True
 
 
 def _optimizer_itemsize(optimizer: TopoStage3) -> int:
-    """Bytes per element that Adam's states and FP32 masters (unless these are the weights) are expected to take."""
+    """Return the expected bytes per element of Adam's states and FP32 masters (unless these are the weights)."""
     adam = ADAM_BYTES_FP32 if optimizer.masters_are_weights() else ADAM_BYTES
     ours = ((AdamS, -VARIANCE_BYTES), (AgedAdamW, AGE_BYTES))
     return adam + sum(more for kind, more in ours if isinstance(optimizer.optimizer, kind))
 
 
 def _optimizer_bytes(optimizer: TopoStage3) -> int:
-    """Bytes of FP32 masters (unless they are the weights themselves) and optimizer states on this rank."""
+    """Return the bytes of FP32 masters (unless they are the weights) and optimizer states on this rank."""
     masters = [] if optimizer.masters_are_weights() else optimizer.fp32_partitioned_groups_flat
     return sum(tensor.nbytes for tensor in (*masters, *optimizer.optimizer_tensors()))

@@ -1,17 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""When a run stands still, every rank that can says which ranks do not answer, and where the others wait.
+"""Watches a run: if it hangs, the ranks log which ranks do not answer, and where the others wait.
 
 Note [A run that stands still]
-    A rank that is stopped, cut off, or busy elsewhere leaves the others in a collective until the backend's timeout,
-    half an hour by default, and then all fail alike. So a thread of each rank looks now and then where its own main
-    thread is. If that has not moved for long, it asks through the store in which the ranks met; every thread answers,
-    also that of a rank that computes, and one of them tells all what it found. While a run moves, a rank asks the
-    store one question each time it looks, and the more ranks there are the less often it looks.
-    A rank that dies takes its neighbours with it at once where the backend notices, with an error that names nobody.
-    So a process that ends by an error leaves word in the store, and if it may come from another rank asks the others
-    before it ends. What a launcher ends has no time for that: the ranks of the node on which one died.
-    A rank whose script comes to its end leaves word of that too. On rank 0 the store ends with the process, so it waits
-    until the threads of all others have read that, and these look on without a store.
+    If one rank is stopped, cut off or busy elsewhere, the others wait in a collective until the backend's timeout, half
+    an hour by default, and then all fail with one error. Each rank therefore has a thread that polls the position of
+    its own main thread. If that has not moved for long, the thread posts a question in the store of torch's rendezvous.
+    The threads of all ranks answer, also on ranks that compute, and one of them writes the verdict for all. While a run
+    moves, each poll costs one query of the store; the more ranks there are, the more rarely each polls.
+    If a rank dies and the backend notices, its neighbours fail at once, with an error that names no rank. A process
+    that ends with an error therefore records it in the store. If the error may come from another rank, the process
+    queries the others before it ends. Ranks on the node of a dead rank cannot: their launcher kills them first.
+    A rank whose script ends normally records that too. The store ends with the process of rank 0, so rank 0 waits until
+    the threads of all others have read its record; they continue to watch without a store.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from zero_topo.hook.log import users_line
 
 logger = logging.getLogger(__name__)
 SECONDS_VARIABLE = "ZERO_TOPO_WATCH_S"
-"""How long a run may stand still before its ranks ask each other; 0 turns the watch off."""
+"""Environment variable: seconds that a run may stand still before its ranks query each other; 0 disables the watch."""
 METHODS = ("forward", "backward", "step", "save_checkpoint", "load_checkpoint", "destroy")
-"""Of DeepSpeed's engine; what a user calls."""
+"""Methods of DeepSpeed's engine that a user calls."""
 STORE_QUESTIONS_PER_S = 1000.0
 AGAIN = 4
-"""Still at a standstill after so many times as long, ranks are asked again: one that answered may have died since."""
+"""A standstill that lasts this many times as long is queried again: a rank that answered may have died since."""
 FAILS = "the run fails"
 STORE = "rank 0, which holds the store in which the ranks met,"
 SLACK_S = 10.0
-"""On a busy machine."""
+"""Seconds of allowance for a busy machine."""
 IN_ORDER = "its script came to its end"
 STORE_ENDS, HEARD = "store ends", "heard"
-"""Keys: that rank 0 ends in good order, and how many ranks know or have ended before."""
+"""Keys of the store: rank 0 ends normally; how many ranks have read that or ended before."""
 MOST_OF_ERROR = 120
-"""Characters of an error that the others are told."""
+"""Characters of an error that are sent to the other ranks."""
 
 
 class Place(NamedTuple):
-    """Where a rank is: ``words`` for the user, and ``moves``, which changes whenever the rank gets on."""
+    """The position of a rank: ``words`` for the user, and ``moves``, which changes whenever the rank makes progress."""
 
     words: str
     moves: tuple[object, ...]
@@ -65,29 +65,29 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that a rank may stand still, and between two looks where ranks are few."""
+    """Time limits: seconds that a rank may stand still, and the longest interval of polls for few ranks."""
 
     still_s: float = 60.0
     most_look_s: float = 1.0
 
     def look_s(self, ranks: int) -> float:
-        """Seconds from one look to the next."""
+        """Return the seconds between two polls."""
         return max(min(self.still_s / 6, self.most_look_s), ranks / STORE_QUESTIONS_PER_S)
 
     def answer_s(self, ranks: int) -> float:
-        """Seconds in which every rank that lives has looked."""
+        """Return the seconds within which every live rank has polled."""
         return 2 * self.look_s(ranks)
 
 
 class Watch:
-    """A thread that looks after one engine's progress on one rank.
+    """A thread that watches one engine's progress on one rank.
 
     Args:
-        store: in which the ranks met, shared by all.
-        seat: this rank, how many there are, and its host.
-        place: where the main thread is now; called from the watch's thread.
-        say: prints what was found.
-        patience: after how long, the same on all ranks.
+        store: the store of torch's rendezvous, shared by all ranks.
+        seat: this rank, the number of ranks, and its host.
+        place: returns the position of the main thread; called from the watch's thread.
+        say: logs a verdict.
+        patience: the time limits, equal on all ranks.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Watch:
     ) -> None:
         self._rank, self._ranks, host = seat
         turn = store.add(f"zero_topo/watched by {self._rank}", 1)
-        self._given: dist.Store | None = store  # on rank 0 it serves all clients, as long as it is kept
-        # A client serves one thread at a time, and the main thread may wait in its own. Torch 2.6 has no clone.
+        self._given: dist.Store | None = store  # on rank 0 this object serves all clients, so it must stay alive
+        # A client serves one thread at a time, and the main thread may block in its own. Torch 2.6 has no clone.
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(f"zero_topo/watch {turn}", own)
         self._store.set(f"host {self._rank}", host)
@@ -112,13 +112,13 @@ class Watch:
             atexit.register(self._end_store)
         atexit.register(self.ended)  # the last registered is the first called
         self._asking_since = 0.0
-        self._alone = False  # the store has ended in good order
+        self._alone = False  # whether the store has ended normally
         self._thread = threading.Thread(target=self._run, name="zero_topo watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="zero_topo watch of the store", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread; the others know that this rank left in good order, or of the error that is being handled."""
+        """End the thread; record in the store that this rank left normally, or the error that is being handled."""
         atexit.unregister(self.ended)
         if error := sys.exc_info()[1]:
             self.ended(error)
@@ -126,9 +126,9 @@ class Watch:
         self._given = None  # else a later init_process_group would find the old keys
 
     def _leave(self, key: str, word: str) -> None:
-        """End the thread, with a word for the others unless it has ended by an error or left before."""
+        """End the thread, and record ``word`` in the store unless an error or an earlier end is recorded."""
         if not (self._error or self._alone or self._closed.is_set()):
-            with suppress(RuntimeError):  # the store went with its rank
+            with suppress(RuntimeError):  # the store ended with its rank
                 self._store.set(key, word)
                 self._store.add(HEARD, 1)
         self._closed.set()
@@ -136,7 +136,7 @@ class Watch:
         self._thread.join(self._most_s)
 
     def _end_store(self) -> None:
-        """Before the process of rank 0 ends in good order: tell the others, and wait until they know."""
+        """Announce that the process of rank 0 ends normally, and wait until the other ranks have read that."""
         gone = self._given is None and not dist.is_initialized()
         if gone or getattr(sys, "last_value", None) is not None:
             return
@@ -145,21 +145,21 @@ class Watch:
             turn = 0
             while self._store.check([f"asked {turn}"]):
                 turn += 1
-            self._store.set(f"asked {turn}", "")  # the one question that all look for
+            self._store.set(f"asked {turn}", "")  # the key that all ranks poll
             end = time.monotonic() + 2 * self._patience.answer_s(self._ranks)
             while self._store.add(HEARD, 0) < self._ranks and time.monotonic() < end:
                 time.sleep(0.02)
 
     @property
     def _most_s(self) -> float:
-        """How long the thread may take to end; for ever, were the store cut off."""
+        """Seconds to wait for the thread's end, which would never come if the store is cut off."""
         return SLACK_S + 4 * self._patience.answer_s(self._ranks)
 
     def ended(self, error: BaseException | None = None) -> None:
-        """Before the process ends: leave word of how; after an error also say what the others answer.
+        """Record how the process ends; after an error, also log the other ranks' answers.
 
         Args:
-            error: by default the one that nobody caught, if any.
+            error: by default the uncaught one, if any.
         """
         error = error or getattr(sys, "last_value", None)
         if error is None:
@@ -172,7 +172,7 @@ class Watch:
         self._thread.join(self._most_s)
 
     def _guard(self) -> None:
-        """Say it, once, if the store leaves a question open for long: its process may be stopped, or cut off."""
+        """Log once if the store does not answer for long: its process may be stopped, or cut off."""
         most_s = self._patience.still_s + 4 * self._patience.answer_s(self._ranks)
         while not self._closed.wait(self._patience.look_s(self._ranks)):
             if (since := self._asking_since) and time.monotonic() - since > most_s:
@@ -188,18 +188,18 @@ class Watch:
             elif self._error and not self._alone:
                 self._store.add(HEARD, 1)
                 self._store.set(f"ended {self._rank}", self._error)
-                if self._asks and not found.startswith(FAILS):  # else another one that fails has just asked
+                if self._asks and not found.startswith(FAILS):  # else another failing rank has just asked
                     self._store.set(f"asked {turn}", "")
                     self._answer(turn, self._error)
         except RuntimeError:
-            self._woken.wait(SLACK_S)  # where all end, rank 0 may be the first; who fails meanwhile says so at once
+            self._woken.wait(SLACK_S)  # if all ranks end, rank 0 may be first; a failure meanwhile is logged at once
             if not self._closed.is_set():
                 self._say(f"{STORE} does not answer: it ended or died")
-        if self._asks:  # let the node's other ranks say so too: its launcher ends them once this one has ended
+        if self._asks:  # give the node's other ranks time to log too: the launcher kills them when this one ends
             self._closed.wait(self._patience.answer_s(self._ranks))
 
     def _look_on(self) -> tuple[int, str]:
-        """Until somebody wakes the thread; which question is next, and what was found at this standstill."""
+        """Poll until the thread is woken; return the next question's number and this standstill's verdict."""
         turn, found, due = 0, "", self._patience.still_s
         seen, since = self._place(), time.monotonic()
         while not self._woken.wait(self._patience.look_s(self._ranks)):
@@ -231,7 +231,7 @@ class Watch:
         return 1.5 * self._patience.look_s(self._ranks)
 
     def _answer(self, turn: int, words: str) -> str:
-        """Say where this rank is, wait for the others' answers, and print what one of them makes of all."""
+        """Post this rank's position, wait for the others' answers, and log the verdict that one rank writes."""
         answers = dist.PrefixStore(f"{turn}", self._store)
         answers.set(f"{self._rank}", words)
         answer_s = self._patience.answer_s(self._ranks)
@@ -242,7 +242,7 @@ class Watch:
         while not (told := answers.check(["told"])) and time.monotonic() < end:
             if self._closed.wait(answer_s / 20):
                 return ""
-        found = answers.get("told").decode() if told else self._verdict(answers)  # the teller may have died
+        found = answers.get("told").decode() if told else self._verdict(answers)  # its writer may have died
         self._say(found)
         return found
 
@@ -258,18 +258,18 @@ class Watch:
         return standstill(silent, places)
 
     def _host(self, rank: int) -> str:
-        """A rank that died early has set none, and to get it would wait for as long as the store does."""
+        """Return a rank's host; "unknown" if it died before setting it, for a read would wait until the timeout."""
         key = f"host {rank}"
         return self._store.get(key).decode() if self._store.check([key]) else "unknown"
 
 
 def standstill(silent: list[str], places: Mapping[str, list[int]], most: int = 4) -> str:
-    """What to say of a run that stands still.
+    """Return the message about a run that stands still.
 
     Args:
         silent: ranks that did not answer, with their hosts.
-        places: where the others are -> these.
-        most: ranks and places that are named.
+        places: position -> the ranks there.
+        most: the most ranks and positions to name.
     """
     shown = sorted(places.items(), key=lambda item: len(item[1]))[:most]
     where = "; ".join(f"{_named(ranks, most)}: {words}" for words, ranks in shown)
@@ -291,10 +291,10 @@ def _named(ranks: list[int], most: int) -> str:
 
 
 def watched(store: dist.Store, meter: Meter) -> Watch | None:
-    """The watch of the engine with this meter, among the ranks that met in a store; None where it is turned off.
+    """Start the watch of the engine with this meter; return None if it is disabled or there is one rank.
 
     Raises:
-        ValueError: if ``ZERO_TOPO_WATCH_S`` is no number of seconds.
+        ValueError: if ``ZERO_TOPO_WATCH_S`` is not a number of seconds.
     """
     said = os.environ.get(SECONDS_VARIABLE, str(Patience.still_s))
     still_s = float(said) if re.fullmatch(r"\d{1,9}(\.\d{0,9})?", said) else -1.0
@@ -311,7 +311,7 @@ def _say(found: str) -> None:
 
 
 def main_thread_place(meter: Meter) -> Place:
-    """Where the main thread is: the engine's method, our phase, and the line of the user's script."""
+    """Return the position of the main thread: the engine's method, our phase, and the line of the user's script."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     method, line, innermost = "", "", (frame.f_code.co_name, frame.f_lasti) if frame else ("", 0)
     while frame is not None:

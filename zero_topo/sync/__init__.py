@@ -14,7 +14,7 @@ from zero_topo.sync.optimizers import AdamLike, AdamS, AgedAdamW
 OPTIMIZERS: Mapping[str, type[AdamLike]] = MappingProxyType(
     {kind.__name__.lower(): kind for kind in (AdamS, AgedAdamW)}
 )
-"""Our own, by ``optimizer.type`` in small letters."""
+"""The package's own optimizers by ``optimizer.type``, in lower case."""
 
 __all__ = [
     "OPTIMIZERS",

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a mode of ``sync`` is, and how the config's block finds its class."""
+"""The base class of the modes of ``sync``, and the registry from config block to class."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zero_topo.sync.optimizers import AgedAdamW
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the engine and its mode of sync see it.
+    """Describes a parameter to the engine and its mode of sync.
 
     Attributes:
-        name: in the model.
-        numel: its elements.
-        dims: of its shape.
-        span: its columns of a gradient shard, once there is one.
-        persistent: whether DeepSpeed keeps it whole.
-        place: in the order in which the model needs the parameters.
+        name: its name in the model.
+        numel: its number of elements.
+        dims: its number of dimensions.
+        span: its columns in a gradient shard, set once the layout exists.
+        persistent: whether it is a persistent parameter of DeepSpeed.
+        place: its position in the order in which the model needs the parameters.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Parameter:
 
 
 class ResidualOwners(NamedTuple):
-    """Whose elements a residual ``[P, C]`` holds.
+    """The layout of a residual ``[P, C]``: the owner of each row, and the columns of each parameter.
 
     Attributes:
-        owners: of each row, the rank whose world shard it is of.
-        parameters: by name: elements, and the range of columns.
+        owners: by row, the rank whose world shard it belongs to.
+        parameters: by name: number of elements, first column, and column past the end.
     """
 
     owners: list[int]
@@ -54,11 +54,11 @@ class ResidualOwners(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What the optimizer remembers of the gradients of some whole parameters.
+    """The optimizer's momentum of some whole parameters.
 
     Attributes:
-        begin: the first of their columns.
-        mean: FP32 ``[N / O, width]``, the decaying mean of this rank's optimizer rows; a view, on any device.
+        begin: the first column of these parameters.
+        mean: the momentum of this rank's optimizer rows, FP32 ``[N / O, width]``; a view, on any device.
         beta: its decay rate.
     """
 
@@ -69,18 +69,18 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What a mode needs to know of the engine.
+    """The parts of the engine that a mode uses.
 
     Attributes:
         plan: the degrees.
-        mesh: holds the routes ``(gradients, world)`` and ``(optimizer, world)``.
+        mesh: has the routes ``(gradients, world)`` and ``(optimizer, world)``.
         meter: counts the bytes sent under phase "sync".
-        dtype: type in which dense values travel.
-        shard: ``[N / G, F]``, the rank's gradient shard, zero at first.
-        loss_scaled: whether a loss scaler multiplies the gradients, and skips steps as a matter of course (FP16).
-        parameters: all of them, in the order of their columns.
-        moments: what the optimizer remembers now; empty before its first step.
-        mpi: whether MPI carries what crosses gradient domains.
+        dtype: the dtype in which dense values are sent.
+        shard: the rank's gradient shard ``[N / G, F]``, initially zero.
+        loss_scaled: whether a loss scaler multiplies the gradients, and skips steps in normal operation (FP16).
+        parameters: all trained parameters, in the order of their columns.
+        moments: returns the optimizer's momentum; empty before its first step.
+        mpi: whether MPI transports the traffic between gradient domains.
     """
 
     plan: Plan
@@ -100,36 +100,37 @@ class SyncContext:
 
     @property
     def device(self) -> torch.device:
-        """Of the gradient shard."""
+        """The device of the gradient shard."""
         return self.shard.device
 
     @property
     def own_row(self) -> int:
-        """Of the gradient shard: that of the rank's own world shard."""
+        """Index of the rank's own world shard among the rows of the gradient shard."""
         return self.plan.row(self.mesh.rank, self.plan.gradients)
 
     def across(self, degree: int) -> Route:
-        """The way from shards of so high a degree to those of the world."""
+        """Return the route from shards of ``degree`` to world shards."""
         *inner, last = self.mesh.route(degree, self.plan.world_size).hops
         return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last))
 
     @property
     def counted(self) -> Counted:
-        """How a mode's exchanges are counted."""
+        """The meter and phase under which a mode's exchanges are counted."""
         return Counted(self.meter, "sync")
 
 
 class SyncMode:
     """One way to reduce gradient shards across gradient domains.
 
-    Per optimizer step the engine calls :meth:`start` once for every run of parameters, in any order but the same on
-    every rank, waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end.
-    A mode that says :attr:`wants_updates` after that wait is shown the optimizer's updates before :meth:`commit`.
+    In each optimizer step the engine calls :meth:`start` once per run of parameters, in one order on all ranks. It
+    waits for all handles before the optimizer reads the gradients, and calls :meth:`commit` at the end. If
+    :attr:`wants_updates` is true after that wait, the engine calls :meth:`after_update` before :meth:`commit`.
 
     Attributes:
-        owes_in_shard: whether what this mode owes stays in the gradient shard from one step to the next.
-        steps: how many were synced and not skipped, in modes that begin otherwise than they go on.
-        waits: whether what is not sent waits for a later step, and a sum of exactly zero means that nothing came.
+        residual_in_shard: whether the mode's residual stays in the gradient shard from one step to the next.
+        steps: number of steps synced and not skipped, in modes whose first steps differ from later ones.
+        waits: whether elements that are not sent wait for a later step; a sum of exactly zero then means that nothing
+            arrived.
     """
 
     residual_in_shard = False
@@ -143,17 +144,17 @@ class SyncMode:
         """Begin to reduce some parameters, in place.
 
         Args:
-            shard: that of the context: this gradient domain's sum, divided by N, times the loss scale. Once the handle
-                has been waited for, the rows of the rank's optimizer shard hold the sum over all gradient domains.
+            shard: the context's shard: this gradient domain's sum, divided by N, times the loss scale. After a wait for
+                the handle, the rows of the rank's optimizer shard are the sum over all gradient domains.
             ranges: shard ranges (columns), one for each parameter.
-            scale: the loss scale. State is kept without it.
+            scale: the loss scale. State is stored unscaled.
         """
         raise NotImplementedError
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
-        """A run that has been started and waited for will be started again in this step, with more gradients.
+        """Prepare a finished run for another :meth:`start` in this step, with more gradients.
 
-        What has been delivered stays in the rank's own row; the other rows keep only what has not.
+        The delivered sum stays in the rank's own row; the other rows keep only undelivered values.
         """
         own = self.context.own_row
         for begin, end in merged(ranges):
@@ -161,10 +162,11 @@ class SyncMode:
             shard[own + 1 :, begin:end].zero_()
 
     def commit(self, skipped: bool) -> None:
-        """The optimizer has stepped, or skipped the step, or the gradients are dropped: empty the gradient shard.
+        """End a step: empty the gradient shard after an optimizer step, a skipped step, or dropped gradients.
 
         Args:
-            skipped: as if the gradients had never been: state stays as it was, but for what lay among them.
+            skipped: whether the gradients were not used: state then stays unchanged, but a residual in the gradient
+                shard is lost.
         """
         self.context.shard.zero_()
 
@@ -172,57 +174,53 @@ class SyncMode:
 
     @property
     def wants_updates(self) -> bool:
-        """Whether :meth:`after_update` shall be called in this step; alike on all ranks of a hop across domains."""
+        """Whether the engine calls :meth:`after_update` in this step; equal on all ranks of a group across domains."""
         return False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that the mode cannot work with.
-
-        Raises:
-            ValueError: if it cannot.
-        """
+        """Raise ValueError for an optimizer that the mode does not support."""
         if isinstance(optimizer, AgedAdamW) and not self.waits:
             raise ValueError(f"optimizer AgedAdamW: {AGED_REFUSED}")
 
     def before_update(self, begin: int, width: int) -> None:
-        """The optimizer will update the masters of some whole parameters now; the step is not skipped.
+        """Hook before the optimizer updates the masters of some whole parameters; not called in a skipped step.
 
         Args:
-            begin: the first of their columns.
-            width: how many there are.
+            begin: the first column of these parameters.
+            width: their number of columns.
         """
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
-        """The optimizer has updated the masters of some whole parameters; the step is not skipped.
+        """Hook after the optimizer has updated the masters of some whole parameters; not called in a skipped step.
 
         Args:
-            begin: the first of their columns.
-            old: FP32 ``[width]`` on the optimizer's device: the rank's own row of the masters as it was.
-            new: the same row as it is now; neither may be changed or kept.
-            rate: the learning rate, alike on all ranks.
+            begin: the first column of these parameters.
+            old: the rank's own row of the masters before the update, FP32 ``[width]`` on the optimizer's device.
+            new: the row after the update; the hook must neither change nor keep ``old`` and ``new``.
+            rate: the learning rate, equal on all ranks.
         """
 
     def drain(self) -> None:
-        """Wait for what :meth:`commit` has begun; collective."""
+        """Wait for collectives that :meth:`commit` has begun; collective."""
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def note(self) -> str | None:
-        """What was chosen for the user, if anything was."""
+        """Return a log line about a choice made for the user, or None."""
         return None
 
     def residual_owners(self) -> ResidualOwners | None:
-        """Whose elements the entry "residual" of :meth:`state_dict` holds; None if it is not known or there is none."""
+        """Return the layout of the entry "residual" of :meth:`state_dict`; None if unknown or without a residual."""
         return None
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of the residuals of another run's peers.
+        """Set the residual to a share of the summed residuals of another run's peers.
 
         Args:
-            sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; alike on all ranks.
+            sums: name of a parameter -> FP32 ``[numel]``, the sum over those peers; equal on all ranks.
 
         Raises:
-            ValueError: if this mode keeps no residual.
+            ValueError: if this mode has no residual.
         """
         raise ValueError(
             "the checkpoint carries residuals of sync, but this sync mode keeps none; set the same mode, or "
@@ -230,35 +228,35 @@ class SyncMode:
         )
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
-        """Take over this rank's residual of another plan of the same ranks, as far as it has a place here.
+        """Load this rank's residual from another plan for the same ranks, as far as its rows fit.
 
         Args:
-            residual: the entry "residual" of that plan's :meth:`state_dict`.
-            saved: whose rows they are.
+            residual: the entry "residual" of the other plan's :meth:`state_dict`.
+            saved: its layout.
 
         Returns:
-            How many rows have none, of those that are not zero.
+            The number of non-zero rows that do not fit.
         """
         return int(residual.view(len(saved.owners), -1).any(1).sum())
 
     def report(self) -> dict[str, float]:
-        """What a user may want to know of the last step: densities, norms, counts; this rank's own."""
+        """Return this rank's numbers of the last step: densities, norms, counts."""
         return {}
 
     def state_bytes(self) -> int:
-        """Bytes of state (residuals, masks) this rank keeps."""
+        """Return the bytes of this rank's state (residuals, masks)."""
         return 0
 
     def tensors(self) -> list[Tensor]:
-        """What is kept from step to step; settled first (:meth:`drain`)."""
+        """Return the tensors that persist between steps; call :meth:`drain` first."""
         return []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State to save with a checkpoint, this rank's own."""
+        """Return this rank's state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one means a fresh start.
+        """Restore :meth:`state_dict`; an empty one resets the state.
 
         Raises:
             ValueError: for state of another mode or of other shapes.
@@ -269,7 +267,7 @@ class SyncMode:
 
 @singledispatch
 def build_mode(config: object, context: SyncContext) -> SyncMode:
-    """The mode of a config block; each mode registers itself by the type of its block.
+    """Build the mode of a config block; each mode registers itself by the type of its block.
 
     Raises:
         ValueError: if no mode is registered for the block.

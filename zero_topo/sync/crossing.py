@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the modes share that do not deliver everything: the way across gradient domains."""
+"""The base of modes that do not deliver everything in a step: the exchange across gradient domains."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Crossing(SyncMode, ABC):
     """A mode whose peers exchange tables: row ``p`` of the table ``[P, C]`` belongs to peer ``p``.
 
     Attributes:
-        peers: the ranks that hold the same elements.
+        peers: the group of ranks that store the same gradient elements.
     """
 
     def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
         hops = context.across(context.plan.gradients).hops
-        # The way inside the node, where gradient domains are smaller than one: the table has sums of it then.
+        # The route inside the node, if gradient domains are smaller than a node: the table then has sums over it.
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.peers = hops[-1].metered(context.counted)
-        self._dense_wire = dense_wire  # format of what is summed inside a node, and gathered back
+        self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
 
     def members(self) -> list[int]:
-        """The peers' ranks."""
+        """Return the peers' global ranks."""
         return self.context.plan.group(self.context.mesh.rank, self.peers.lo, self.peers.hi)
 
     @abstractmethod
     def residual_rows(self) -> Tensor | None:
-        """The residual, a view: a row for each owner of :meth:`residual_owners`; None if that is None."""
+        """Return a view of the residual, one row per owner of :meth:`residual_owners`; None if that is None."""
 
     def inherit(self, sums: Mapping[str, Tensor]) -> None:
-        """Take a share of the residuals of another run, in the rows of the owners here: as many have such rows.
+        """Set the residual to a share of another run's summed residuals: each row is divided by the number of owners.
 
         Args:
             sums: by parameter, FP32 ``[numel]``, the sum over the peers of that run.
@@ -68,10 +68,10 @@ class Crossing(SyncMode, ABC):
             rows[:, first:past] = rows_of(sums[name], plan)[positions] / len(positions)
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:
-        """Take the rows of owners that are peers here too.
+        """Load the rows of owners that are peers in this run too; return the number of non-zero rows that do not fit.
 
         Args:
-            residual: a row for each owner of ``saved``.
+            residual: one row per owner of ``saved``.
             saved: the owners and parameters of a checkpoint's residual.
         """
         mine, rows = self.residual_owners(), self.residual_rows()
@@ -93,11 +93,11 @@ class Crossing(SyncMode, ABC):
             raise ValueError(f"this sync mode needs {needed}, but the checkpoint carries {found}")
 
     def rows(self, shard: Tensor) -> Tensor:
-        """View of those rows of a gradient shard that the table has."""
+        """Return a view of the rows of a gradient shard that the table has."""
         return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
 
     def table(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
-        """The rows of all peers, FP32 ``[P, C]``, a copy: of the shard itself, or of its sums inside the node."""
+        """Return a copy of all peers' rows, FP32 ``[P, C]``: of the shard itself, or of its sums inside the node."""
         if self._inner is None:
             rows = range_views(shard[:, None], merged(ranges))
             table = shard.new_empty(len(shard), total_numel(rows), dtype=torch.float32)
@@ -112,15 +112,15 @@ class Crossing(SyncMode, ABC):
         return table
 
     def deliver(self, shard: Tensor, ranges: Sequence[Range], table: Tensor, which: slice) -> None:
-        """Put some rows of a table where they belong in a gradient shard."""
+        """Write the rows ``which`` of a table to their place in a gradient shard."""
         views = range_views(self.rows(shard)[which, None], merged(ranges))
         dequantize(table[which].view(torch.uint8), EXACT, views)
 
 
 def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
-    """Gather rows that are synced from the ranks that own them, over a route that begins at the wanted degree."""
+    """Gather synced rows from the ranks that own them, over a route from the wanted degree to the world."""
     if route.size == 1:
         return
-    step = route.lo // context.plan.gradients  # the rows of that shard are every step-th of the gradient shard
+    step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard
     rows = members(shard[context.own_row % step :: step], route.size)
     all_gather_views(route, range_views(rows, merged(ranges)), wire, context.counted).wait()

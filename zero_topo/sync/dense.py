@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Dense sync: every gradient element crosses, in 16 or 32 bits."""
+"""Dense sync: sends every gradient element across gradient domains, in 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_topo.sync.crossing import spread_back
 
 
 class Dense(SyncMode):
-    """Reduce-scatter straight to the optimizer shard, or the paper's all-reduce.
+    """A reduce-scatter directly to the optimizer shard, or the paper's all-reduce.
 
     1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree order;
     2. gather back to the optimizer shard (nothing if O = N), or to the whole gradient shard for
@@ -29,14 +29,14 @@ class Dense(SyncMode):
     def __init__(self, config: DenseSync, context: SyncContext) -> None:
         super().__init__(context)
         plan = context.plan
-        # To the world shards, where rows are summed, and back to the shards that the optimizer reads.
+        # Routes to the world shards, where rows are summed, and back to the shards that the optimizer reads.
         self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)
         self._wire = cast_to(context.dtype)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Begin the reduction; the way back to the ranks that need more follows when waited for."""
+        """Begin the reduction; the gather back to ranks that need more rows runs in the handle's ``wait``."""
         if self._up.size == 1:
             return Handle(None, (), lambda: None)
         parts = range_views(shard[:, None], merged(ranges))

@@ -1,30 +1,30 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Ok-Topk: the largest elements of the sum of every rank's largest, in O(k) words (Li & Hoefler, PPoPP 2022).
 
-1. A rank picks the elements of its gradient plus residual that reach a local threshold.
-2. The elements are cut into one region per rank, so that picks are spread evenly; each rank's picks go to the owners of
-   their regions, who add them up.
-3. Of the sums, those that reach a global threshold go to all ranks, after ranks with over four times the mean have
-   passed their surplus on.
-4. A rank's residual loses what it picked and all ranks chose.
+1. Each rank selects the elements of its gradient plus residual that reach a local threshold.
+2. The elements are divided into one region per rank, so that selected elements are spread evenly. They go to the owners
+   of their regions, who add them up.
+3. Sums that reach a global threshold go to all ranks, after ranks with over four times the mean have passed their
+   surplus on.
+4. A rank removes from its residual the elements that it sent and whose sums were chosen.
 
 Note [Thresholds]
-    An exact local threshold costs a selection, an exact global one a gather of all sums. Both are computed every
+    An exact local threshold needs a selection, an exact global one a gather of all sums. Both are computed every
     ``tau_prime`` steps and reused between; in the first ``tau_prime`` steps, when gradients change fast, every step
     computes them. After a reuse a threshold is multiplied by the fourth root of its count over k, as if counts fell
     with its fourth power. If fewer than 4/5 k elements of a rank reach the local threshold, it takes the k largest of
     those that reach five sixths of it; if more than 5/4 k do, the k largest of these. If there are fewer than k, or
     over 8 k, the rank computes the threshold anew. Of the sums at most 5/4 k are chosen, which bounds the words sent by
     5 k (P - 1) / P: each rank keeps its share of them, the largest. If fewer than 4/5 k reach the global threshold, k
-    are chosen among those that reach two thirds of it, in proportion to the ranks' counts; or five sixths, if the sums
-    contain more than picks.
+    are chosen among those that reach two thirds of it, in proportion to the ranks' counts (five sixths of it, if the
+    sums contain more than selected elements).
 
 Note [Sharded]
-    Where every rank owns one row of the optimizer and no more, sums may stay with their owners: regions are the rows,
-    and of step 3 only counts travel, and magnitudes when the threshold is computed: of each owner the largest, up to
-    four times its share of k. The sender cannot know which of its picks the owner chose. It therefore clears them all
-    from its residual, and the owner keeps the sums that it did not choose in its own. Picks are ``density`` of the
-    elements of the other ranks' rows. A rank need not send its own row: all of it, with its residual, is in the sums.
+    If every rank owns exactly one row of the optimizer, sums may stay with their owners: regions are the rows. Step 3
+    then sends only counts, and, when the threshold is computed, each owner's largest magnitudes, up to four times its
+    share of k. The sender cannot know which of its elements the owner selected. It therefore clears them all from its
+    residual, and the owner keeps the unselected sums in its own. A rank selects the share ``density`` of the other
+    ranks' rows. It does not send its own row: all of it, with its residual, is in the sums.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from zero_topo.sync.picks import (
 from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
 
 CROWDED = 4
-FALL = 4  # counts are taken to fall with this power of a threshold
-MOST_MOVED = 2.0  # a threshold in a step
-MOST_TAKEN = 8  # times k: of more than that the largest are selected in place, which needs less memory
-# Times as low as a threshold: where more are if few reach it; of sums of picks most are zero.
+FALL = 4  # counts are assumed to fall with this power of a threshold
+MOST_MOVED = 2.0  # the largest factor by which a threshold changes in a step
+MOST_TAKEN = 8  # times k: if more elements pass, the k largest are selected in place, which needs less memory
+# If few elements reach a threshold, those that reach it divided by this are candidates; most sums are zero.
 NEAR, NEAR_SUMS = 1.2, 1.5
 
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """What Ok-Topk remembers; alike on all peers but for ``local``.
+    """The state of Ok-Topk, equal on all peers except for ``local``.
 
     Attributes:
-        local: threshold.
-        world: threshold, FP64 ``[]``.
-        bounds: int64 ``[P + 1]``, where regions begin, and ``n``.
+        local: the local threshold.
+        world: the global threshold, FP64 ``[]``.
+        bounds: the first element of each region, and ``n``, int64 ``[P + 1]``.
     """
 
     local: float
@@ -83,23 +83,23 @@ int64 ``[]``; the threshold for the next step, FP64 ``[]``."""
 
 
 class OkTopk(Sparse):
-    """The largest of the sums of everybody's largest, by thresholds and regions that are reused."""
+    """Reduces the largest elements of all ranks and selects the largest sums, with reused thresholds and regions."""
 
     config: OkTopkSync
 
     def __init__(self, config: OkTopkSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        # Of sums that stay with their owners positions are those in the owner's row.
+        # If sums stay with their owners, indices count within the owner's row.
         self._records = Records(self.dtype, self._columns if config.sharded else self.numel)
-        self._open = self.numel - self._columns if config.sharded else self.numel  # elements that this rank picks of
+        self._open = self.numel - self._columns if config.sharded else self.numel  # elements to select from
 
     @property
     def picks(self) -> int:
-        """Elements that this rank picks; of the sums :attr:`k` are chosen."""
+        """Number of elements that this rank selects; :attr:`k` of the sums are chosen."""
         return share(self.density, self._open)
 
     def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:
-        """Reduce the picks at the owners of their regions, then choose among the sums."""
+        """Reduce selected elements at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
         own = self._own(total)
         picked, threshold, recomputed = self._picked(total, state, exact)
@@ -109,13 +109,13 @@ class OkTopk(Sparse):
         begin, sums, world = self._summed(picked, bounds, state.world, own)
         if own is not None:
             reduced, count, after = self._sharded(sums, None if exact else world)
-            # This rank does not know whose picks were chosen: owners keep the rest of the sums.
+            # This rank cannot know which of its elements were chosen: owners keep the rest of the sums.
             total[picked.indices] -= picked.values
             torch.sub(sums, reduced, out=total[begin : begin + len(sums)])
         else:
             reduced, count, after = self._choose(sums, begin, None if exact else world)
             total[picked.indices] -= torch.where(reduced[picked.indices] != 0, picked.values, 0.0)
-            if self.dtype != sums.dtype:  # rounded on their way to all ranks; what that took only their owner knows
+            if self.dtype != sums.dtype:  # sums were rounded when sent: their owner keeps the rounding errors
                 received = reduced[begin : begin + len(sums)]
                 total[begin : begin + len(sums)] += torch.where(received != 0, sums - received, 0.0)
         report: Report = {
@@ -127,7 +127,7 @@ class OkTopk(Sparse):
         return reduced, OkTopkState(threshold, after, bounds), report
 
     def _own(self, total: Tensor) -> Tensor | None:
-        """If sums stay with their owners, what this rank has of its row, ``[C]``, taken out of the total."""
+        """Move this rank's own row ``[C]`` out of the total if sums stay with their owners; else return None."""
         if not self.config.sharded:
             return None
         row = total.view(self.peers.size, -1)[self.peers.index]
@@ -136,9 +136,9 @@ class OkTopk(Sparse):
         return own
 
     def _picked(self, total: Tensor, state: OkTopkState, exact: bool) -> tuple[Picked, float, bool]:
-        """The picks, rounded as messages round them, so that what is subtracted later is what the owners add up.
+        """Select elements, rounded to the wire dtype, so that the residual loses exactly what the owners add up.
 
-        Also the local threshold for the next step, and whether it was computed anew. One host synchronization, or two.
+        Also return the next local threshold, and whether it was computed anew. One host synchronization, or two.
         """
         if not exact:
             at, low, k = state.local, max(state.local / NEAR, TINY), self.picks
@@ -158,7 +158,7 @@ class OkTopk(Sparse):
         return above(total, threshold, int(reaching)).rounded(self.dtype), threshold, True
 
     def _balanced(self, picked: Picked) -> Tensor:
-        """Regions that hold equal shares of this rank's picks, averaged over the ranks."""
+        """Return the bounds of regions with equal shares of each rank's selected elements, averaged over the ranks."""
         size, device = self.peers.size, self.context.device
         shares = torch.arange(size + 1, device=device)
         bounds = shares * self.numel // size
@@ -167,10 +167,9 @@ class OkTopk(Sparse):
         return bounds
 
     def _summed(self, picked: Picked, bounds: Tensor, world: Tensor, own: Tensor | None) -> tuple[int, Tensor, float]:
-        """Where this rank's region begins, the sums of all picks of it, FP32, and the global threshold; one
-        host synchronization.
+        """Sum the selected elements of this rank's region; one host synchronization.
 
-        To what this rank has of its own row they are added, in place.
+        Return the region's begin, the sums in FP32 (added to ``own`` in place, if given), and the global threshold.
         """
         size, mine = self.peers.size, self.peers.index
         sizes = picked.counts(bounds)
@@ -188,7 +187,7 @@ class OkTopk(Sparse):
         return begin, added(received, zeros), unpack("d", pack("q", bits))[0]
 
     def _choose(self, sums: Tensor, begin: int, world: float | None) -> _Chosen:
-        """The largest sums, on all ranks, by a threshold or exactly; one host synchronization."""
+        """Choose the largest sums, on all ranks, by a threshold or exactly; one host synchronization."""
         if world is None:
             counts = self.to_host(self.peers.gather(sums.count_nonzero()))
             indices = positions(sums != 0, counts[self.peers.index])
@@ -204,14 +203,14 @@ class OkTopk(Sparse):
         return reduced, everything.values.count_nonzero(), threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
-        """The sums that reach the old threshold, cut or filled up as in Note [Thresholds]; all counts; the next one.
+        """Choose the sums that reach the old threshold, adjusted in number as in Note [Thresholds].
 
-        One host synchronization.
+        Also return all ranks' counts and the next threshold. One host synchronization.
         """
         near_by = NEAR if self.config.sharded else NEAR_SUMS
         mine, low = self.peers.index, max(threshold / near_by, TINY)
         reach = self.to_host(self.peers.gather(torch.cat([ops.count_above(sums, at) for at in (threshold, low)])))
-        reaching, near = torch.tensor(reach).view(-1, 2).T  # on the host, as all that follows from them
+        reaching, near = torch.tensor(reach).view(-1, 2).T  # on the host, like all values derived from them
         total, most = sum(reach[::2]), max(5 * self.k // 4, 1)
         few = 5 * total < 4 * self.k
         if few:
@@ -227,11 +226,11 @@ class OkTopk(Sparse):
         return picked, counts, torch.full((), after, dtype=torch.float64, device=sums.device)
 
     def _spread(self, own: Picked, counts: list[int]) -> tuple[Picked, list[int]]:
-        """Equal parts of what all ranks have, if one has much more than the others; else what it is. And how much."""
+        """Redistribute chosen sums equally if one rank has many more than the others; also return all ranks' counts."""
         size, total = self.peers.size, sum(counts)
         if max(counts) * size <= CROWDED * total:
             return own, counts
-        ends = total * torch.arange(size + 1) // size  # on the host, as the counts are
+        ends = total * torch.arange(size + 1) // size  # on the host, like the counts
         edges = torch.tensor([0, *counts]).cumsum(0)
         mine = self.peers.index
         sizes = (ends - edges[mine]).clamp(0, counts[mine]).diff().tolist()
@@ -239,7 +238,7 @@ class OkTopk(Sparse):
         return self._records.scatter(self.peers, own, sizes, expected), ends.diff().tolist()
 
     def _sharded(self, sums: Tensor, world: float | None) -> _Chosen:
-        """As :meth:`_choose`, each on its owner; Note [Sharded]. At most one host synchronization."""
+        """Choose the largest sums, each on its owner; Note [Sharded]. At most one host synchronization."""
         if world is None:
             most = min(self.k, CROWDED * -(-self.k // self.peers.size))
             magnitudes = largest(sums, most).values.abs()
@@ -251,27 +250,27 @@ class OkTopk(Sparse):
         return torch.where(mask, sums, 0.0), mask.sum(), threshold
 
     def fresh(self) -> OkTopkState:
-        """No threshold, regions of equal size."""
+        """Return a state without thresholds, with regions of equal size."""
         device, size = self.context.device, self.peers.size
         bounds = torch.arange(size + 1, device=device) * self.numel // size
         return OkTopkState(0.0, torch.zeros((), dtype=torch.float64, device=device), bounds)
 
     def save(self, state: OkTopkState) -> dict[str, Tensor]:
-        """Thresholds and regions."""
+        """Convert thresholds and regions to tensors."""
         return {
             "thresholds": torch.tensor([state.local, float(state.world)], dtype=torch.float64),
             "bounds": state.bounds,
         }
 
     def restored(self, saved: Mapping[str, Tensor]) -> OkTopkState:
-        """Thresholds and regions from a checkpoint."""
+        """Read thresholds and regions from a checkpoint."""
         local, world = saved["thresholds"].to(self.context.device)
         bounds = saved["bounds"].to(self.context.device, copy=True)
         return OkTopkState(float(local), world, bounds)
 
 
 def _moved(share: float) -> float:
-    """By what a threshold is multiplied whose count was this share of k."""
+    """Return the factor for a threshold whose count was ``share`` times k."""
     return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
 
 

@@ -3,11 +3,11 @@
 
 Note [What arrives]
     An element has arrived if its sum is not exactly zero. A dense gradient that is zero (an embedding's row that no
-    token used) therefore waits as well; AdamW would move it on by its momentum.
+    token used) therefore waits as well; AdamW would update it by its momentum.
 
 Note [Ages]
-    The steps that an element has waited are one byte of state, so a wait counts for at most 256 steps. A skipped step
-    does not call the optimizer, and no element ages.
+    The number of steps that an element has waited is one byte of state, so a wait counts as at most 256 steps. A
+    skipped step does not call the optimizer, so ages do not change.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-OLDEST = 255  # steps that a byte can say
-FEW = 3  # times more elements wait than come: then those that come are taken out
-CHUNK = 1 << 22  # elements updated at once: bounds what is made beside the state
+OLDEST = 255  # the most steps that a byte can store
+FEW = 3  # if fewer than 1 in 3 elements arrive, a CPU updates only those, gathered by index
+CHUNK = 1 << 22  # elements updated at once: bounds the scratch memory
 
 
 class AdamLike(Optimizer):
@@ -33,7 +33,7 @@ class AdamLike(Optimizer):
     Args:
         params: parameters or parameter groups, as for any torch optimizer; contiguous.
         lr: learning rate, not negative.
-        betas: decay rates of momentum and of what it is divided by, each at least 0 and below 1; None takes
+        betas: decay rates of the momentum and of its normalizer, each at least 0 and below 1; None takes
             :attr:`BETAS`.
         eps: added to the square root, not negative.
         weight_decay: decoupled, not negative; None takes :attr:`WEIGHT_DECAY`.
@@ -91,11 +91,11 @@ class AdamLike(Optimizer):
 
     @abstractmethod
     def _prepare(self, p: Tensor) -> None:
-        """Bring the state of a parameter into being, if it is not there; ``step`` is 0 then."""
+        """Create the state of a parameter if it is missing, with ``step`` 0."""
 
     @abstractmethod
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of the parameters of a group that have gradients; their steps are counted already."""
+        """Update the parameters of a group that have gradients; their ``step`` is incremented already."""
 
 
 class AdamS(AdamLike):
@@ -107,13 +107,13 @@ class AdamS(AdamLike):
     2. ``m = b1 * m + (1 - b1) * g``;
     3. ``w -= lr * ((m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps) + weight_decay * w)``.
 
-    Where ``m`` and ``g`` are both zero an element only decays. Its state is 4 bytes an element, half of Adam's.
+    An element whose ``m`` and ``g`` are both zero only decays. The state is 4 bytes per element, half of Adam's.
 
     Usable alone, or by ``"optimizer": {"type": "AdamS"}``.
 
     Args:
-        foreach: update all parameters of a group in calls over lists; None does if they lie on an accelerator.
-        settings: ``eps`` and ``weight_decay``; they and the others as :class:`AdamLike` says.
+        foreach: update all parameters of a group by calls over lists; None does so on an accelerator only.
+        settings: ``eps`` and ``weight_decay`` of :class:`AdamLike`, which defines the other arguments too.
 
     Raises:
         ValueError: for a setting out of range.
@@ -145,7 +145,7 @@ class AdamS(AdamLike):
             self._update_together(batch, group)
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Parameters that one call over lists may update: of one device, type and step count."""
+        """Group parameters that one call over lists may update: of one device, dtype and step count."""
         batches: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in params:
             batches.setdefault((p.device, p.dtype, self.state[p]["step"]), []).append(p)
@@ -168,25 +168,26 @@ class AdamS(AdamLike):
 
 
 class AgedAdamW(AdamLike):
-    """AdamW for sums of several steps' gradients: it weighs each sum by the number of its steps.
+    """AdamW for sums of several steps' gradients: it weights each sum by its number of steps.
 
     With error feedback an element that is not selected waits in a residual, and arrives as the sum of its gradients
-    since it was last sent. AdamW takes that sum for one gradient: its second moment then grows with the square of the
-    wait, while its momentum has faded. Here an element whose sum ``g`` arrives after ``a`` steps (1 if it arrived in
+    since it was last sent. AdamW treats that sum as one gradient: its second moment then grows with the square of the
+    wait, while its momentum has decayed. Here an element whose sum ``g`` arrives after ``a`` steps (1 if it arrived in
     the last step too) moves as far as ``a`` steps of the mean gradient ``g / a`` would have moved it:
 
     1. ``m = b1 ** a * m + (1 - b1 ** a) * g / a``;
-    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, for the square of a sum of ``a`` noisy gradients is ``a`` times
-       as large;
+    2. ``v = b2 ** a * v + (1 - b2 ** a) * g ** 2 / a``, because the square of a sum of ``a`` noisy gradients is ``a``
+       times as large;
     3. ``w -= lr * a * (m / (1 - b1 ** t)) / (sqrt(v / (1 - b2 ** t)) + eps)``.
 
-    Where nothing arrives, moments stay. Weights decay everywhere, by ``1 - lr * weight_decay``, as in AdamW. If every
-    element arrives in every step, it *is* ``torch.optim.AdamW``, to the bit on a CPU. Noisy gradients that arrive in
-    sums move a weight as far as single ones do under AdamW; a constant one moves it more slowly, by the root of ``a``.
+    Moments of elements that do not arrive are unchanged. All weights decay by ``1 - lr * weight_decay``, as in AdamW.
+    If every element arrives in every step, the result equals ``torch.optim.AdamW``, bit for bit on a CPU. Noisy
+    gradients that arrive in sums move a weight as far as single ones under AdamW; a constant gradient moves it more
+    slowly, by the root of ``a``.
 
     Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``.
 
-    Its state is that of AdamW, and one byte an element; its arguments are :class:`AdamLike`'s.
+    The state is that of AdamW plus one byte per element; the arguments are those of :class:`AdamLike`.
     """
 
     BETAS = (0.9, 0.999)
@@ -194,18 +195,18 @@ class AgedAdamW(AdamLike):
 
     @cached_property
     def _tables(self) -> dict[tuple[Any, ...], tuple[Tensor, ...]]:
-        """By device, type and betas; none is saved with the optimizer."""
+        """The tables of :meth:`_table` by device, dtype and betas; they are not saved with the optimizer."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As any torch optimizer's, which casts all state to the parameters' type: ages stay bytes."""
+        """Load a state dict, and convert ages back to uint8: torch casts all state to the parameters' dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "age" in state:
                 state["age"] = state["age"].to(torch.uint8)
 
     def _prepare(self, p: Tensor) -> None:
-        """What is missing begins at zero: all of it, or the ages, where AdamW's own state was loaded."""
+        """Create missing state as zeros: all of it, or only the ages if AdamW's state was loaded."""
         state = self.state[p]
         state.setdefault("step", 0)
         for key in ("exp_avg", "exp_avg_sq"):
@@ -224,7 +225,7 @@ class AgedAdamW(AdamLike):
                 _step(chunk, table, group, int(state["step"]))
 
     def _table(self, p: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
-        """By steps since an element came, 0 if it does not come now: what multiplies, see :func:`_step`; ``[257]``."""
+        """Return the factors of :func:`_updated`, ``[257]`` each, by steps since the last arrival (0: none now)."""
         key = (p.device, p.dtype, *betas)
         if key not in self._tables:
             (b1, b2), steps = betas, range(1, OLDEST + 2)
@@ -239,11 +240,11 @@ class AgedAdamW(AdamLike):
 
 
 def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str, Any], count: int) -> None:
-    """One step of some elements; on a CPU, whose host need not wait, arithmetic is of those alone to which a sum came.
+    """Update some elements; on a CPU, if few arrive, moments are computed for these only.
 
     Args:
         chunk: weights, gradient, both moments and ages, ``[n]`` each.
-        table: as :func:`_updated` takes it.
+        table: the factors of :func:`_updated`.
         group: the settings.
         count: steps taken, this one included.
     """
@@ -270,14 +271,15 @@ def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str,
 def _updated(
     parts: Sequence[Tensor], steps: Tensor, table: tuple[Tensor, ...], group: dict[str, Any], count: int
 ) -> None:
-    """Weights, gradient and both moments of some elements, updated operation by operation as ``AdamW`` does it.
+    """Update weights and both moments of some elements, in the order of operations of ``AdamW``.
 
     Args:
-        parts: ``[n]`` each.
-        steps: since a sum came, 0 where none came now, int32 ``[n]``.
-        table: the mean's share of a sum, its weight in the momentum, what is left of the second moment, and the weight
-            of the squared sum in it, each by steps.
-        group, count: as :func:`_step` takes them.
+        parts: weights, gradient and both moments, ``[n]`` each.
+        steps: steps since the last arrival, 0 for elements without an arrival now, int32 ``[n]``.
+        table: four factors, each indexed by steps: the mean's share of a sum, its weight in the momentum, the decay of
+            the second moment, and the weight of the squared sum in it.
+        group: the settings.
+        count: steps taken, this one included.
     """
     p, g, mean, square = parts
     g, (b1, b2), (share, weight, left, gain) = g.to(p.dtype), group["betas"], table

@@ -1,23 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Quantized sync: gradients cross between gradient domains as INT8 or INT4, with error feedback.
+"""Quantized sync: sends gradients between gradient domains as INT8 or INT4, with error feedback.
 
 Note [Error feedback]
-    Let ``g`` be this rank's gradient shard and ``e`` what earlier steps took away. It sends ``q = Q(g + e)`` to the
-    owners of its rows and keeps ``e' = (g + e) - q``, so that the sum of all it ever sent is the sum of all gradients
-    minus the present ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). Its own row it adds without
-    quantizing, so there is no ``e`` for it.
+    Let ``g`` be this rank's gradient shard and ``e`` the residual of earlier steps. The rank sends ``q = Q(g + e)`` to
+    the owners of its rows and keeps ``e' = (g + e) - q``. The sum of all values it ever sent is therefore the sum of
+    all gradients minus the current ``e`` (1-bit SGD, Seide et al. 2014; EF-SGD, arXiv 1901.09847). It adds its own row
+    without quantization, so that row has no ``e``.
 
 Note [The residual lies in the gradient shard]
-    ``e`` needs no memory of its own: as soon as ``q`` is made it is subtracted where ``g + e`` lies, and the next
-    step's gradients are added to that instead of to zero. The rounding of the gradient shard is then that of ``e``,
-    once when ``q`` is subtracted and once with each gradient added. In BF16 a gradient below 2^-9 of the residual of
-    the same element adds nothing, so that an element that stays below 1e-4 of its block's largest may never be sent
-    (FP32 loses half as many of them); ``"accumulation_dtype": "fp32"`` avoids that for 2 bytes an element more.
+    ``e`` needs no separate buffer: ``q`` is subtracted from ``g + e`` in place, and the next step's gradients are added
+    to the result instead of to zero. ``e`` then has the rounding of the gradient shard, once when ``q`` is subtracted
+    and once with each gradient added. In BF16 a gradient below 2^-9 of its element's residual adds nothing, so an
+    element that stays below 1e-4 of its block's largest may never be sent (FP32 loses half as many of them);
+    ``"accumulation_dtype": "fp32"`` avoids that for 2 more bytes per element.
 
-    A step that is skipped, or gradients that ``zero_grad`` drops, take the residual with them, for it is in them. In
-    BF16 and FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps as a
-    matter of course, and changes the scale: there ``e`` is copied to an FP32 residual when a step is known to count,
-    without the scale, and added again when the run is started.
+    A skipped step, or a ``zero_grad`` that drops gradients, also drops the residual, which is part of them. In BF16 and
+    FP32 DeepSpeed skips a step only for a gradient that is not finite. In FP16 a loss scaler skips steps in normal
+    operation, and changes the scale. There ``e`` is copied, unscaled, to an FP32 residual once a step is known not to
+    be skipped, and added again when the run is started.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 class Quantized(Crossing):
     """All-to-all of quantized rows to the optimizer shards, with error feedback.
 
-    1. if a gradient domain is less than a node: dense reduce hop inside the node, ``(G, L)``;
-    2. rows, with the residual in them, quantized, one all-to-all over ``(max(G, L), N)``; what quantization took away
-       stays in them. See Note [Error feedback];
-    3. the owner adds the messages, in tree order, to its own row in FP32;
-    4. if optimizer shards are replicated: gather hop back to them, unquantized.
+    1. if a gradient domain is smaller than a node: dense reduction inside the node, over ``(G, L)``;
+    2. quantize rows with their residual, and send them by one all-to-all over ``(max(G, L), N)``; the quantization
+       error stays in the rows. See Note [Error feedback];
+    3. the owner adds the packed buffers, in tree order, to its own row in FP32;
+    4. if optimizer shards are replicated: gather the sums back to them, unquantized.
 
     Attributes:
-        wire: format of the messages.
-        residual: FP32 ``[other members, F]``: what this rank still owes each, unscaled, where a loss scaler may skip
-            steps; else None.
-        owes_in_shard: whether it lies in the gradient shard instead.
+        wire: format of the packed buffers.
+        residual: unscaled residual, FP32 ``[P - 1, F]``, one row per other peer, if a loss scaler may skip steps; else
+            None.
+        residual_in_shard: whether the residual lies in the gradient shard instead.
     """
 
     def __init__(self, config: QuantizedSync, context: SyncContext) -> None:
@@ -63,23 +63,23 @@ class Quantized(Crossing):
         self.residual: Tensor | None = None
         if self._feedback and context.loss_scaled:
             self.residual = torch.zeros(self.peers.size - 1, context.columns, device=context.device)
-        # By run, the residual, while delivered gradients lie in its place in the shard: `start` on sync's queue stores
-        # it, `reopen` or `commit` puts it back.
+        # By run, the residual while delivered gradients are in its place in the shard: `start` stores it on sync's
+        # queue, `reopen` or `commit` writes it back.
         self._saved_residuals: dict[tuple[Range, ...], Tensor] = {}
         # Runs of this step whose residual is in the gradients already: a run may start twice in a step.
         self._residual_added: set[tuple[Range, ...]] = set()
-        self._scale = 1.0  # the loss scale of this step's gradients, which the residual is stored without
-        self._warned = False  # once in a run about a residual that was dropped
+        self._scale = 1.0  # the loss scale of this step's gradients; the residual is stored unscaled
+        self._warned = False  # whether the warning about a dropped residual was logged (once per run)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Send the messages of a run; what comes is added when waited for."""
+        """Begin to send a run's packed buffers; received ones are added in the handle's ``wait``."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
         run, own = tuple(ranges), self.peers.index
         self._add_residual(shard, run, scale)
         copied = self._inner is not None or self._down.size > 1
         rows, places = (self.table(shard, run), packed_ranges(run)) if copied else (shard, run)
-        # One row for each member, each range filled up to whole blocks.
+        # One row per group rank, each range padded to whole blocks.
         block = self.wire.block_size
         views = range_views(rows[:, None], merged(places, block), block)
         messages = rows.new_empty(self.peers.size, self.wire.nbytes(total_numel(views)), dtype=torch.uint8)
@@ -101,7 +101,7 @@ class Quantized(Crossing):
         return Handle(None, (), finish)
 
     def _halves(self) -> tuple[tuple[slice, slice], ...]:
-        """The members but this rank, before it and after it, and their rows of the residual."""
+        """Return slices of the group ranks before and after this one, each with their rows of the residual."""
         own = self.peers.index
         return (slice(own), slice(own)), (slice(own + 1, None), slice(own, None))
 
@@ -116,7 +116,7 @@ class Quantized(Crossing):
                 rows[others, begin:end].add_(self.residual[kept, begin:end], alpha=scale)
 
     def _restore_residual(self, shard: Tensor, ranges: tuple[Range, ...]) -> None:
-        """Put the residual of a run back into its rows of the gradient shard; only the own row stays as it is."""
+        """Write the residual of a run back to its rows of the gradient shard; only the own row is unchanged."""
         left = self._saved_residuals.pop(ranges, None)
         if left is None:
             return
@@ -125,12 +125,7 @@ class Quantized(Crossing):
             self.deliver(shard, ranges, left, others)
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
-        """What was delivered stays in the own row; the others get the residual, if there is one.
-
-        Args:
-            shard: as in :meth:`start`.
-            ranges: the same.
-        """
+        """Keep the delivered sum in the own row, and write the residual, if any, to the other rows."""
         if self._feedback:
             self._restore_residual(shard, tuple(ranges))
         else:
@@ -159,7 +154,7 @@ class Quantized(Crossing):
             )
 
     def note(self) -> str | None:
-        """Where a loss scaler makes it, that there is a residual."""
+        """Return a log line if a loss scaler requires a separate residual buffer."""
         if self.residual is None:
             return None
         return (
@@ -170,31 +165,31 @@ class Quantized(Crossing):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
-        """Bytes of the residual."""
+        """Return the bytes of the separate residual buffer."""
         return 0 if self.residual is None else self.residual.nbytes
 
     def tensors(self) -> list[Tensor]:
-        """The residual; one that lies in the gradient shard is that."""
+        """Return the separate residual buffer, if there is one."""
         return [] if self.residual is None else [self.residual]
 
     def residual_rows(self) -> Tensor | None:
-        """Of the gradient shard, the own one among them, or the residual."""
+        """Return the gradient shard's rows, own row included, if they store the residual; else the residual buffer."""
         return self.residual if not self.residual_in_shard else self.rows(self.context.shard)
 
     def residual_owners(self) -> ResidualOwners | None:
-        """All peers of the one, those but this rank of the other."""
+        """Return the owners: all peers if the residual is in the gradient shard, else all but this rank."""
         if not self._feedback:
             return None
         owners = [rank for rank in self.members() if self.residual_in_shard or rank != self.context.mesh.rank]
         return ResidualOwners(owners, {p.name: (p.numel, *p.span) for p in self.context.parameters})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The residual; between steps."""
+        """Return the residual; call it only between steps."""
         rows = self.residual_rows()
         return {} if rows is None else {"residual": rows.contiguous()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the residual, or start with zeros; refuse another shape."""
+        """Restore the residual, or reset it to zero; raise ValueError for another shape."""
         rows = self.residual_rows()
         if rows is None:
             return super().load_state_dict(state)

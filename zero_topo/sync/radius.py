@@ -1,24 +1,24 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Radius: a mask that all ranks share, held for an interval (Zheng & Zhang, "Radius", MLSys 2025).
+"""Radius: a mask shared by all ranks and kept for an interval of steps (Zheng & Zhang, "Radius", MLSys 2025).
 
-1. In the first ``start`` steps everything is reduced.
-2. A step that resamples, one in ``interval``, reduces everything too, what was held back since the last one included.
-   Of the update that the optimizer makes of it, each parameter's largest elements are the new mask.
-3. The steps between reduce what the mask holds, packed. No indices travel. The rest is added to the residual.
+1. The first ``start`` steps reduce all elements.
+2. A step that resamples, one in ``interval``, also reduces all elements, including the residual. The elements that the
+   optimizer's update changes most, in each parameter, are the new mask.
+3. The steps between reduce the masked elements, packed and without indices. The rest is added to the residual.
 
 Note [The update as the score]
-    The paper scores an element by its corrected gradient, the direction of AdamW's step at learning rate 1. That is
-    the difference of a master before and after the step, divided by the learning rate, and the order of magnitudes
-    does not depend on a factor. So the optimizer runs once, and need not be known. A rate of zero tells nothing (a
-    warm-up may begin with it): such a resampling keeps the mask, and if there is none yet, the next step resamples.
+    The paper scores an element by its corrected gradient, the direction of AdamW's step at learning rate 1. This is the
+    difference of a master before and after the step, divided by the learning rate; a common factor does not change the
+    order of magnitudes. The optimizer therefore runs once, and may be any. At a rate of zero (a warm-up may begin with
+    it) there is no score: such a resampling keeps the mask, and if there is none yet, the next step resamples.
 
 Note [One chooser]
-    The owner of a row chooses in each parameter's slice of that row, ``max(1, int(density * width))`` elements, and its
-    peers get the choice as bits. Ranks that hold replicas of an optimizer shard see the same updates, but ties may
-    break differently on other devices, so none chooses for a row that is not its own. As slices of a parameter are
-    equally wide in all rows, all rows of the mask hold equally many elements, and no lengths travel either.
+    The owner of a row selects ``max(1, int(density * width))`` elements in each parameter's slice of that row, and
+    sends them to its peers as a bitmap. Ranks with replicas of an optimizer shard compute the same updates, but ties
+    may break differently on other devices, so no rank selects for a row of another. A parameter's slices are equally
+    wide in all rows, so all rows of the mask have equally many elements, and no lengths are sent either.
 
-In FP32 a step that resamples leaves a residual of zero; else see Note [Rounding] in ``sparse.py``.
+In FP32 a step that resamples leaves a residual of zero; otherwise see Note [Rounding] in ``sparse.py``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from zero_topo.sync.sparse import Masked, Report
 
 @dataclass(frozen=True)
 class RadiusState:
-    """What Radius remembers, alike on all peers.
+    """The state of Radius, equal on all peers.
 
     Attributes:
-        kept: elements that the mask holds in each row, of each parameter that takes part; none if there is no mask.
-        bits: uint8 ``[P, ceil(C / 8)]``, the mask, each row packed by itself.
+        kept: by parameter that takes part, the masked elements in each row; empty if there is no mask.
+        bits: the mask, each row packed separately, uint8 ``[P, ceil(C / 8)]``.
     """
 
     kept: tuple[int, ...]
@@ -50,11 +50,11 @@ class RadiusState:
 
 @dataclass
 class _Choice:
-    """What this rank chooses in its own row, parameter by parameter as they are updated.
+    """This rank's selection in its own row, filled parameter by parameter as they are updated.
 
     Attributes:
         mask: bool ``[C]``.
-        kept: how many elements of each parameter it holds; 0 of one that has not been chosen yet.
+        kept: by parameter, the number of masked elements; 0 before its selection.
         moved: whether any of the learning rates was not zero.
     """
 
@@ -64,18 +64,18 @@ class _Choice:
 
 
 class Radius(Masked):
-    """Reduces what one mask of all ranks holds, and everything where the mask is chosen anew."""
+    """Reduces the elements of one mask shared by all ranks, and all elements in steps that select a new mask."""
 
     config: RadiusSync
 
     def __init__(self, config: RadiusSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        # From the first `after_update` of a step that resamples until its `commit`, which sends it to the peers: the
-        # optimizer may update parameter by parameter, and a skipped step drops it.
+        # Set from the first `after_update` of a step that resamples until its `commit`, which sends it to the peers:
+        # the optimizer may update parameter by parameter, and a skipped step drops it.
         self._choice: _Choice | None = None
 
     def exchange(self, total: Tensor, state: RadiusState) -> tuple[Tensor, RadiusState, Report]:
-        """Reduce what the mask holds, or everything in a step that resamples."""
+        """Reduce the masked elements, or all elements in a step that resamples."""
         if self._resamples(state):
             reduced = self.reduce_rows(total.view(self.peers.size, -1))
             return reduced, state, self._numbers(self.numel, resampled=True)
@@ -84,26 +84,26 @@ class Radius(Masked):
         return reduced, state, self._numbers(self.peers.size * kept, resampled=False)
 
     def _resamples(self, state: RadiusState) -> bool:
-        """Whether the step reduces everything and chooses a mask."""
+        """Return whether the step reduces all elements and selects a new mask."""
         return self.since_start >= 0 and (not state.kept or self.since_start % self.config.interval == 0)
 
     def _numbers(self, sent: int, resampled: bool) -> dict[str, float]:
-        """The report: which share of the elements was reduced, and whether the step resampled."""
+        """Build the report: the share of elements that was reduced, and whether the step resampled."""
         return {"density_asked": self.density, "density": sent / self.numel, "resampled": float(resampled)}
 
     def mask(self, state: RadiusState) -> Tensor:
-        """Bool ``[P, C]``."""
+        """Return the mask, bool ``[P, C]``."""
         return self.unpacked(state.bits)
 
     # -- the choice ------------------------------------------------------------------------------------------------
 
     @property
     def wants_updates(self) -> bool:
-        """Of a step that resamples."""
+        """Whether this step resamples."""
         return self._undecided is not None and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
-        """Choose the elements of the own row that the update moved most, if the learning rate moved any."""
+        """Select the elements of the own row that the update changed most; a learning rate of zero keeps the mask."""
         if self._choice is None:
             kept = list(self._state.kept) or [0] * len(self._ranges)
             self._choice = _Choice(self.mask(self._state)[self.peers.index], kept, False)
@@ -119,7 +119,7 @@ class Radius(Masked):
                 self._choice.kept[index] = count
 
     def commit(self, skipped: bool) -> None:
-        """Take over the step; after one that resamples it is collective, and sends the peers the choice."""
+        """Apply the step; after one that resamples, gather the owners' selections (collective)."""
         choice, self._choice = self._choice, None
         super().commit(skipped)
         if skipped or choice is None or not choice.moved:
@@ -129,20 +129,20 @@ class Radius(Masked):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RadiusState:
-        """No mask."""
+        """Return a state without a mask."""
         bits = torch.zeros(self.peers.size, -(-self._columns // 8), dtype=torch.uint8, device=self.context.device)
         return RadiusState((), bits)
 
     def state_bytes(self) -> int:
-        """Bytes of the residual and the mask."""
+        """Return the bytes of the residual and the mask."""
         return super().state_bytes() + self.peers.size * -(-self._columns // 8) if self.active else 0
 
     def save(self, state: RadiusState) -> dict[str, Tensor]:
-        """The mask, if one is chosen."""
+        """Convert the mask to tensors."""
         return {"chosen": torch.tensor(bool(state.kept)), "mask": state.bits}
 
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
-        """The mask from a checkpoint."""
+        """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         own = self.unpacked(bits[:1])[0]
         kept = tuple(int(own[low:high].sum()) for low, high in self._places) if saved["chosen"] else ()

@@ -4,24 +4,24 @@
 With ``m`` the momentum that AdamS keeps, ``b`` its decay rate, ``g`` this peer's part of the mean gradient, ``e`` its
 residual and ``P`` peers, at each step:
 
-1. ``a = g + e``. The peers sum ``a`` on the mask that was chosen at the last step; the first mask holds everything.
-2. AdamS gets that sum as its gradient on the mask, and zero off it: the gradients' norm, by which DeepSpeed clips them,
-   is the masked one, and AdamS builds the momentum from what clipping left.
-3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero; and before AdamS steps, its momentum is zero off the mask.
-   There it moves nothing, and weights only decay.
-4. The owner of a row chooses the ``k = d * C`` elements of that row with the largest ``|e'|`` as it would be without
-   a mask, or as large a share of each parameter's. The bits travel while the next forward and backward passes compute,
-   and make the next mask.
+1. ``a = g + e``. The peers sum ``a`` on the mask selected at the last step; the first mask contains all elements.
+2. AdamS gets that sum as its gradient on the mask, and zero off it. The norm by which DeepSpeed clips gradients is
+   therefore the masked one, and AdamS updates the momentum with clipped gradients.
+3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero. Before AdamS steps, its momentum is zeroed off the mask:
+   AdamS moves nothing there, and weights only decay.
+4. The owner of a row selects the ``k = d * C`` elements of that row with the largest ``|e'|``, computed without a mask,
+   or as large a share of each parameter. The bits are sent while the next forward and backward passes compute, and are
+   the next mask.
 
 Note [Units of the gradient]
     The paper keeps ``e`` in units of the momentum, ``(1 - b)`` times ours, and sends ``mt = b m + (1 - b) g + e``. But
-    ``m`` is common to all peers, so it need not travel: on the mask its sum minus ``b m``, over ``1 - b``, is the sum
-    of ``a``. So nothing cancels, and at density 1 AdamS gets the bits of the dense gradient.
+    ``m`` is equal on all peers, so it need not be sent: on the mask the sum of ``mt`` minus ``b m``, over ``1 - b``, is
+    the sum of ``a``. There is no cancellation, and at density 1 AdamS gets the bits of the dense gradient.
 
 Note [Where the momentum lives]
-    In the optimizer, and nowhere else: the mode reads it before each sync and zeroes it off the mask when the step is
-    known not to be skipped. That needs the momentum of the whole gradient shard, so the optimizer shard must be the
-    same (``"optimizer": "node"``); then weights stay in step without crossing nodes, and nothing else does.
+    The momentum is stored in the optimizer only. The mode reads it before each sync, and zeroes it off the mask when
+    the step is known not to be skipped. This needs the momentum of the whole gradient shard, so the optimizer shard
+    must equal the gradient shard (``"optimizer": "node"``). Then weights stay equal on all nodes without crossing them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from zero_topo.sync.sparse import Masked, Report
 
 @dataclass(frozen=True)
 class ScapeState:
-    """What SCAPE remembers.
+    """The state of SCAPE.
 
     Attributes:
-        bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, alike on all that hold the gradient shard.
-        kept: elements that it holds in each row; in a state that is not decided yet, those of ``chosen``.
-        chosen: this rank's own row of the mask after it, to be sent to the others; None when it is on its way.
+        bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
+        kept: masked elements in each row; in a state before ``commit``, those of ``chosen``.
+        chosen: this rank's own row of the following mask, to be sent to the others; None once it is being sent.
     """
 
     bits: Handle[Tensor]
@@ -58,18 +58,18 @@ class ScapeState:
 
 
 class Scape(Masked):
-    """Reduces what masks hold that the peers chose a step ahead, each for its own rows."""
+    """Reduces the elements of masks that the peers select one step ahead, each for its own rows."""
 
     config: ScapeSync
 
     def __init__(self, config: ScapeSync, context: SyncContext) -> None:
         hops = context.across(context.plan.gradients).hops
-        # The group inside the node, where gradient domains are smaller: its ranks' rows make up the shard's mask.
+        # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
         self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse all but AdamS."""
+        """Raise ValueError for any optimizer but AdamS."""
         if not isinstance(optimizer, AdamS):
             raise ValueError(
                 f'sync.mode = "scape" with optimizer {type(optimizer).__name__}: it rebuilds the momentum of AdamS; '
@@ -77,7 +77,7 @@ class Scape(Masked):
             )
 
     def exchange(self, total: Tensor, state: ScapeState) -> tuple[Tensor, ScapeState, Report]:
-        """Reduce what the mask holds, let the residual have the momentum off it, and choose the next mask."""
+        """Reduce the masked elements, add the momentum off the mask to the residual, and select the next mask."""
         own, table = self.peers.index, total.view(self.peers.size, -1)
         mask = self._of_table(self.mask(state))
         momentum = self._momentum(self.context.moments())
@@ -88,7 +88,7 @@ class Scape(Masked):
         return reduced, ScapeState(state.bits, count, ops.pack(chosen)), report
 
     def _chosen(self, score: Tensor) -> tuple[Tensor, int]:
-        """The own row of the next mask, bool ``[C]``, and how many elements it holds."""
+        """Select the own row of the next mask, bool ``[C]``; also return its number of elements."""
         density = self.config.density_at(self.steps + 1)
         if self.config.per_parameter:
             parts, count = self.shares(density, 1)
@@ -98,7 +98,7 @@ class Scape(Masked):
         return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
 
     def _momentum(self, moments: Sequence[Moment]) -> Tensor:
-        """``b / (1 - b) * m / P`` of the table's elements, FP32 ``[P, C]``; zero before the optimizer's first step."""
+        """Return ``b / (1 - b) * m / P`` of the table, FP32 ``[P, C]``; zero before the optimizer's first step."""
         kept = torch.zeros(self.peers.size, self._columns, device=self.context.device)
         for moment in moments:
             rows = self.rows(moment.mean)
@@ -108,9 +108,9 @@ class Scape(Masked):
         return kept
 
     def _within(self, begin: int, width: int) -> list[tuple[slice, slice]]:
-        """Of the parameters that take part in some columns: their columns among these, and in the table.
+        """Return the columns of the parameters that take part, relative to ``begin`` and in the table.
 
-        Neighbours are one.
+        Neighbouring parameters are merged.
         """
         parts: list[tuple[slice, slice]] = []
         for (first, past), (low, high) in zip(self._ranges, self._places, strict=True):
@@ -122,15 +122,15 @@ class Scape(Masked):
         return parts
 
     def _of_table(self, rows: Tensor) -> Tensor:
-        """Those rows of a gradient shard that the table has."""
+        """Return the rows of a gradient shard that the table has."""
         return rows if self._inside is None else rows[self._inside.index :: self._inside.size]
 
     def mask(self, state: ScapeState) -> Tensor:
-        """The mask of the next step, bool ``[N / G, C]``; waits for it, and inside a node is collective then."""
+        """Wait for the mask of the next step, and return it, bool ``[N / G, C]``; collective inside a node."""
         return self.unpacked(state.bits.wait())
 
     def before_update(self, begin: int, width: int) -> None:
-        """Zero the momentum off the mask: it has gone into the residuals."""
+        """Zero the momentum off the mask, where it was added to the residuals."""
         if self._undecided is None:
             return
         within = self._within(begin, width)
@@ -144,16 +144,16 @@ class Scape(Masked):
                     moment.mean[:, columns] *= mask[:, places.start - low : places.stop - low].to(moment.mean)
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Exchange what the mask holds that the last step chose."""
-        self.drain()  # inside a node that is collective: all ranks do it here, before they send anything else
+        """Exchange the elements of the mask that the last step selected."""
+        self.drain()  # collective inside a node: all ranks call it here, before they send anything else
         return super().start(shard, ranges, scale)
 
     def drain(self) -> None:
-        """Wait for the mask that is under way; collective inside a node."""
+        """Wait for the mask that is being sent; collective inside a node."""
         self._state.bits.wait()
 
     def commit(self, skipped: bool) -> None:
-        """Take over the step; after one that counts, the choice of the next mask sets out."""
+        """Apply the step; unless it was skipped, begin to gather the next mask."""
         super().commit(skipped)
         chosen = self._state.chosen
         if chosen is None:
@@ -163,7 +163,7 @@ class Scape(Masked):
         self._state = ScapeState(bits, self._state.kept, None)
 
     def _whole(self, bits: Tensor) -> Tensor:
-        """Of the rows of all tables inside the node the rows of the gradient shard; collective there."""
+        """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
         if self._inside is None:
             return bits
         return self._inside.gather(bits).transpose(0, 1).reshape(-1, bits.shape[1])
@@ -171,23 +171,23 @@ class Scape(Masked):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def fresh(self) -> ScapeState:
-        """Everything is in the mask."""
+        """Return a state whose mask contains all elements."""
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
         return ScapeState(Handle(None, (), lambda: bits), self._columns, None)
 
     def state_bytes(self) -> int:
-        """Bytes of the residual, the mask in force and the next one."""
+        """Return the bytes of the residual, the current mask and the next one."""
         masks = 2 * len(self.context.plan.rows(0, self.context.plan.gradients)) * -(-self._columns // 8)
         return super().state_bytes() + masks if self.active else 0
 
     def save(self, state: ScapeState) -> dict[str, Tensor]:
-        """The mask in force; waits for it."""
+        """Wait for the current mask and return it."""
         return {"mask": state.bits.wait()}
 
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
-        """The mask from a checkpoint."""
+        """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
         kept = int(self.unpacked(bits[:1]).sum())
         return ScapeState(Handle(None, (), lambda: bits), kept, None)

@@ -4,29 +4,29 @@
 Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training" (EuroMLSys
 2025), on the sketch of Note [Count sketch] in ``quant/reference.py``.
 
-1. A rank picks the largest elements of its gradient plus residual; the residual keeps the rest.
-2. One bit per element says what it picked. The bits of each row go to the row's owner, who ORs them.
-3. Owners send all peers how much the picks of all ranks cover, and all take the same compression.
-4. A count sketch of each row's values goes to the row's owner. Sketches add up, and the owner peels the sum.
-5. Where ranks need more than their own row, owners send the union and its values to all.
+1. Each rank selects the largest elements of its gradient plus residual; the residual keeps the rest.
+2. A bitmap marks the selected elements, one bit per element. Each row's bits go to the row's owner, who ORs them.
+3. Owners send all peers the size of their row's union, and all ranks choose one compression ratio from these.
+4. A count sketch of each row's values goes to the row's owner, who adds the sketches and peels the sum.
+5. If ranks need more than their own row, owners send the union and its values to all.
 
 Note [Or, not plus]
-    The paper adds packed bits up as integers, since NCCL has no OR. Two ranks that picked the same element then carry
-    into the next one: it looks as if it was picked, and the one itself as if it was not. Here bits go to the owner as
-    they are; that costs the same bytes.
+    The paper adds packed bits as integers, since NCCL has no OR. If two ranks select one element, the sum carries into
+    the next bit: the next element looks selected, and the element itself does not. Here each rank's bits go to the
+    owner unchanged, which costs as many bytes.
 
 Note [Nothing is estimated]
-    Whether peeling comes to an end depends on the union alone, and elements whose blocks share all three places never
-    come apart, however empty the sketch is. So before any sketch is made, the owner peels one that it made itself, of
-    whole numbers, which FP32 adds exactly: what comes back wrong was not reached. Such elements stay out of the sketch,
-    and their values are sent beside it. The kernel says how many there are. A wrong number may come back right by
-    chance, so this is repeated with others until all are found.
+    Whether peeling succeeds depends on the union alone. Elements whose blocks share all three places cannot be
+    separated, however empty the sketch is. The owner therefore first peels a test sketch of whole numbers, which FP32
+    adds exactly: an element with a wrong result was not reached. Such elements are left out of the sketch, and their
+    values are sent separately. The kernel counts them. A result may be right by chance, so the test is repeated with
+    other numbers until all are found.
 
 Note [Without a sketch]
-    The owner has every peer's bits, so values can travel as they are, in order and without indices. That is what
-    happens if the union is too dense for any sketch, or rows too short for one; nothing needs to be padded or sent
-    densely. It is even fewer bytes: no rank picks more than the union, which is 0.57 n / r elements where a sketch is
-    safe, and a sketch has n / r values. Sketches pay off where messages are added up on their way.
+    The owner has every peer's bits, so values can be sent uncompressed, in order and without indices. This is done if
+    the union is too dense for any sketch, or rows are too short for one; nothing is padded or sent densely. It even
+    needs fewer bytes: no rank selects more than the union, which has 0.57 n / r elements if a sketch is safe, while a
+    sketch has n / r values. Sketches save bytes where buffers are added on their way.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ PROBE = 1 << 16  # a place holds 30 blocks on average at most, so sums of whole 
 
 @dataclass(frozen=True)
 class _Index:
-    """Who picked what.
+    """The elements that this rank and its peers selected.
 
     Attributes:
-        mask: what this rank picked, bool ``[P, C]``.
-        came: the bits of each peer for this rank's row, uint8 ``[P, ceil(C / 8)]``.
-        union: their OR, bool ``[C]``.
-        bits: the same, uint8 ``[ceil(C / 8)]``.
-        counts: elements of the union of every row.
+        mask: this rank's selection, bool ``[P, C]``.
+        received: each peer's bits for this rank's row, uint8 ``[P, ceil(C / 8)]``.
+        union: the OR of these bits, bool ``[C]``.
+        bits: the union, packed, uint8 ``[ceil(C / 8)]``.
+        counts: by row, the number of elements in its union.
     """
 
     mask: Tensor
@@ -73,9 +73,9 @@ class _Index:
 
 
 class Tagc(Sparse):
-    """Reduces count sketches of the picks to the owners of the rows.
+    """Reduces count sketches of the selected elements to the owners of the rows.
 
-    The state counts the steps after a warm-up that took a smaller compression than asked for, or none.
+    The state counts the steps after a warm-up with less than the configured compression.
 
     Attributes:
         width: ``C``, elements of a row.
@@ -90,17 +90,17 @@ class Tagc(Sparse):
 
     @property
     def density(self) -> float:
-        """What a rank picks in this step, ``1 - theta`` after a warm-up."""
+        """The share of elements that a rank selects in this step, ``1 - theta`` after a warm-up."""
         return self._scheduled.density_at(self.steps)
 
     def exchange(self, total: Tensor, state: int) -> tuple[Tensor, int, Report]:
-        """Reduce an index of all picks, then their values: in a sketch, or without if their union is too dense."""
+        """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
         picked = self._largest(total)
         picked = picked.non_zero(self.to_host(picked.values.count_nonzero())[0])
         index = self._index(picked)
         densest = max(index.counts) / self.width
         ratio = self.config.safe_ratio(densest, self.width)
-        warming = self.density > self._scheduled.density  # denser because it was asked to be
+        warming = self.density > self._scheduled.density  # a warm-up is configured to be denser
         fell_back = not warming and ratio != self.config.safe_ratio(0, self.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
@@ -128,7 +128,7 @@ class Tagc(Sparse):
         return self._table_of(row, index), state + fell_back, report
 
     def _largest(self, total: Tensor) -> Picked:
-        """The share that is picked, of all elements, or of each parameter's part of each row."""
+        """Select the configured share of all elements, or of each parameter's part of each row."""
         if not self.config.per_parameter:
             return largest(total, share(self.density, self.numel))
         parts, count = self.shares(self.density, self.peers.size)
@@ -136,7 +136,7 @@ class Tagc(Sparse):
         return Picked(indices, total[indices])
 
     def _index(self, picked: Picked) -> _Index:
-        """The bits of every row at its owner; collective, and one host synchronization."""
+        """Send the bits of every row to its owner; collective, and one host synchronization."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
         mask[picked.indices] = True
         mask = mask.view(self.peers.size, -1)
@@ -146,14 +146,14 @@ class Tagc(Sparse):
         return _Index(mask, received, union, self._bits(union[None])[0], counts)
 
     def _bits(self, rows: Tensor) -> Tensor:
-        """Bool ``[rows, C]`` -> uint8 ``[rows, ceil(C / 8)]``, each row by itself."""
+        """Pack bool ``[rows, C]`` to uint8 ``[rows, ceil(C / 8)]``, each row separately."""
         rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
         return ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
     def _plain(self, picked: Picked, index: _Index, total: Tensor) -> Tensor:
-        """Sums of the own row, FP32 ``[C]``: values travel in the order of the bits.
+        """Sum the own row without a sketch, FP32 ``[C]``: values are sent in the order of the bits.
 
-        What rounding takes away stays here. One host synchronization.
+        ``total`` keeps the rounding errors. One host synchronization.
         """
         size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self.unpacked(index.received)
         numbers = self.to_host(index.mask.sum(dim=1), masks.sum(dim=1))
@@ -163,11 +163,11 @@ class Tagc(Sparse):
         return added(Picked(places, received.float()), partial(received.new_zeros, self.width, dtype=torch.float32))
 
     def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
-        """Sums of sketches, and of values beside them: the own row, how many these are, how many are estimates."""
+        """Sum the own row from sketches; also return the number of values sent separately, and of estimates."""
         size, rows = self.peers.size, self.config.sketch_rows(self.width, ratio)
         stuck, counts = self._stuck(index, rows)
         table = torch.where(index.mask, total.view(size, -1), 0.0)
-        total[picked.indices] = 0  # sketches and what goes beside them are FP32: no rounding leaves anything
+        total[picked.indices] = 0  # sketches and separate values are FP32, so there are no rounding errors
         beside = total.new_zeros(0)
         if any(counts):
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
@@ -175,7 +175,7 @@ class Tagc(Sparse):
             sizes = torch.tensor(counts).to(total.device, non_blocking=True)
             places = owners.repeat_interleave(sizes, output_size=len(asked)) * self.width + asked
             values = table.view(-1)[places]
-            table.view(-1)[places] = 0  # in the sketch they would not come apart
+            table.view(-1)[places] = 0  # peeling could not separate them
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
         sketches = ops.sketch(table, SEED, rows)
         del table
@@ -188,7 +188,7 @@ class Tagc(Sparse):
         return own, len(stuck), left
 
     def _stuck(self, index: _Index, rows: int) -> tuple[Tensor, list[int]]:
-        """Places in this rank's row, int64, that peeling does not reach, and how many there are in each row.
+        """Return indices in this rank's row, int64, that peeling does not reach, and their number in each row.
 
         Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same number of
         attempts.
@@ -208,7 +208,7 @@ class Tagc(Sparse):
         return positions(stuck, counts[self.peers.index]), counts
 
     def _table_of(self, row: Tensor, index: _Index) -> Tensor:
-        """FP32 ``[P * C]``: all rows, alike on all ranks; or the own one, if others are not needed."""
+        """Return all rows, FP32 ``[P * C]``, equal on all ranks; or the own row if no others are needed."""
         if not self.everywhere:
             return row
         masks = self.unpacked(self.peers.gather(index.bits))
@@ -218,15 +218,15 @@ class Tagc(Sparse):
         return table
 
     def fresh(self) -> int:
-        """No step has fallen back."""
+        """Return zero fallbacks."""
         return 0
 
     def save(self, state: int) -> dict[str, Tensor]:
-        """How many steps fell back."""
+        """Convert the number of fallbacks to a tensor."""
         return {"fallbacks": torch.tensor(state)}
 
     def restored(self, saved: Mapping[str, Tensor]) -> int:
-        """How many steps fell back, from a checkpoint."""
+        """Read the number of fallbacks from a checkpoint."""
         return int(saved["fallbacks"])
 
 

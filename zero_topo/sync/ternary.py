@@ -1,21 +1,23 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Ternary sync: the largest elements of each block, as signs with one scale, a third of a bit per element.
 
-1. A rank cuts the other owners' rows of its gradient plus residual into blocks, and picks the largest elements of each.
-2. Their mean magnitude is the block's scale; the owner gets it, the positions, and a sign for each.
-3. What was sent, ``+scale`` or ``-scale``, is taken from the residual: an element that is larger comes again soon, one
-   that is smaller owes the other way.
-4. An owner adds what it receives to its own row of gradient plus residual, of which nothing had to travel, and sends
-   the sums in the same format: to all ranks, or to its own optimizer alone. The rest stays in its residual, so that an
-   element arrives when the sum of all peers is large, and seldom. Each peer's picks by themselves would arrive in many
-   steps in small parts, and Adam would take each part for the whole.
+1. A rank divides the other owners' rows of its gradient plus residual into blocks, and selects each block's largest
+   elements.
+2. Their mean magnitude is the block's scale. The rank sends the scale, the positions, and one sign per position to the
+   owner.
+3. The rank subtracts the sent value, ``+scale`` or ``-scale``, from the residual. An element of larger magnitude will
+   soon be selected again; for a smaller one the residual changes sign.
+4. An owner adds the received values to its own row of gradient plus residual, which is not sent. It sends the sums in
+   the same format to all ranks, or only to its own optimizer. The rest stays in its residual, so an element arrives
+   seldom, when the sum of all peers is large. If each peer's selection were delivered directly, an element would arrive
+   in many steps in small parts, and Adam would treat each part as the whole gradient.
 
-A row's message holds the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and
-then the scales. No length depends on the data, so the host asks the device for nothing.
+A row's packet has the bits of all its blocks, part by part (Note [Positions] in ``config/sparse_config.py``), and then
+the scales. No length depends on the data, so no host synchronization is needed.
 
 Note [Voids]
-    A block may have fewer elements that are not zero than it has picks. The others repeat a position and its sign: to
-    write a value twice changes nothing.
+    A block may have fewer non-zero elements than the number to select. The remaining entries repeat a position and its
+    sign, which is harmless: the receiver writes one value twice.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from zero_topo.sync.sparse import Report, Sparse
 
 
 class Ternary(Sparse):
-    """Signs of the largest elements of every block, one scale for them, and error feedback."""
+    """Sends signs of the largest elements of every block with one scale, and uses error feedback."""
 
     config: TernarySync
 
@@ -43,11 +45,11 @@ class Ternary(Sparse):
 
     @property
     def now(self) -> TernarySync:
-        """The settings at this step's density."""
+        """The settings with this step's density."""
         return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
-        """Signs go to the owners of their rows, who add them to what they have, and send the sums as signs again."""
+        """Send signs to the owners of their rows, who add them to their own row and send the sums as signs again."""
         size, own, columns = self.peers.size, self.peers.index, self._columns
         table = total.new_empty(size, self._blocks, BLOCK)
         rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
@@ -71,9 +73,9 @@ class Ternary(Sparse):
         return reduced, None, report
 
     def _send_largest(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``[rows * blocks of a row, 4096]`` send, uint8 ``[rows, bytes]``, which is subtracted from them.
+        """Encode the largest elements of blocks ``[rows * blocks of a row, 4096]``, and subtract the sent values.
 
-        And how many elements that are, int64 ``[]``.
+        Return the packets, uint8 ``[rows, bytes]``, and the number of elements sent, int64 ``[]``.
         """
         index = ops.row_largest(blocks, self.now.picks)
         sizes = blocks.gather(1, index).abs_()
@@ -88,7 +90,7 @@ class Ternary(Sparse):
         return self._encoded(index, signs, scale), count.sum()
 
     def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor) -> Tensor:
-        """Messages, uint8 ``[rows, bytes]``: positions ascend in each block, scales have the type they travel in."""
+        """Encode packets, uint8 ``[rows, bytes]``, from ascending positions in each block and scales in wire dtype."""
         rows, config, device = len(index) // self._blocks, self.now, index.device
         low = config.low_bits
         ones = (index >> low) + torch.arange(config.picks, device=device)
@@ -99,7 +101,7 @@ class Ternary(Sparse):
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
     def _decoded(self, messages: Tensor) -> Tensor:
-        """The values of some rows' messages, FP32 ``[rows, blocks of a row * 4096]``."""
+        """Decode the packets of some rows to values, FP32 ``[rows, blocks of a row * 4096]``."""
         size, config, device = len(messages), self.now, messages.device
         blocks, picks = size * self._blocks, config.picks
         bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
@@ -117,7 +119,7 @@ class Ternary(Sparse):
 
 
 def _signed(signs: Tensor, scale: Tensor) -> Tensor:
-    """``-scale`` where a sign is set, else ``+scale``, FP32."""
+    """Return ``-scale`` where a sign is set, else ``+scale``, FP32."""
     return torch.where(signs, -scale.float(), scale.float())
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The sparse modes that others are compared with: TopkA, Gaussian-k, TopkDSA and gTopk.
+"""Sparse modes for comparison: TopkA, Gaussian-k, TopkDSA and gTopk.
 
-Words that a rank sends for ``k`` picks of ``n`` elements on ``P`` peers, a pick being two words (Li & Hoefler, PPoPP
+Words that a rank sends for ``k`` selected elements of ``n`` on ``P`` peers, at two words each (Li & Hoefler, PPoPP
 2022, table 1): TopkA and Gaussian-k ``2 k (P - 1)``, TopkDSA ``4 k (P - 1) / P`` to ``(2 k + n) (P - 1) / P``, gTopk
-``4 k log2 P`` for the busiest.
+``4 k log2 P`` for the busiest rank.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ FITTING_STEPS = 4
 
 
 class Stateless(Sparse):
-    """A mode that remembers nothing but the residual."""
+    """A sparse mode without state besides the residual."""
 
     def k_largest(self, total: Tensor) -> Picked:
-        """Exactly ``k``, or all that are not zero; one host synchronization."""
+        """Select exactly ``k`` elements, or all that are not zero if fewer; one host synchronization."""
         picked = largest(total, self.k)
         (count,) = self.to_host(picked.values.count_nonzero())
         return picked.non_zero(count)
 
     def numbers(self, picked: int, union: Tensor) -> Report:
-        """The report: densities of a rank's picks and of the sum."""
+        """Build the report: densities of a rank's selection and of the sum."""
         return {"density_asked": self.density, "density": picked / self.numel, "union": union.double() / self.numel}
 
 
 class TopkA(Stateless):
-    """Every rank's picks, its ``k`` largest elements, go to all others, who add them up.
+    """Every rank sends its ``k`` largest elements to all others, who add them up.
 
     Raises:
-        ValueError: if these are more than a GPU can sort.
+        ValueError: if all ranks together select more elements than torch can sort on a GPU.
     """
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
@@ -66,11 +66,11 @@ class TopkA(Stateless):
             )
 
     def pick(self, total: Tensor) -> Picked:
-        """What this rank sends of its vector: exactly ``k``, or all that are not zero."""
+        """Select the elements that this rank sends: exactly ``k``, or all that are not zero if fewer."""
         return self.k_largest(total)
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
-        """Gather all picks; the sum is everybody's union."""
+        """Gather and add up all ranks' selected elements."""
         picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
         own = torch.full((1,), len(picked), device=total.device)
         counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
@@ -80,26 +80,26 @@ class TopkA(Stateless):
 
 
 class GaussianK(TopkA):
-    """As TopkA, but about ``k`` picks: those above a threshold that fits if elements are normally distributed.
+    """TopkA with about ``k`` elements, selected by a threshold that assumes normally distributed elements.
 
     Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (arXiv 1911.08772), algorithm 1: the
     threshold is halved or raised by half, a few times, until between 2/3 k and 4/3 k elements pass.
     """
 
     def pick(self, total: Tensor) -> Picked:
-        """Those above the threshold."""
+        """Select the elements that reach the threshold."""
         bound, count = self.to_host(*self.threshold(total))
         return above(total, bound, int(count))
 
     def threshold(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """From mean and standard deviation, then corrected by counting; FP64 ``[]``, and how many reach it, ``[]``."""
+        """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``, and its count ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
         deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
         bound = (deviation.double() * quantile + mean.double().abs()).clamp(min=TINY).nan_to_num_(torch.inf, torch.inf)
         if self.density == 1:
             bound = torch.full_like(bound, TINY)
         count = count_reaching(total, bound)
-        for _ in range(FITTING_STEPS if self.density < 1 else 0):  # what fits stays
+        for _ in range(FITTING_STEPS if self.density < 1 else 0):  # a threshold that fits is not changed
             few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
             bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
             count = count_reaching(total, bound)
@@ -107,14 +107,14 @@ class GaussianK(TopkA):
 
 
 class TopkDsa(Stateless):
-    """Picks go to the owners of their rows; the sums come back sparse, or dense where that is shorter.
+    """Selected elements go to the owners of their rows; owners send the sums back sparse, or dense if that is shorter.
 
-    The dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). The second half is left out where no rank needs
-    more than its own row.
+    This is the dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). If no rank needs more than its own row,
+    the second half is omitted.
     """
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
-        """Reduce the picks at the owners of their rows, then gather the sums if all ranks need them."""
+        """Reduce selected elements at the owners of their rows, then gather the sums if all ranks need them."""
         size, width = self.peers.size, self._columns
         picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
@@ -130,7 +130,7 @@ class TopkDsa(Stateless):
         return reduced, None, self.numbers(len(picked), union * size)
 
     def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
-        """All rows; what is lost by rounding sums stays with their owner."""
+        """Gather the sums of all rows; the rounding errors of the sums stay in their owner's residual."""
         size, width, index = self.peers.size, own.numel(), self.peers.index
         records, counts = Records(self.dtype, width), self.peers.gather(union.view(1)).view(-1)
         sparse = counts * records.nbytes < own.nbytes
@@ -153,15 +153,15 @@ class TopkDsa(Stateless):
 
 
 class GTopk(Stateless):
-    """The ``k`` largest elements of the sum, as far as a tree finds them: at each level only ``k`` go on.
+    """Approximates the ``k`` largest elements of the sum by a tree: at each level only ``k`` elements are passed on.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
-    drops a sum on the way keeps it in its own residual, so that nothing is lost. Picks are always ``k``, zeros among
-    them if need be: all messages have one length, and no host synchronizes.
+    drops a sum keeps it in its own residual, so nothing is lost. Every selection has ``k`` elements, zeros among them
+    if necessary: all packets have one length, without a host synchronization.
     """
 
     def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
-        """Merge picks up a tree of peers, then hand the result down the same tree."""
+        """Merge selected elements up a tree of peers, then send the result down the tree."""
         picked = largest(total, self.k)
         total[picked.indices] -= picked.values
         steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
@@ -183,20 +183,20 @@ class GTopk(Stateless):
         return added(picked, self.zeros), None, self.numbers(self.k, picked.values.count_nonzero())
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
-        """At one level of the tree: the member this one reports to, and the one that reports to it."""
+        """Return at one level of the tree the group ranks of the parent and of the child of this rank."""
         index = self.peers.index
         if index % (2 * step) == step:
             return index - step, None
         return None, index + step if index % (2 * step) == 0 and index + step < self.peers.size else None
 
     def _kept(self, have: Picked, goes_on: Picked, total: Tensor) -> Picked:
-        """What does not go on stays in the residual. An index that is there twice has a value but once."""
+        """Add the elements that are not passed on to the residual. Of duplicate indices only one has a value."""
         total.index_add_(0, have.indices, have.values)
         total.index_add_(0, goes_on.indices, goes_on.values, alpha=-1)
         return goes_on
 
     def _pass(self, picked: Picked, target: int | None, source: int | None) -> Picked | None:
-        """Send ``k`` picks to one member, get as many from another."""
+        """Send ``k`` elements to one group rank, and receive ``k`` from another."""
         size, records = self.peers.size, Records(self.dtype, self.numel)
         sizes, expected = [0] * size, [0] * size
         if target is not None:
