@@ -102,7 +102,7 @@ class SparseSync(SyncSettings):
     )
 
     def density_at(self, step: int) -> float:
-        """Return the density of step 0, 1, ...: 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)``, then ``d``."""
+        """Return a step's density, from step 0: 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)``, then ``d``."""
         since = step - self.start
         if since < 0:
             return 1.0
@@ -485,7 +485,7 @@ class TernarySync(SparseSync):
         return ways * (sync_peers(plan) - 1) * row
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the padded blocks, the received buffers, unpacked and then placed, and the sums, twice if all need them."""
+        """Return the padded blocks, the received buffers (unpacked, then placed), the sums, twice if all need them."""
         peers, row = sync_peers(plan), -(-columns // TERNARY_BLOCK)
         sums, apart = 4 * TERNARY_BLOCK * row, peers * row * (1.125 * self.block_bits + 28 * self.picks)
         return 4 * TERNARY_BLOCK * (2 * peers - 1) * row + (sums + apart if replicated(plan) else max(sums, apart))

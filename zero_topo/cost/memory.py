@@ -2,8 +2,8 @@
 """Computes the bytes that one rank stores, by role: exactly, as the engine allocates them, and the paper's table.
 
 Only the shards are counted; activations, gathered parameters and buckets in flight are in ``footprint.py``. Sizes are
-those of Note [Sizes] in ``volume.py``. A rank that stores INT8 weights still has the weights it updates (DeepSpeed's own
-buffer) and those of parameters that are not quantized.
+those of Note [Sizes] in ``volume.py``. A rank that stores INT8 weights still has the weights it updates, in DeepSpeed's
+own buffer, and the weights of parameters that are not quantized.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def padding_bytes(
 ) -> dict[str, int]:
     """Return the part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
 
-    World shards are padded to ``ceil(m / N)`` elements; INT8 weights and a quantized secondary add scales and alignment.
+    World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add scales and
+    alignment.
     """
     held = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
     plan, true = config.plan, sum(work.numels)

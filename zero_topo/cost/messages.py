@@ -32,7 +32,7 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
 
 
 def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
-    """Return the bytes of a publish of one run of weights: the differences, their packed buffer, and the receive buffer.
+    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and the receive buffer.
 
     For INT8 weights the packed buffer is the largest possible one, in which every block is sent whole.
     """
