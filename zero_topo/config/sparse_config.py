@@ -102,7 +102,10 @@ class SparseSync(SyncSettings):
     )
 
     def density_at(self, step: int) -> float:
-        """Return a step's density, from step 0: 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)``, then ``d``."""
+        """Return a step's density; steps count from 0.
+
+        It is 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)`` in the warm-up, then ``d``.
+        """
         since = step - self.start
         if since < 0:
             return 1.0

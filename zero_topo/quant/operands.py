@@ -28,7 +28,7 @@ FLOATS = tuple(DTYPES.values())
 class View:
     """Describes a part of one message, or the equal parts of the messages of all members of a group.
 
-    The message of member ``m`` gets ``rows x columns`` values in row-major order. The value at ``(r, c)`` is the element
+    The message of member ``m`` gets ``rows x columns`` values in row-major order. The value at ``(r, c)`` is
     ``flat[m * member_stride + r * stride + c]``.
 
     Attributes:

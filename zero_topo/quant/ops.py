@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of block quantization; torch then calls the backend that serves their device.
 
-All functions take any number of members at once, in one launch. A member is a rank of a group: each has a packed buffer,
-or message, that it receives or sent.
-Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of messages are uint8, the bytes of
-each message adjacent. ``without`` is a member or source whose message is left out; -1 leaves out none.
+All functions take any number of members at once, in one launch. A member is a rank of a group: each sends or
+receives one packed buffer, the message. Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of
+messages are uint8, the bytes of each message adjacent. ``without`` is a member or source whose message is left out; -1
+leaves out none.
 
 Note [Codes]
     Codes are INT8 weights. After every publish, each copy of a block holds the codes

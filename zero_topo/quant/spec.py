@@ -40,7 +40,7 @@ FLOAT_NAMES = ("fp32", "fp16", "bf16")
 GROUP = 5  # blocks whose trits share their bytes
 CHUNK = 64  # blocks with one count of those before them that are sent whole
 HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
-KEPT_FROM, KEPT_TO = 90.0, 127.49  # in units of the scale: if a block's largest value lies in this range, the block keeps its scale
+KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
 
 
 @dataclass(frozen=True)
