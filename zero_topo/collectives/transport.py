@@ -17,9 +17,8 @@ Note [Group order]
 Note [Works that are kept]
     A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with fewer than two cores
     each, this may take a time slice of the scheduler. Among four ranks on two cores, sending a byte took 2.9 ms; it
-    takes
-    1.3 ms if finished works are kept until a later exchange of the same group is waited for. A work keeps its message
-    alive, so works of long messages are released at once.
+    takes 1.3 ms if finished works are kept until a later exchange of the same group is waited for. A work keeps its
+    message alive, so works of long messages are released at once.
 """
 
 from __future__ import annotations
