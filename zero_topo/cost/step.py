@@ -87,7 +87,7 @@ Among published step times of ZeRO-3 and its variants, this model can be compare
 """
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values per byte of scales
-CODED_BYTES = 2 * (4 + 1) + 1  # bytes per INT8 weight: masters and codes are read for the scales, read again, and codes are written
+CODED_BYTES = 2 * (4 + 1) + 1  # per INT8 weight: masters and codes are read twice, codes written
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 TERA = 10**12
 PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
@@ -301,7 +301,7 @@ def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, colu
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
-    if not found and not (columns.coded and phase.startswith("gather")):  # a rank that stores all INT8 weights still decodes them
+    if not found and not (columns.coded and phase.startswith("gather")):  # INT8 weights are always decoded
         return Packet(phase, 0.0, ())
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
