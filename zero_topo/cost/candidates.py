@@ -77,7 +77,7 @@ class Candidate:
 
 
 def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] = ()) -> tuple[Candidate, ...]:
-    """Return all plans that differ in effect and keep what the user asked for, named ones first; see Note [What is tried].
+    """Return all plans of different effect that keep the user's keys, named ones first; see Note [What is tried].
 
     Args:
         asked: the user's block; its scheme and its key ``lossy`` are ignored.

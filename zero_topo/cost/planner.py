@@ -280,7 +280,7 @@ class Ranking:
 
     @property
     def equals(self) -> list[Priced]:
-        """Return the plans as fast as the winner within :data:`EQUAL` that lose more, or whose weighed time is minimal."""
+        """Return the plans as fast as the winner within :data:`EQUAL` that lose more, or were near the fastest."""
         best, losses = self.best, len(self.best.candidate.losses)
         within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
         near = (plan for plan in self.timed[1:] if plan.seconds <= best.seconds * (1 + EQUAL))
@@ -421,7 +421,7 @@ def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:
-    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that a plan trains on a machine; None if unlimited.
+    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that fits; None if unlimited.
 
     No model up to 5% larger fits either.
 
@@ -447,7 +447,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
         while high > low * CLOSE:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        above = [int(low * step) for step in STEPS_ABOVE]  # shapes change in steps, so a larger model may need less memory
+        above = [int(low * step) for step in STEPS_ABOVE]  # a larger model may need less memory: shapes change in steps
         larger = [params for params in above if fits(params)]
         if not larger:
             return low

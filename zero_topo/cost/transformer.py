@@ -109,7 +109,7 @@ class Transformer:
         return (1, embedding), (self.layers, self._layer), (1, head)
 
     def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
+        """Return name and parameters' numels of each gathered module, in forward order; see Note [Modules]."""
         layer = tuple(map(math.prod, self._layer))
         embedding, head = (tuple(map(math.prod, shapes)) for shapes in self._ends)
         layers = ((f"layer {index}", layer) for index in range(self.layers))
