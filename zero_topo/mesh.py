@@ -109,7 +109,7 @@ class Mesh:
         return self._transport(lo, hi, ranks.index(self.rank), group_ranks, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
-        """Create the groups of a hop for all ranks, and return this rank's group; see Note [One call makes all groups of a hop]."""
+        """Create all groups of a hop and return this rank's; see Note [One call makes all groups of a hop]."""
         if hi // lo == self.plan.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -162,7 +162,7 @@ def _timeout() -> timedelta | None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unset the world's device meanwhile, so that new groups are not split off its communicator; see the module's note."""
+    """Unset the world's device inside the context, so that new groups are not split; see the module's note."""
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
@@ -172,7 +172,7 @@ def _unbound() -> Iterator[None]:
 
 
 def _splitter() -> str | None:
-    """Return the world's backend if :func:`dist.split_group` may be used; see Note [One call makes all groups of a hop].
+    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all groups of a hop].
 
     Collective where the backend splits.
     """

@@ -5,11 +5,11 @@ Note [Nested shards]
     Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so that the ranks
     (GCDs) of a GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each parameter into ``N`` *world shards*,
     one per rank. The shard of degree ``d`` at tree position ``t`` is the set of world shards owned by the ranks whose
-    tree position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row ``t //
-    d`` is the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's
-    degree-``lo``
-    shard: optimizer shard inside gradient shard inside weight shard (the dependency rule of AMSP, arXiv 2311.00257,
-    and of ZeRO-topo), for any tree and any rank order, with no copy of DeepSpeed's own shard.
+    tree position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row
+    ``t // d`` is the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's
+    degree-``lo`` shard. The optimizer shard lies inside the gradient shard, and that inside the weight shard (the
+    dependency rule of AMSP, arXiv 2311.00257, and of ZeRO-topo), for any tree and any rank order. DeepSpeed's own
+    shard is never copied.
 
 Note [Hops]
     A *hop* ``(lo, hi)`` is the group of ranks with equal ``t % lo`` and equal ``t // hi``: ``hi / lo`` members in tree
@@ -23,8 +23,8 @@ Note [Routes]
     each member's message would cross to every member on other nodes. The *route* ``(lo, L), (L, hi)`` is a hierarchical
     collective with the same result in two hops, of which only the second crosses nodes. A reduce-scatter sums inside
     the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on inside the
-    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member ``c % (L /
-    lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
+    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member 
+    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     path = Path(source)
     if _is_file(path):
         return _parse_object(read_text(path, f"DeepSpeed config {path}", MOST_BYTES), f"DeepSpeed config {path}")
-    # dots and slashes are not in the alphabet of base64, so a text with one is a file name
+    # base64 may be shortened, a file name not; base64 has no dots or slashes
     shown = cut(f'"{source}"') if set("./") & set(str(source)) else as_json(str(source))
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")

@@ -140,7 +140,7 @@ def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
 
 
 def _offloads_parameters(zero: Any) -> bool:
-    """Return whether parameters are offloaded to the host. Without an optimizer they stay there; DeepSpeed gathers them."""
+    """Return whether parameters are offloaded to the host; without an optimizer DeepSpeed gathers them from there."""
     offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
     return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 

@@ -92,7 +92,7 @@ class TagcSync(PerParameter):
         return block
 
     def zeros(self, peers: int) -> float:
-        """Return the share of elements that a rank does not select when ``peers`` ranks reduce; see Note [Safe loads]."""
+        """Return the share of elements a rank does not select when ``peers`` ranks reduce; see Note [Safe loads]."""
         if self.theta is not None:
             return self.theta
         return max(dict(PAPER_ZEROS)[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
