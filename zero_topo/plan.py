@@ -23,7 +23,7 @@ Note [Routes]
     each member's message would cross to every member on other nodes. The *route* ``(lo, L), (L, hi)`` is a hierarchical
     collective with the same result in two hops, of which only the second crosses nodes. A reduce-scatter sums inside
     the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on inside the
-    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member 
+    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
     ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
 """
 

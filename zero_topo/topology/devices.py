@@ -19,7 +19,7 @@ from zero_topo.topology.model import Link, Topology
 from zero_topo.topology.ring import ring_bandwidth
 
 PCI_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Kinds of PCIe paths, from the closest to the farthest: one switch, several, a host bridge, a NUMA node, the system."""
+"""Kinds of PCIe paths, from the closest to the farthest: a switch, several, a host bridge, a NUMA node, the system."""
 
 KINDS = ("NVLINK", "XGMI", *PCI_KINDS, "PCIE", "NONE")
 """Kinds of a link: "PCIE" is any path through PCIe, "NONE" no direct link though the devices share a fabric."""

@@ -45,7 +45,7 @@ class Ring:
         return (ranks - 1) * (self.small_step or self.step if message <= self.small else self.step)
 
     def seconds(self, ranks: int, message: float) -> float:
-        """Return the seconds of an all-gather or reduce-scatter alone on the links: ``(P - 1) (step + message / bandwidth)``."""
+        """Return the seconds of one all-gather or reduce-scatter: ``(P - 1) (step + message / bandwidth)``."""
         return self.latency(ranks, message) + (ranks - 1) * message / self.bandwidth
 
 
