@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``check``: would these YAML files train? Without NeoX and without torch, so that it answers on a login node.
+"""Implements ``check``: whether YAML files would train, without NeoX and torch, so that it runs on a login node.
 
 Each problem is one line: the key and its value, why, and what to do instead.
 """

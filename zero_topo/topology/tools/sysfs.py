@@ -26,7 +26,7 @@ def read_sys(root: Path) -> DeviceTree | None:
     folder = root / "bus" / "pci" / "devices"
     places = sorted(folder.iterdir()) if folder.is_dir() else []
     gpus = sorted(device for place in places if (device := _read_gpu(place)) is not None)
-    if any(kind != VGA_CLASS for _, kind, _ in gpus):  # next to accelerators without a screen, a display card does not count as a GPU
+    if any(kind != VGA_CLASS for _, kind, _ in gpus):  # a display card next to accelerators
         gpus = [gpu for gpu in gpus if gpu[1] != VGA_CLASS]
     if not gpus:
         return None
