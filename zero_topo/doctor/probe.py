@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.doctor.probe``: prints versions and state of torch, DeepSpeed and the kernels as one JSON line."""
+"""``python -m zero_topo.doctor.probe``: prints the state of torch, DeepSpeed and the kernels as one JSON line."""
 
 from __future__ import annotations
 

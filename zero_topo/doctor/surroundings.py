@@ -25,7 +25,7 @@ PATIENCE_S = 180.0
 def interfaces_up() -> dict[str, bool]:
     """Return network interface -> whether it is up."""
     states = {path.parent.name: path.read_text().strip() for path in Path("/sys/class/net").glob("*/operstate")}
-    return {name: state in ("up", "unknown") for name, state in states.items()}  # the state of the loopback is "unknown"
+    return {name: state in ("up", "unknown") for name, state in states.items()}  # the loopback is "unknown"
 
 
 def free_bytes(folder: Path) -> int:
