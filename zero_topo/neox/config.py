@@ -131,7 +131,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config") from None
     try:
         value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # PyYAML raises other types for dates and keys
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and keys raise other types
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12")

@@ -43,7 +43,7 @@ def launch(options: Options) -> int:
 
 
 def rank_arguments(options: Options) -> list[str]:
-    """Return what NeoX passes to its launcher: the launcher's own options, :data:`MODULE`, then base64 arguments of each rank."""
+    """Return NeoX's launcher arguments: the launcher's options, :data:`MODULE`, base64 arguments of each rank."""
     forced: dict[str, Any] = dict(cpu.OVERRIDES) if options.cpu else {}
     forced["user_script"] = MODULE
     ranks = number_of_ranks(options)
