@@ -7,8 +7,8 @@ Note [One call makes all groups of a hop]
     ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (pytorch#173687; used from
     torch 2.13 on). It names a group by its ranks and by the number of groups the rank is in. If ranks are in different
     numbers of groups, even by the user's own code, members have different names for one group, and
-    ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an older torch, and on
-    every other backend, all ranks create all groups of a hop in one order, with equal numbers. The world's device is
+    ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an older torch, or on any
+    other backend, all ranks create all groups of a hop in one order, with equal numbers. The world's device is
     unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's own groups connect
     at their first collective. ``use_local_synchronization``, by which a rank creates only its own groups, is no
     alternative. It uses the same names, and gloo's members rendezvous by name: it hangs in the same case, and groups of

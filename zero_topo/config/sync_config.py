@@ -229,7 +229,7 @@ class QuantizedSync(SyncSettings):
         books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Return one FP32 row per peer across nodes in FP16, where the gradient shard cannot store the residual."""
+        """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
         return Kept((sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0)
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:

@@ -15,8 +15,8 @@ Note [Which layers]
 Note [Safe loads]
     The paper's shares of zeros (80%, 90%, 98.75% for 2x, 4x, 10x) describe the sum over the ranks, but are applied by
     each rank. Peeling works while the union of all selected elements fills less than about 0.57 of the sketch, that is
-    0.57 / r of the elements. The elements that ``P`` ranks select may all differ, so a rank selects at most 0.57 / (r
-    P).
+    0.57 / r of the elements. The elements that ``P`` ranks select may all differ, so a rank selects at most
+    0.57 / (r P).
 """
 
 from __future__ import annotations

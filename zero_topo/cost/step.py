@@ -21,13 +21,12 @@ Note [Links]
     times the rate.
 
 Note [Patterns]
-    A process group ("hop") has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B`` bytes in
-    all.
-    *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the unit, and the
-    latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather. Each unit's link
-    carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of Thakur,
-    Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of the
-    tree.
+    A process group ("hop") has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B``
+    bytes in all. *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the
+    unit, and the latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather.
+    Each unit's link carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of
+    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of
+    the tree.
 
 Note [Measured rings]
     If a machine's rings were measured (``Rates.rings``), these rates replace those of the links. They were measured

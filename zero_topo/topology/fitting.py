@@ -8,9 +8,9 @@ Note [Levels from pairs]
     3. Units of a level must be equally large; else the tree is not regular, and the error names the odd ranks.
     4. A tree has two levels between rank and world. Where ranks are on several hosts, a host is a node, and of the
        levels inside the hosts the one with the widest gap is the GPU. On one host the two widest gaps give both.
-    5. If bandwidths give fewer than two levels, latencies may give more. They must differ by more than ``LATENCY_GAP``,
-       give regular units, and be shorter for all pairs inside units than for all others, because a busy machine delays
-       small messages at random.
+    5. If bandwidths give fewer levels than the tree has, latencies may give more. They must differ by more than
+       ``LATENCY_GAP``, give regular units, and be shorter for all pairs inside units than for all others, because a
+       busy machine delays small messages at random.
 
 Levels that change neither the bandwidth nor the latency of a single pair are not found.
 """
