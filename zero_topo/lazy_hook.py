@@ -37,7 +37,7 @@ class _HookingLoader(Loader):
 class _HookingFinder(MetaPathFinder):
     """Finds a module through the finders after it, and wraps its loader.
 
-    It stays: that something looks for the module, as transformers and accelerate do long before, does not import it.
+    It stays installed, because a search for the module does not import it; transformers and accelerate search early.
     """
 
     def __init__(self, awaited: str) -> None:

@@ -1,17 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Topology and plan -> process groups, one per hop, and routes through them.
+"""Creates the process groups of a plan on a topology, one per hop, and the routes through them.
 
 Note [One call makes all groups of a hop]
-    Where the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
-    world's, which takes all ranks: with ``new_group`` one collective of the world for each group, 65,864 of them at
-    75,264 ranks. ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks
-    (pytorch#173687; relied on from torch 2.13 on). It names a group by its ranks and by how many groups the rank is in.
-    Where ranks are in unequally many, be it only in the user's own code, members know one group by different names, and
-    ``destroy_process_group``, which goes by name, hangs (pytorch#190431). Then, with an older torch, and on every other
-    backend, all ranks create all groups of a hop in one order, numbered alike. The world's device is unset meanwhile,
-    so that nothing is split: groups of others cost microseconds, own ones connect at their first collective.
-    ``use_local_synchronization``, by which a rank creates only its own, has the same names, and gloo's members meet by
-    name: it hangs in the same case, and those of a second mesh find addresses that a destroyed one left behind.
+    If the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
+    world's. This is a collective of all ranks: ``new_group`` needs one for each group, 65,864 of them at 75,264 ranks.
+    ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (pytorch#173687; used from
+    torch 2.13 on). It names a group by its ranks and by the number of groups the rank is in. If ranks are in different
+    numbers of groups, even by the user's own code, members have different names for one group, and
+    ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an older torch, or on any
+    other backend, all ranks create all groups of a hop in one order, with equal numbers. The world's device is
+    unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's own groups connect
+    at their first collective. ``use_local_synchronization``, by which a rank creates only its own groups, is no
+    alternative. It uses the same names, and gloo's members rendezvous by name: it hangs in the same case, and groups of
+    a second mesh find addresses that a destroyed mesh left behind.
 """
 
 from __future__ import annotations
@@ -35,21 +36,20 @@ from zero_topo.units import MIB, format_bytes
 from zero_topo.versions import torch_has
 
 NCCL_BUFFER = 4 * MIB
-"""Bytes that NCCL holds by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
+"""Bytes that NCCL allocates by default for each channel to each neighbour of a communicator: its NCCL_BUFFSIZE
 (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)."""
 
 
 class Mesh:
-    """The process groups of a plan.
+    """Holds the process groups of a plan.
 
     Attributes:
-        calls: how often all ranks together had to create groups.
+        calls: number of collective calls that created groups.
 
     Args:
         plan: the degrees.
         topology: the machine, for the names of domains.
-        pairs: the ``(lo, hi)`` that will be travelled; groups are created for all hops of their routes. The same on
-            every rank.
+        pairs: the ``(lo, hi)`` that will be used, equal on every rank; groups are created for all hops of their routes.
     """
 
     def __init__(self, plan: Plan, topology: Topology, pairs: Iterable[tuple[int, int]]) -> None:
@@ -65,26 +65,26 @@ class Mesh:
         self._over_mpi: dict[tuple[int, int], Group] = {}
 
     def route(self, lo: int, hi: int) -> Route:
-        """The way through the hop ``(lo, hi)``.
+        """Return the route of the hop ``(lo, hi)``.
 
         Raises:
-            KeyError: as :meth:`hop`.
+            KeyError: if one of its hops was not requested at construction.
         """
         return Route(tuple(self.hop(*pair) for pair in self.plan.route(lo, hi)))
 
     def hop(self, lo: int, hi: int) -> Group:
-        """One hop, created at construction.
+        """Return one hop, created at construction.
 
         Raises:
-            KeyError: if it was not asked for at construction: groups are never created in the middle of a step.
+            KeyError: if it was not requested at construction: groups are never created during a step.
         """
         return self._hops[lo, hi]
 
     def over_mpi(self, hop: Group) -> Group:
-        """A hop of this mesh whose messages MPI carries; its members call it together, the first time.
+        """Return a hop of this mesh whose messages are sent over MPI. The first call is collective for its members.
 
         Raises:
-            ValueError: on every rank, if MPI does not know the job's ranks as torch does.
+            ValueError: on every rank, if MPI's ranks of the job are not those of torch.
         """
         if hop.group is None:
             return hop
@@ -109,7 +109,7 @@ class Mesh:
         return self._transport(lo, hi, ranks.index(self.rank), group_ranks, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
-        """This rank's group of a hop; creates those of all ranks, see Note [One call makes all groups of a hop]."""
+        """Create all groups of a hop and return this rank's; see Note [One call makes all groups of a hop]."""
         if hi // lo == self.plan.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -126,17 +126,17 @@ class Mesh:
         return own
 
     def words(self, env: Mapping[str, str] = os.environ) -> str:
-        """The process groups of this rank and the memory of NCCL's buffers for them; one line for the log, or none.
+        """Return a log line with this rank's process groups and the memory of NCCL's buffers for them; may be empty.
 
         Args:
-            env: where NCCL reads the size of its buffers.
+            env: the environment from which NCCL reads its buffer size.
         """
         sizes = [group.size() for group in self._created]
         if not sizes:
             return ""
         set_by_user = env.get("NCCL_BUFFSIZE", "")
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
-        held = buffer * sum(min(2, size - 1) for size in sizes)  # both neighbours of a ring
+        held = buffer * sum(min(2, size - 1) for size in sizes)  # a rank has two neighbours in a ring
         return (
             f"process groups of this rank, beside the world's: {len(sizes)}, of {sizes} ranks, created in {self.calls} "
             f"collective calls; with NCCL their buffers take {format_bytes(held)} per channel "
@@ -144,7 +144,7 @@ class Mesh:
         )
 
     def destroy(self) -> None:
-        """Destroy the groups this mesh created; every rank must call it, in the same place."""
+        """Destroy the groups this mesh created; every rank must call it, at one point of the program."""
         for hop in self._hops.values():
             hop.done.clear()
         for group in self._created:
@@ -154,7 +154,7 @@ class Mesh:
 
 
 def _timeout() -> timedelta | None:
-    """How long collectives of the world may take, as it was set for the world; None if its backends do not say."""
+    """Return the timeout of the world's collectives; None if its backends do not report it."""
     world: Any = dist.group.WORLD
     options: Iterator[Any] = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
     return max((told._timeout for told in options if hasattr(told, "_timeout")), default=None)
@@ -162,7 +162,7 @@ def _timeout() -> timedelta | None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """The world without its device, of which each new group would be split; see the note of this module."""
+    """Unset the world's device inside the context, so that new groups are not split; see the module's note."""
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
@@ -172,7 +172,7 @@ def _unbound() -> Iterator[None]:
 
 
 def _splitter() -> str | None:
-    """The world's backend if :func:`dist.split_group` may be used, see Note [One call makes all groups of a hop].
+    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all groups of a hop].
 
     Collective where the backend splits.
     """

@@ -1,28 +1,30 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Who holds what: degrees, the dependency rule, and the index arithmetic of nested shards (pure Python).
+"""Defines which rank stores what: degrees, the dependency rule, and the index arithmetic of nested shards (no torch).
 
 Note [Nested shards]
-    Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so that the dies of a
-    GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each parameter into ``N`` *world shards*, one per
-    rank. The shard of degree ``d`` at tree position ``t`` is the set of world shards owned by the ranks whose tree
-    position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row ``t // d`` is
-    the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's degree-``lo``
-    shard: optimizer shard inside gradient shard inside weight shard (the dependency rule of AMSP, arXiv 2311.00257,
-    and of ZeRO-topo), for any tree and any rank order, with no copy of DeepSpeed's own shard.
+    Let ``N`` be the world size and ``t = order[rank]`` a rank's *tree position*: ranks numbered so that the ranks
+    (GCDs) of a GPU, then the GPUs of a node, are consecutive. DeepSpeed cuts each parameter into ``N`` *world shards*,
+    one per rank. The shard of degree ``d`` at tree position ``t`` is the set of world shards owned by the ranks whose
+    tree position is congruent to ``t`` modulo ``d``. It has ``N / d`` rows, ordered by tree position, and row
+    ``t // d`` is the rank's own world shard. If ``lo`` divides ``hi``, a degree-``hi`` shard is a subset of the rank's
+    degree-``lo`` shard. The optimizer shard lies inside the gradient shard, and that inside the weight shard (the
+    dependency rule of AMSP, arXiv 2311.00257, and of ZeRO-topo), for any tree and any rank order. DeepSpeed's own
+    shard is never copied.
 
 Note [Hops]
     A *hop* ``(lo, hi)`` is the group of ranks with equal ``t % lo`` and equal ``t // hi``: ``hi / lo`` members in tree
-    order. Going down, ``hi -> lo``, it all-gathers degree-``hi`` shards into a degree-``lo`` shard; going up it
-    reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is row
-    ``j // (hi / lo)`` there, so a hop is a transpose of ``[N / hi, hi / lo]``. Gather, scatter, sync and publish are
-    all hops: this file is their only index arithmetic.
+    order. From ``hi`` to ``lo`` it all-gathers degree-``hi`` shards into a degree-``lo`` shard; from ``lo`` to
+    ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is row
+    ``j // (hi / lo)`` there, so a hop is a transpose of ``[N / hi, hi / lo]``. Gather, scatter, sync and publish
+    are all hops: this file has their only index arithmetic.
 
 Note [Routes]
-    A hop ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each, and every one would send its
-    message across to every one elsewhere. Its *route* ``(lo, L), (L, hi)`` moves the same in two hops, of which the
-    second crosses nodes: a reduce-scatter sums inside the node first (ZeRO++'s qgZ), a gather brings each message to
-    one rank of a node, which passes it on inside. What crosses a node's uplink is then the node's own share, once.
-    Member ``c`` of ``(lo, hi)`` is member ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
+    A hop ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent in one collective,
+    each member's message would cross to every member on other nodes. The *route* ``(lo, L), (L, hi)`` is a hierarchical
+    collective with the same result in two hops, of which only the second crosses nodes. A reduce-scatter sums inside
+    the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on inside the
+    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
+    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ if TYPE_CHECKING:
 Degree = int | str
 
 PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")
-"""What ranks talk for, in the order of an optimizer step; "gather_exact" is of weights that are kept whole."""
+"""The phases of communication, in the order of an optimizer step; "gather_exact" gathers persistent parameters."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The degrees of the four roles over ``world_size`` ranks.
+    """Holds the degrees of the four roles over ``world_size`` ranks.
 
     Attributes:
         world_size: number of ranks ``N``.
@@ -53,8 +55,8 @@ class Plan:
         gradients: ranks that share one gradient buffer (``G``).
         optimizer: ranks that share one copy of the optimizer states (``O``).
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
-        inner: ranks of a node, if collectives that span nodes go through it (Note [Routes]); None sends everything
-            straight.
+        inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Routes]); None makes every
+            collective a single hop.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
@@ -110,7 +112,7 @@ class Plan:
         degrees: tuple[Degree, Degree | None, Degree, Degree],
         two_hop: bool = True,
     ) -> Plan:
-        """The plan of (weights, secondary, gradients, optimizer), each a domain name, a degree or None, on a machine.
+        """Build a machine's plan from (weights, secondary, gradients, optimizer), each a domain name, a degree or None.
 
         Raises:
             ValueError: for an unknown domain, a degree that straddles the machine's units, or a broken rule.
@@ -124,7 +126,7 @@ class Plan:
         return cls(topology.world_size, w, s, g, o, topology.order, topology.degree("node") if two_hop else None)
 
     def degrees(self) -> dict[str, int | None]:
-        """Role -> degree."""
+        """Return role -> degree."""
         return {
             "weights": self.weights,
             "secondary": self.secondary,
@@ -135,14 +137,14 @@ class Plan:
     # -- sizes ---------------------------------------------------------------------------------------------------
 
     def shard_numel(self, numel: int) -> int:
-        """Elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
+        """Return the elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
         return -(-numel // self.world_size)
 
     # -- index arithmetic (see Note [Nested shards] and Note [Hops]) -----------------------------------------------
 
     @cached_property
     def rank_at(self) -> tuple[int, ...]:
-        """Tree position -> rank, the inverse of ``order``."""
+        """Return tree position -> rank, the inverse of ``order``."""
         if self.order is None:
             return tuple(range(self.world_size))
         inverse = [0] * self.world_size
@@ -151,25 +153,25 @@ class Plan:
         return tuple(inverse)
 
     def position(self, rank: int) -> int:
-        """The rank's tree position."""
+        """Return the rank's tree position."""
         return rank if self.order is None else self.order[rank]
 
     def row(self, rank: int, degree: int) -> int:
-        """Index of the rank's own world shard among the rows of its degree-``degree`` shard."""
+        """Return the index of the rank's own world shard among the rows of its degree-``degree`` shard."""
         return self.position(rank) // degree
 
     def rows(self, rank: int, degree: int) -> list[int]:
-        """World shards (ranks) that make up the rank's shard of ``degree``, in row order."""
+        """Return the world shards (ranks) that make up the rank's shard of ``degree``, in row order."""
         return [self.rank_at[p] for p in range(self.position(rank) % degree, self.world_size, degree)]
 
     def group(self, rank: int, lo: int, hi: int) -> list[int]:
-        """Ranks of the hop ``(lo, hi)`` that ``rank`` takes part in, in tree order; ``hi // lo`` of them."""
+        """Return the ``hi // lo`` ranks of the hop ``(lo, hi)`` to which ``rank`` belongs, in tree order."""
         position = self.position(rank)
         start = position // hi * hi + position % lo
         return [self.rank_at[p] for p in range(start, start + hi, lo)]
 
     def groups(self, lo: int, hi: int) -> list[list[int]]:
-        """All groups of the hop ``(lo, hi)``; they partition the world."""
+        """Return all groups of the hop ``(lo, hi)``; they partition the world."""
         return [
             [self.rank_at[p] for p in range(base + k, base + hi, lo)]
             for base in range(0, self.world_size, hi)
@@ -177,7 +179,7 @@ class Plan:
         ]
 
     def hop(self, phase: str) -> tuple[int, int]:
-        """The hop ``(lo, hi)`` of one of :data:`PHASES`; that of sync is its way up, to one row each."""
+        """Return the hop ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of its reduction to one row per rank."""
         copy = self.weights if self.secondary is None or self.weights == 1 else self.secondary
         return {
             "gather_forward": (1, self.weights),
@@ -189,17 +191,17 @@ class Plan:
         }[phase]
 
     def hops(self) -> list[tuple[int, int]]:
-        """Every hop that an engine of this plan may travel, in the order in which its ranks create the groups.
+        """Return every hop that an engine of this plan may use, in the order in which all ranks create the groups.
 
-        Those of the phases; from one row each to the optimizer shard, for sync's way back and the FP32 masters; and
-        from the world shards to the weights, for a start.
+        They are the hops of the phases; from one row per rank to the optimizer shard, for sync's gather and the FP32
+        masters; and from the world shards to the weights, for the start.
         """
         hop, world = self.hop, self.world_size
         first = [hop("gather_forward"), hop("scatter"), hop("sync"), (self.optimizer, world), hop("publish")]
         return list(dict.fromkeys([*first, (self.weights, world), hop("gather_backward")]))
 
     def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """The hops by which a collective over the hop ``(lo, hi)`` goes, innermost first (Note [Routes])."""
+        """Return the hops of a collective over the hop ``(lo, hi)``, innermost first (Note [Routes])."""
         middle = self.inner
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]
@@ -207,9 +209,9 @@ class Plan:
 
 
 def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
-    """Consecutive items packed in order into runs of at most ``limit`` in total; an item above it is a run of its own.
+    """Pack consecutive items in order into runs of at most ``limit`` in total; a larger item is a run of its own.
 
-    Sync and publish work through the parameters in such runs, one collective each. None makes one run of everything.
+    Sync and publish process the parameters in such runs, one collective each. None makes one run of everything.
     """
     runs: list[range] = []
     first, total = 0, 0
@@ -224,16 +226,16 @@ def packed_runs(sizes: Sequence[int], limit: int | None) -> list[range]:
 def coded_slots(
     plan: Plan, numels: Sequence[int], dims: Sequence[int], persistent: Sequence[bool], block: int
 ) -> tuple[bool, ...]:
-    """Which parameters are held as codes in blocks of ``block`` values that never cross a world shard.
+    """Return for each parameter whether it is stored as INT8, in blocks of ``block`` values inside a world shard.
 
-    Those that every rank keeps whole, vectors, which are sensitive, and those that filling each world shard up to
-    whole blocks would make larger by more than an eighth stay in the model's type.
+    Three kinds stay in the model's dtype: persistent parameters; vectors, which are sensitive; and parameters that
+    would grow by more than an eighth if each world shard were padded to whole blocks.
 
     Args:
         plan: the number of world shards.
         numels: elements of each parameter.
-        dims: dimensions of its shape.
-        persistent: whether every rank keeps it whole.
+        dims: dimensions of the shape of each.
+        persistent: for each, whether every rank stores it unsharded.
         block: values that share a scale.
     """
     return tuple(
@@ -243,13 +245,13 @@ def coded_slots(
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, ascending."""
+    """Return the divisors of a positive number, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def aligned_degree(topology: Topology, role: str, value: Degree) -> int:
-    """A domain name or an integer as a degree that nests with the machine's units.
+    """Convert a domain name or an integer to a degree that nests with the machine's units.
 
     Raises:
         ValueError: if the name is unknown, the degree does not divide the world, or a domain of that degree would

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Strict reading of what people write in JSON: each mistake is one line that names key, value, reason and way out."""
+"""Reads JSON written by users strictly: each mistake is one line with key, value, reason and what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_BYTES, MOST_DEEP, MOST_VALUES, MOST_DIGITS = 16 << 20, 50, 2_000_000, 18
 
 
 def cut(text: str, most: int = LINE_CHARACTERS) -> str:
-    """The text, or as much of it as a person reads."""
+    """Return the text, cut to a readable length."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -35,7 +35,7 @@ def as_json(value: object) -> str:
 def nearest(word: object, known: Iterable[str], cutoff: float = 0.0) -> str | None:
     """The known name that looks most like a word, in any case; None if none is as similar as ``cutoff`` (0 to 1)."""
     names, low = {name.lower(): name for name in known}, str(word).lower()
-    # Letters alone would not tell that "dgx" means "dgx-a100".
+    # Similarity of letters alone would not match "dgx" with "dgx-a100".
     begun = [name for name in names if low and name.startswith(low)]
     near = begun or difflib.get_close_matches(low, names, n=1, cutoff=cutoff)
     return names[near[0]] if near else None
@@ -68,7 +68,7 @@ def read_text(path: Path, what: str, most: int = MOST_BYTES, errors: str = "stri
 
 
 def parse_json(text: str, what: str) -> Any:
-    """What a JSON text says, :func:`within_limits`.
+    """Parse a JSON text, checked by :func:`within_limits`.
 
     Raises:
         ValueError: in one line that begins with ``what``, for anything else.
@@ -83,7 +83,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def within_limits(value: Any, what: str) -> Any:
-    """The value, of which everybody may walk every part: no alias of YAML's makes it endless, no number overflows.
+    """Return the value if it is safe to traverse: no YAML alias makes it endless, and no number overflows.
 
     Raises:
         ValueError: if it is nested deeper, has more parts, or a whole number of more digits than any config.
@@ -150,12 +150,12 @@ def strict_dataclass(cls: type[T]) -> type[T]:
 
 
 def read(kind: Any, what: str, data: object) -> Any:
-    """What JSON says, as a value of a type, mostly of a :func:`strict_dataclass`.
+    """Convert parsed JSON to a value of a type, mostly of a :func:`strict_dataclass`.
 
     Args:
         kind: the type.
         what: how errors call the data, for example ``"topology"``.
-        data: of ``json.loads``.
+        data: the result of ``json.loads``.
 
     Raises:
         ValueError: in one line, for the first key that is unknown (with the nearest known one) or missing, or value
@@ -168,7 +168,7 @@ def read(kind: Any, what: str, data: object) -> Any:
 
 
 def conform(kind: Any, what: str, text: str) -> Any:
-    """What a JSON text says, as :func:`parse_json`, if it is of a type without converting anything.
+    """Parse a JSON text with :func:`parse_json`, and check that it is of a type without any conversion.
 
     Raises:
         ValueError: in one line, as :func:`read`.
@@ -182,7 +182,7 @@ def conform(kind: Any, what: str, text: str) -> Any:
 
 
 def plain(text: str) -> str:
-    """The text with all that a terminal would obey, instead of showing it, written as an escape."""
+    """Return the text with terminal control characters written as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
@@ -212,14 +212,14 @@ def _known(block: Any, known: list[str]) -> Any:
 
 
 def must_be(words: str) -> WrapValidator:
-    """What an error says that a value must be, in place of pydantic's words."""
+    """Return a validator whose error states what a value must be, in place of pydantic's message."""
 
     def check(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
             return inner(value)
         except ValidationError as error:
             if any(detail["loc"] for detail in error.errors()):
-                raise  # a part of it is wrong, which says more
+                raise  # an error in a part of the value is more specific
             raise PydanticCustomError("must_be", "it must be {words}", {"words": words}) from None
 
     return WrapValidator(check)

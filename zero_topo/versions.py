@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Which releases of torch and DeepSpeed zero_topo works with: what pip, the import, `doctor` and `check` go by."""
+"""Lists the supported releases of torch and DeepSpeed, which pip, the import, `doctor` and `check` enforce."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUPPORTED: Mapping[str, Releases] = MappingProxyType(
 )
 
 RECORDED = ("torch", "deepspeed", "numpy", "triton")
-"""What records and reports name beside Python and zero_topo."""
+"""Packages that records and reports list in addition to Python and zero_topo."""
 
 TORCH_SINCE: Mapping[str, str] = MappingProxyType({"torch.distributed.split_group(backend=)": "2.13"})
 """What of torch is used only where it is there -> the release from which on it is relied on.
@@ -77,7 +77,7 @@ def refusal(package: str, version: str) -> str | None:
 
     Args:
         package: a key of :data:`SUPPORTED`.
-        version: as the package itself tells it.
+        version: version as the package reports it.
     """
     known = SUPPORTED[package]
     if version in known:

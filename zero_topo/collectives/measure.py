@@ -1,13 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Measures what the machine is, where no tool and no launcher can tell: ranks talk in pairs, then in whole domains.
+"""Measures the machine's tree where no tool and no launcher reports it: ranks exchange in pairs, then in whole domains.
 
-1. every pair of the schedule exchanges messages, both ways at once, of growing sizes until one takes long enough;
-2. from their latencies and bandwidths comes the tree (Note [Levels from pairs] in ``topology/fitting.py``); if it is
-   not regular, something else may have kept the machine busy: all pairs talk again, and of all times the best count;
-3. in each domain of the tree all ranks exchange with their counterparts at once: what each then gets is the domain's
-   link.
+1. Every pair of the schedule exchanges messages of growing sizes, both ways at once, until one takes long enough.
+2. The pairs' latencies and bandwidths give the tree (Note [Levels from pairs] in ``topology/fitting.py``). If it is
+   not regular, other load may have disturbed the times: all pairs exchange again, and the best of all times count.
+3. In each domain of the tree, all ranks exchange with their counterparts at once. The rate that each rank then gets is
+   the rate of the domain's link.
 
-Every rank gathers all times and judges them itself, so all end with the same topology or the same error.
+Every rank gathers all times and evaluates them itself, so all ranks end with the same topology or the same error.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SMALL_RUN = 10  # small messages timed together
 FIRST = 256 * KIB
 GROWTH = 4
 MOST = 64 * MIB
-LONG_S = 0.03  # a message that takes so long says enough of the bandwidth
+LONG_S = 0.03  # a message that takes this long is enough to measure the bandwidth
 PAIR_REPEATS = 3
-PASSES = 3  # over all pairs, while their tree is not regular
+PASSES = 3  # rounds over all pairs, while their tree is not regular
 SHARED_S = 0.05
 SHARED_REPEATS = 4
 
@@ -45,14 +45,14 @@ OnProgress = Callable[[str, int, int], None]
 
 
 def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
-    """Measure the machine; collective: every rank of the world calls it, while nothing else talks.
+    """Measure the machine. Collective: every rank of the world calls it, without other communication.
 
     Args:
-        device: of the messages: the CPU for gloo, this rank's accelerator for NCCL and RCCL.
+        device: device of the messages: the CPU for gloo, this rank's accelerator for NCCL and RCCL.
         tick: called as ``tick(words, done, total)`` before each round.
 
     Returns:
-        The same topology on every rank. Links: bytes/s of one rank with all ranks of the domain talking, seconds.
+        The same topology on every rank. Links: bytes/s of one rank while all ranks of the domain send, and seconds.
 
     Raises:
         ValueError: on every rank, if the machine is no regular tree; names the odd ranks and hosts.
@@ -68,7 +68,7 @@ def measure(device: torch.device, tick: OnProgress | None = None) -> Topology:
 
 
 def choose_device(env: Mapping[str, str]) -> torch.device:
-    """This rank's accelerator, made the current device; the CPU if there is none or ``DS_ACCELERATOR`` is "cpu"."""
+    """Make this rank's accelerator current and return it; the CPU if there is none or ``DS_ACCELERATOR`` is "cpu"."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or env.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
@@ -82,7 +82,7 @@ def _silent(words: str, done: int, total: int) -> None:
 
 
 def _gathered(own: Any) -> list[Any]:
-    """What each rank has, in rank order."""
+    """Gather each rank's object, in rank order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
@@ -92,7 +92,7 @@ class Prober:
     """Times this rank's messages.
 
     Args:
-        device: where they are.
+        device: device of the messages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,12 +102,12 @@ class Prober:
         self.barrier()
 
     def barrier(self) -> None:
-        """All ranks have come here. The first one also lets NCCL set up the group that pairs talk in."""
+        """Wait for all ranks. The first call also makes NCCL set up the group in which pairs exchange."""
         dist.all_reduce(torch.zeros(1, device=self._device))
         self._finish()
 
     def exchange(self, to: int, source: int, nbytes: int, times: int = 1) -> float:
-        """Seconds of sending as many bytes to one rank while receiving as many from another, mean of several."""
+        """Return the mean seconds of sending ``nbytes`` to one rank while receiving as many from another."""
         sent, received = self._buffer(nbytes)
         began = time.perf_counter()
         for _ in range(times):
@@ -116,7 +116,7 @@ class Prober:
         return (time.perf_counter() - began) / times
 
     def pair(self, other: int) -> Samples:
-        """Times of messages to and from another rank, which calls this too: small ones, then ever larger ones."""
+        """Time messages to and from another rank, which calls this too: small ones, then ever larger ones."""
         self.exchange(other, other, SMALL)
         samples = [(SMALL, self.exchange(other, other, SMALL, SMALL_RUN)) for _ in range(SMALL_REPEATS)]
         nbytes = FIRST
@@ -128,13 +128,13 @@ class Prober:
             nbytes *= GROWTH
 
     def _together(self, other: int, nbytes: int) -> float:
-        """One exchange that both begin at once."""
+        """Time one exchange that both ranks begin at the same time."""
         self._buffer(nbytes)
         self.exchange(other, other, SMALL)
         return self.exchange(other, other, nbytes)
 
     def _longer(self, other: int, seconds: float) -> float:
-        """The longer of both ranks' times, so that both go on or stop."""
+        """Return the longer of both ranks' times, so that both continue or both stop."""
         own = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         theirs = torch.zeros_like(own)
         self._swap(other, other, own, theirs)
@@ -161,7 +161,7 @@ class Prober:
 
 
 def _tree(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> tuple[Topology, dict[Pair, Link]]:
-    """The tree without its links, and the links of the pairs that it follows from."""
+    """Return the tree without its links, and the links of the pairs from which it follows."""
     samples: dict[Pair, Samples] = defaultdict(list)
     for left in reversed(range(PASSES)):
         for pair, more in _pairs(prober, hosts, tick).items():
@@ -176,7 +176,7 @@ def _tree(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> tuple[Topol
 
 
 def _pairs(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> dict[Pair, Samples]:
-    """Times of each pair of the schedule."""
+    """Return the times of each pair of the schedule."""
     own: dict[Pair, Samples] = {}
     rounds = pair_rounds(hosts)
     for done, pairs in enumerate(rounds):
@@ -192,7 +192,7 @@ def _pairs(prober: Prober, hosts: Sequence[str], tick: OnProgress) -> dict[Pair,
 def _shared(
     prober: Prober, topology: Topology, hosts: Sequence[str], pairs: Mapping[Pair, Link], tick: OnProgress
 ) -> dict[str, float]:
-    """Domain -> bytes/s of each rank when all ranks of the domain talk: the median over the domain's units."""
+    """Return domain -> bytes/s of each rank when all ranks of the domain send: the median over the domain's units."""
     rates = {}
     met = meeting(topology, pairs)
     for domain in shared_domains(topology):
@@ -209,7 +209,7 @@ def _shared(
 
 
 def _talk(prober: Prober, ring: tuple[int, int] | None, nbytes: int) -> Samples:
-    """This rank's times of messages of two sizes in its ring; without a ring it only keeps the others' pace."""
+    """Time messages of two sizes in this rank's ring; a rank without a ring only joins the barriers."""
     samples = []
     for size in (nbytes, GROWTH * nbytes):
         for _ in range(SHARED_REPEATS):
@@ -220,7 +220,7 @@ def _talk(prober: Prober, ring: tuple[int, int] | None, nbytes: int) -> Samples:
 
 
 def _rate(topology: Topology, domain: str, samples: Sequence[Samples]) -> float:
-    """Bytes/s of a rank: a message has arrived when the last rank of the unit has it."""
+    """Return the bytes/s of a rank: a message has arrived when the last rank of the unit has it."""
     degree = topology.degree(domain)
     rates = []
     for first in range(0, topology.world_size, degree):

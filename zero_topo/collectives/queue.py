@@ -1,18 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Asynchronous collectives: where they run beside the computation, and in which order they end.
+"""Runs collectives asynchronously: in parallel with the computation, and finished in one order on all ranks.
 
 Note [Overlap]
-    On a CPU a collective progresses in the backend's threads; what follows it (decoding, a second hop) runs when the
-    result is needed. On a GPU both are queued on a stream of the queue's own, and the reader's stream waits for an
-    event. Either way the same operations run on the same values: overlap changes when they run, not what they do.
+    On a CPU, a collective progresses in the backend's threads; its follow-up work (decoding, a second hop) runs when
+    the result is needed. On a GPU, both are queued on the queue's own stream, and the reader's stream waits for an
+    event. In both cases overlap changes when the operations run, and neither the operations nor their values.
 
 Note [In order]
-    What follows a collective may be another one, so it has to follow in one order on all ranks. Ranks may need results
-    in different orders (DeepSpeed waits in the order of a set): waiting for one result therefore ends all work that
-    began before it.
+    The follow-up of a collective may be another collective, so follow-ups must run in one order on all ranks. Ranks may
+    need results in different orders (DeepSpeed waits in the order of a set). Waiting for one result therefore finishes
+    all work that began before it.
 
 Note [One ahead]
-    A queue that ends a run as soon as the next has begun sends the next run's messages while it decodes this one's.
+    A queue that finishes a run only after the next has begun sends the next run's messages while it decodes this one's.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ U = TypeVar("U")
 
 
 class Handle(Generic[T]):
-    """Owns the buffers of a collective until it is waited for, then finishes it once.
+    """Owns the buffers of a collective until it is waited for, and then finishes it once.
 
     Args:
         wait: blocks (CPU) or makes the current stream wait (GPU) until the collective has ended; None if nothing moves.
         buffers: tensors the collective reads or writes; kept alive until :meth:`wait`.
-        finish: what turns the received buffers into the result; runs once, in the first :meth:`wait`.
+        finish: computes the result from the received buffers; runs once, in the first :meth:`wait`.
     """
 
-    # Recorded on the queue's stream after `finish`, by a queue on a GPU; a reader's stream waits for it.
+    # On a GPU, the queue records this event on its stream after `finish`; the reader's stream waits for it.
     event: torch.Event | None = None
 
     def __init__(self, wait: Callable[[], object] | None, buffers: tuple[object, ...], finish: Callable[[], T]) -> None:
@@ -49,11 +49,11 @@ class Handle(Generic[T]):
         self._result: T
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
-        """A handle whose result is that of a function of this one's."""
+        """Return a handle whose result is ``finish`` of this handle's result."""
         return Handle(None, (), lambda: finish(self.wait()))
 
     def wait(self) -> T:
-        """The result; the second and later calls return it again."""
+        """Wait for the collective and return its result; later calls return the stored result."""
         if self._finish is not None:
             if self._wait is not None:
                 self._wait()
@@ -64,32 +64,32 @@ class Handle(Generic[T]):
 
 
 class OrderedQueue:
-    """Runs work beside the computation, or at once if overlap is off.
+    """Runs work in parallel with the computation, or synchronously if overlap is off.
 
     Args:
-        device: of the tensors.
-        overlap: False finishes everything before it returns.
-        ahead: runs that a GPU begins before it ends an older one; see Note [One ahead].
+        device: device of the tensors.
+        overlap: False makes :meth:`run` finish the work before it returns.
+        ahead: runs that a GPU begins before it finishes an older one; see Note [One ahead].
 
     Attributes:
-        overlaps: as ``overlap``.
+        overlaps: whether overlap is on.
     """
 
     def __init__(self, device: torch.device, overlap: bool, ahead: int = 0) -> None:
         self.overlaps = overlap
         self._ahead = ahead
         self._on_gpu = on_gpu(device)
-        # On a GPU with overlap, where all work of this queue is queued; it waits for the caller's stream first.
+        # On a GPU with overlap, the stream of all work of this queue. It first waits for the caller's stream.
         self._stream = torch.Stream(device) if overlap and self._on_gpu else None
-        # Begun and not ended, oldest first: ended in this order on all ranks; see Note [In order].
+        # Unfinished runs, oldest first: all ranks finish them in this order; see Note [In order].
         self._begun: deque[Handle[Any]] = deque()
 
     def run(self, start: Callable[[], Handle[T]], reads: Sequence[Tensor] = ()) -> Handle[T]:
-        """Begin ``start()``; the handle it returns, finished already unless this queue overlaps.
+        """Begin ``start()``, and return its handle, which is finished already unless this queue overlaps.
 
         Args:
             start: begins the work.
-            reads: what it reads that the caller may free before it has ended.
+            reads: tensors that the work reads and the caller may free before the work has ended.
         """
         if self._stream is not None:
             for tensor in reads:
@@ -101,12 +101,12 @@ class OrderedQueue:
         return Handle(None, (), partial(self._wait, begun))
 
     def flush(self) -> None:
-        """End on a GPU what has begun; the host does not wait."""
+        """Finish all begun runs on a GPU, without host synchronization; do nothing on a CPU."""
         if self._on_gpu:
             self.finish()
 
     def finish(self) -> None:
-        """End all that has begun; on a GPU the host does not wait."""
+        """Finish all begun runs; on a GPU without host synchronization."""
         self._end(0)
 
     def _wait(self, begun: Handle[T]) -> T:
@@ -117,7 +117,7 @@ class OrderedQueue:
         return begun.wait()
 
     def _end(self, left: int) -> None:
-        """End the oldest runs until so many are left."""
+        """Finish the oldest runs until ``left`` of them remain."""
         while len(self._begun) > left:
             oldest = self._begun.popleft()
             self._beside(oldest.wait)
@@ -125,9 +125,9 @@ class OrderedQueue:
                 oldest.event = (self._stream or torch.accelerator.current_stream()).record_event()
 
     def _beside(self, work: Callable[[], T]) -> T:
-        """Do something where the caller is, or queue it on this queue's stream, after what the caller has queued.
+        """Run work on the caller's stream, or on this queue's stream after all work on the caller's stream.
 
-        That also keeps it from memory of this stream that the caller has freed, but still uses.
+        Waiting for the caller's stream also protects memory of this stream that the caller has freed but still uses.
         """
         if self._stream is None:
             return work()
@@ -141,5 +141,5 @@ class OrderedQueue:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether work on a device is queued on streams; on a CPU it is done when the call returns."""
+    """Return whether work on a device is queued on streams; on a CPU it is done when the call returns."""
     return device.type != "cpu"

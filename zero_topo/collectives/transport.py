@@ -1,24 +1,24 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The process groups through which a rank exchanges messages, and the hierarchical routes made of them.
+"""Implements the process groups through which a rank exchanges messages, and hierarchical routes made of them.
 
-Members are counted in tree order. All calls are collective: every member makes the same ones in the same order. What is
-sent must not change until its handle has been waited for. The mesh chooses the class of each group once.
+Members are counted in tree order. All calls are collective: every member makes the same ones in the same order. A
+buffer being sent must not change until its handle has been waited for. The mesh chooses the class of each group once.
 
 Note [Point to point on gloo]
     gloo sends its collectives in rounds: with two ranks an all-to-all reaches half of a link's rate, an all-gather a
-    little more, and its reduce-scatter sends every byte twice. There, whole messages go by ``isend`` and ``irecv``
-    instead, all at once. Other backends use their own collectives.
+    little more, and its reduce-scatter sends every byte twice. With gloo, :class:`Gloo` therefore sends whole messages
+    by ``isend`` and ``irecv``, all at once. Other backends use their own collectives.
 
 Note [Group order]
-    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the tree's order, what a
-    collective sends and receives is reordered by one copy on the device, by an index that stays there; messages from
-    point to point need none.
+    Backends count a group's members by global rank (``Group.group_ranks``). Where that is not the tree's order, one
+    copy on the device reorders the buffers that a collective sends and receives, by an index that stays on the device.
+    Point-to-point messages need no copy.
 
 Note [Works that are kept]
     A thread that destroys a work of gloo spins until gloo's thread has released it. On ranks with fewer than two cores
-    each, that may take a quantum of the scheduler: among four ranks on two cores a byte took 2.9 ms, and takes 1.3 ms
-    where finished works are kept until a later exchange of the same group is waited for. Works hold their messages, so
-    those of long messages are released at once.
+    each, this may take a time slice of the scheduler. Among four ranks on two cores, sending a byte took 2.9 ms; it
+    takes 1.3 ms if finished works are kept until a later exchange of the same group is waited for. A work keeps its
+    message alive, so works of long messages are released at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEPT = 1 << 22  # bytes
 
 
 class Group:
-    """This rank's process group of one hop (see Note [Hops] in ``plan.py``); a subclass says how it exchanges messages.
+    """Represents this rank's process group of one hop (Note [Hops] in ``plan.py``); subclasses exchange the messages.
 
     Attributes:
         lo: degree of the larger shard.
@@ -53,10 +53,10 @@ class Group:
         index: this rank's place among the members, in tree order.
         group_ranks: ``group_ranks[c]`` is the group rank of member ``c``: torch sorts a group by global rank, the tree
             may not.
-        members: the member that each group rank is.
+        members: ``members[r]`` is the member with group rank ``r``.
         domain: smallest domain that holds the group.
         group: the process group; None for a group of one.
-        done: works that an exchange has waited for, see Note [Works that are kept].
+        done: finished works that are kept alive, see Note [Works that are kept].
         counted: meter and phase of a group that :meth:`metered` returned.
     """
 
@@ -67,21 +67,21 @@ class Group:
         self.group_ranks, self.domain, self.group = group_ranks, domain, group
         self.members = tuple(sorted(range(len(group_ranks)), key=group_ranks.__getitem__))
         self.in_order = group_ranks == tuple(range(len(group_ranks)))
-        # Shared by all copies of the group, for they share its process group: see Note [Works that are kept].
+        # Shared by all copies of the group, since they share its process group: see Note [Works that are kept].
         self.done: list[dist.Work] = []
         self.counted: Counted
-        # One copy for each meter and phase, so that the path of a step makes none.
+        # One cached copy for each meter and phase, so that a training step makes none.
         self._metered: dict[Counted, Self] = {}
 
     def metered(self, counted: Counted) -> Self:
-        """This group with its exchanges counted by a meter and a phase; made once for each."""
+        """Return this group with its exchanges counted by a meter for a phase; one cached copy for each pair."""
         if counted not in self._metered:
             metered = self._metered[counted] = copy(self)
             metered.counted = counted
         return self._metered[counted]
 
     def gather_later(self, x: Tensor) -> Handle[Tensor]:
-        """``x``, of one shape on all members, from each: ``[size, *x.shape]``."""
+        """Start an all-gather of ``x``, of one shape on all members; the result is ``[size, *x.shape]``."""
         if self.size == 1:
             return Handle(None, (), lambda: x[None])
         shape = self.size, *x.shape
@@ -93,11 +93,11 @@ class Group:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """As :meth:`gather_later`, waited for."""
+        """All-gather ``x`` and wait; see :meth:`gather_later`."""
         return self.gather_later(x).wait()
 
     def scatter_later(self, table: Tensor) -> Handle[Tensor]:
-        """Entry ``c`` of ``table`` goes to member ``c``; what each member sent here.
+        """Start an all-to-all: entry ``c`` of ``table`` goes to member ``c``; the result has the entries for this rank.
 
         Args:
             table: ``[size, ...]``, contiguous, of one shape on all members.
@@ -108,27 +108,27 @@ class Group:
         return self._begin("all_to_all", nbytes, True, self._all_to_all, table)
 
     def scatter(self, table: Tensor) -> Tensor:
-        """As :meth:`scatter_later`, of any type, waited for."""
+        """Run an all-to-all of any dtype and wait; see :meth:`scatter_later`."""
         received = self.scatter_later(as_bytes(table).view(self.size, -1)).wait()
         return received.view(-1).view(table.dtype).view(table.shape)
 
     def gather_known(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``rows`` (``[sizes[index], ...]``) of each, where all members know how many: ``[sum(sizes), ...]``."""
+        """All-gather ``rows`` (``[sizes[index], ...]``) of known sizes into ``[sum(sizes), ...]``."""
         return self._uneven(rows, (self.size - 1) * rows.nbytes, self._all_gather_uneven, sizes)
 
     def scatter_known(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Tensor:
-        """The next ``sizes[c]`` rows go to member ``c``; what each member sent here, one after the other.
+        """Send the next ``sizes[c]`` rows to each member ``c``, and return the rows received, in member order.
 
         Args:
             rows: ``[sum(sizes), ...]``, contiguous.
-            sizes: on the host.
-            expected: rows that come from each member, who say the same.
+            sizes: rows for each member, on the host.
+            expected: rows received from each member, equal to that member's entry of ``sizes`` for this rank.
         """
         nbytes = (len(rows) - sizes[self.index]) * rows.shape[1:].numel() * rows.itemsize
         return self._uneven(rows, nbytes, self._all_to_all_uneven, sizes, expected)
 
     def _uneven(self, rows: Tensor, nbytes: int, begin: Any, *sizes: Sequence[int]) -> Tensor:
-        """What comes, as rows like those given."""
+        """Run an exchange of rows, and return the received rows in the shape and dtype of those given."""
         if self.size == 1:
             return rows
         table = rows.view(torch.uint8).view(len(rows), rows.shape[1:].numel() * rows.itemsize)
@@ -149,24 +149,24 @@ class Group:
     # -- what a transport implements -------------------------------------------------------------------------------
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
-        """``message`` (1-D, contiguous, as long on every member) to every member: ``[size, numel]``."""
+        """All-gather ``message`` (1-D, contiguous, of one length on all members) into ``[size, numel]``."""
         raise NotImplementedError
 
     def _all_to_all(self, table: Tensor) -> Handle[Tensor]:
-        """Entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; what came, in the same shape."""
+        """Send entry ``c`` of ``table`` (``[size, ...]``, contiguous) to member ``c``; the result has that shape."""
         raise NotImplementedError
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """The next ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to member ``c``: ``[sum(expected), width]``."""
+        """Send ``sizes[c]`` rows of uint8 ``[sum(sizes), width]`` to each member ``c``: ``[sum(expected), width]``."""
         raise NotImplementedError
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """Rows of uint8 ``[sizes[index], width]`` to every member: ``[sum(sizes), width]``."""
+        """All-gather rows of uint8 ``[sizes[index], width]`` into ``[sum(sizes), width]``."""
         return self._all_to_all_uneven(rows.repeat(self.size, 1), [len(rows)] * self.size, sizes)
 
 
 class Torch(Group):
-    """Exchanges by the collectives of torch's backend; Note [Group order]."""
+    """Exchanges messages by the collectives of torch's backend; see Note [Group order]."""
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.new_empty(self.size, message.numel())
@@ -180,7 +180,7 @@ class Torch(Group):
         return self._ended(work, send, received)
 
     def _ended(self, work: dist.Work, sent: Tensor, received: Tensor) -> Handle[Tensor]:
-        """On ``wait``, what came in the order of the members."""
+        """Return a handle whose ``wait`` gives the received buffer in the order of the members."""
         in_order = self.in_order
         return Handle(
             work.wait, (sent,), lambda: received if in_order else received[_index(self.group_ranks, received.device)]
@@ -200,7 +200,7 @@ class Torch(Group):
 
 
 class Gloo(Group):
-    """Exchanges from point to point; see the notes of this module."""
+    """Exchanges messages point to point; see Note [Point to point on gloo]."""
 
     def _all_gather(self, message: Tensor) -> Handle[Tensor]:
         received = message.new_empty(self.size, message.numel())
@@ -221,7 +221,7 @@ class Gloo(Group):
     def _swap(
         self, parts: Sequence[Tensor] | Tensor, places: Sequence[Tensor] | Tensor, received: Tensor
     ) -> Handle[Tensor]:
-        """Send a part to each other member and receive one from each; nearest neighbours in the ring first.
+        """Send a part to each other member and receive one from each, nearest neighbours in the ring first.
 
         Empty messages are not sent.
         """
@@ -249,14 +249,14 @@ class Gloo(Group):
 
 
 class Mpi(Group):
-    """Exchanges over MPI, by way of the host: the same bits, another way.
+    """Exchanges messages over MPI, copied through the host; the received bits equal those of the other transports.
 
-    For machines whose MPI knows the network better than torch's backends do, and for a job that ``mpirun`` or ``srun``
+    It is meant for machines on which MPI is faster than torch's backends, and for jobs that ``mpirun`` or ``srun``
     started.
 
     Args:
-        like: the group.
-        comm: of MPI, its members in tree order.
+        like: the group to carry over MPI.
+        comm: MPI communicator with the members in tree order.
     """
 
     def __init__(self, like: Group, comm: Any) -> None:
@@ -274,27 +274,27 @@ class Mpi(Group):
         return Handle(request.Wait, (sent,), lambda: received.to(table.device))
 
     def _all_to_all_uneven(self, rows: Tensor, sizes: Sequence[int], expected: Sequence[int]) -> Handle[Tensor]:
-        """Blocks."""
+        """Run the exchange before returning: it blocks."""
         received, width = torch.empty(sum(expected), rows.shape[1], dtype=rows.dtype), rows.shape[1]
         lengths, due = (width * torch.tensor(counts, dtype=torch.int64).numpy() for counts in (sizes, expected))
         self._comm.Alltoallv([rows.cpu().numpy(), lengths], [received.numpy(), due])
         return Handle(None, (), lambda: received.to(rows.device))
 
     def _all_gather_uneven(self, rows: Tensor, sizes: Sequence[int]) -> Handle[Tensor]:
-        """Blocks."""
+        """Run the exchange before returning: it blocks."""
         received, width = torch.empty(sum(sizes), rows.shape[1], dtype=rows.dtype), rows.shape[1]
         self._comm.Allgatherv(rows.cpu().numpy(), [received.numpy(), width * torch.tensor(sizes).numpy()])
         return Handle(None, (), lambda: received.to(rows.device))
 
 
 def transport() -> type[Group]:
-    """How groups of the world's backend exchange messages."""
+    """Return the class of groups for the world's backend."""
     return Gloo if dist.get_backend() == "gloo" else Torch
 
 
 @dataclass(frozen=True)
 class Route:
-    """This rank's way through a hop ``(lo, hi)`` (see Note [Routes] in ``plan.py``).
+    """Holds the process groups by which this rank exchanges over a hop ``(lo, hi)`` (Note [Routes] in ``plan.py``).
 
     Attributes:
         hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
@@ -318,25 +318,25 @@ class Route:
 
 
 def members(rows: Tensor, size: int) -> Tensor:
-    """View of a degree-``lo`` shard by member of the hop ``(lo, lo * size)``.
+    """Return a view of a degree-``lo`` shard by member of the hop ``(lo, lo * size)``.
 
     Args:
         rows: ``[N / lo, ...]``.
         size: members of the hop.
 
     Returns:
-        ``[size, N / (lo * size), ...]``, a view: entry ``c`` is what member ``c`` holds (Note [Hops] in ``plan.py``).
+        ``[size, N / (lo * size), ...]``, a view: entry ``c`` is the shard of member ``c`` (Note [Hops] in ``plan.py``).
     """
     return rows.unflatten(0, (-1, size)).transpose(0, 1)
 
 
 def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
-    """A parameter-shaped tensor as world shards in tree order.
+    """Return a parameter-shaped tensor as world shards in tree order.
 
     Args:
         flat: ``[numel]``, contiguous.
         plan: gives the world size and the order.
-        rank_at: the plan's, on the device of ``flat``, if it is there already.
+        rank_at: the plan's ``rank_at`` as a tensor on the device of ``flat``, if that exists already.
 
     Returns:
         ``[N, ceil(numel / N)]``, zero-padded; a view of ``flat`` if no padding and no reordering are needed.
@@ -352,12 +352,12 @@ def rows_of(flat: Tensor, plan: Plan, rank_at: Tensor | None = None) -> Tensor:
 
 
 def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
-    """A parameter's shards of some degree as views of the whole: nothing is copied, the padding does not exist.
+    """Return a parameter's shards of a degree as one view of the whole: no copy, and no elements for the padding.
 
     Args:
-        flat: ``[numel]`` in tree order; what lies beyond its end is zero. See :meth:`Layout.in_tree_order`.
+        flat: ``[numel]`` in tree order; elements beyond its end read as zero. See :meth:`Layout.in_tree_order`.
         plan: gives the world size.
-        degree: of the shards.
+        degree: degree of the shards.
 
     Returns:
         ``N / degree`` rows of ``ceil(numel / N)`` for each tree position modulo ``degree``.
@@ -370,9 +370,9 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
     """All-gather one message per member.
 
     1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
-    2. if there is an inner hop: pass on inside the node all that came, on ``wait``.
+    2. if there is an inner hop: on ``wait``, all-gather the received messages inside the node.
 
-    A route of one member moves nothing and returns the message itself.
+    A route of one member sends nothing and returns the message itself.
 
     Args:
         route: the members.
@@ -380,7 +380,7 @@ def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor
         counted: meter and phase.
 
     Returns:
-        ``[outer, inner, numel]`` on ``wait``, a view: what member ``m`` sent is at ``[m // inner, m % inner]``.
+        ``[outer, inner, numel]`` on ``wait``, a view: the message of member ``m`` is at ``[m // inner, m % inner]``.
     """
     outer = route.hops[-1].metered(counted).gather_later(message)
     if len(route.hops) == 1:
@@ -397,17 +397,17 @@ def all_gather_views(
     message: Tensor | None = None,
     accumulate: bool = False,
 ) -> Handle[None]:
-    """All-gather what each member has into the places where it belongs.
+    """All-gather the values of each member, and write them to the views where they belong.
 
     1. encode this rank's views into one message; gather;
     2. on ``wait``, decode every other member's message into its views; this rank's own are not touched.
 
     Args:
         route: the members.
-        views: of all members, in tree order.
+        views: views of all members, in tree order.
         spec: the format.
         counted: meter and phase.
-        message: what this rank sends, if that is encoded already.
+        message: the message of this rank, if it is encoded already.
         accumulate: add the decoded values to those that the views have.
     """
     if message is None:
@@ -420,7 +420,7 @@ def all_gather_views(
 
 
 def all_gather_rows(route: Route, rows: Tensor, counted: Counted, chunk_numel: int = 1 << 26) -> None:
-    """All-gather, in place, the degree-``lo`` shard of which this rank holds its degree-``hi`` rows. Blocking.
+    """All-gather in place, and blocking, the degree-``lo`` shard of which this rank has its degree-``hi`` rows.
 
     Args:
         route: the members.
@@ -447,11 +447,11 @@ def reduce_scatter(
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> Handle[None]:
-    """Sum over the members of a route; each keeps its own part.
+    """Sum over the members of a route; each member keeps its own part.
 
     1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
        scale with another, which may be a thousand times larger (a matrix beside a norm);
-    2. per hop, the innermost first: one all-to-all takes each message to the member that stands for its destination,
+    2. per hop, the innermost first: one all-to-all sends each message to the member that represents its destination,
        where the messages for one destination are summed in tree order (FP32) and, if a hop follows, encoded again;
     3. the last sums go into ``out``.
 
@@ -461,15 +461,15 @@ def reduce_scatter(
 
     Args:
         route: the members.
-        parts: the values that each member, in tree order, shall sum.
+        parts: the values for each member, in tree order, to sum.
         spec: the format.
-        out: takes this rank's sums; part by part as large as ``parts`` if blocks have scales.
+        out: receives this rank's sums; part by part as large as ``parts`` if blocks have scales.
         counted: meter and phase.
         factor: multiplies the sums.
-        accumulate: add the sums to the values that ``out`` has.
+        accumulate: add the sums to the values of ``out``.
 
     Returns:
-        Finishes with step 2's sums when waited for. A route of one member sums nothing, and does not quantize.
+        A handle whose ``wait`` finishes with step 2's sums. A route of one member sums nothing, and does not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
@@ -491,28 +491,28 @@ def reduce_scatter(
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
-    """Room for the messages of a hop: ``[members, destinations behind each, bytes]``."""
+    """Allocate the messages of a hop: ``[members, destinations that each represents, bytes]``."""
     return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A tensor as uint8, 1-D."""
+    """Return a tensor as uint8, 1-D."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _buffer(x: Tensor) -> Any:
-    """What mpi4py takes, of any dtype."""
+    """Return a tensor of any dtype as a buffer that mpi4py accepts."""
     return x.view(torch.uint8).numpy()
 
 
 @lru_cache(maxsize=64)
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """An order as an index that stays on a device."""
+    """Return an order as an index tensor, cached on a device."""
     return torch.tensor(order, device=device)
 
 
 def _regrouped(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    """Consecutive groups of rows in another order; ``sizes`` are the rows of each (int64, on the host)."""
+    """Reorder consecutive groups of rows; ``sizes`` are the rows of each group (int64, on the host)."""
     lengths, begins = sizes[order], (sizes.cumsum(0) - sizes)[order]
     shifts, counts = begins - (lengths.cumsum(0) - lengths), lengths.to(rows.device, non_blocking=True)
     shifts = shifts.to(rows.device, non_blocking=True).repeat_interleave(counts, output_size=rows.shape[0])

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The ``"zero_topo"`` block of a DeepSpeed JSON config: its models, its schemes, and what it refuses beside itself."""
+"""Defines the ``"zero_topo"`` block of a DeepSpeed JSON config: models, schemes, and refused settings around it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed config around the block: reading it, and refusing what zero_topo cannot work beside.
+"""Reads the DeepSpeed config around the block, and refuses settings that zero_topo does not support.
 
-Each refusal is one line: the key and its value, why, and what to do instead. Keys are those of DeepSpeed 0.19.8;
+Each refusal is one line: the key and its value, the reason, and what to do instead. Keys are those of DeepSpeed 0.19.8;
 ``"auto"`` (Hugging Face) counts as absent, as it does in DeepSpeed.
 """
 
@@ -25,13 +25,13 @@ from zero_topo.config.stock_keys import on as _on
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
 
 BLOCK_VARIABLE = "ZERO_TOPO_BLOCK"
-"""The environment's block, for frameworks that build the DeepSpeed config in code."""
-MOST_BYTES = 1 << 20  # Hjson is read slowly
+"""Environment variable with the block, for frameworks that build the DeepSpeed config in code."""
+MOST_BYTES = 1 << 20  # Hjson is slow to import
 _ABSENT = object()
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed config as a dict, from what ``deepspeed.initialize(config=...)`` accepts.
+    """Load a DeepSpeed config as a dict from any form that ``deepspeed.initialize(config=...)`` accepts.
 
     Args:
         source: a dict, the path of a JSON (or Hjson) file, or URL-safe base64 of its text.
@@ -44,7 +44,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
     path = Path(source)
     if _is_file(path):
         return _parse_object(read_text(path, f"DeepSpeed config {path}", MOST_BYTES), f"DeepSpeed config {path}")
-    # base64 may be cut, the name of a file not: dots and slashes are not in the alphabet of the former
+    # base64 may be shortened, a file name not; base64 has no dots or slashes
     shown = cut(f'"{source}"') if set("./") & set(str(source)) else as_json(str(source))
     try:
         text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
@@ -54,7 +54,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
 
 
 def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The config with the block of ``ZERO_TOPO_BLOCK``, if it is one of stage 3.
+    """Return the config with the block of ``ZERO_TOPO_BLOCK`` added, if the config is one of stage 3.
 
     Args:
         ds_config: the DeepSpeed config; it is not changed.
@@ -76,16 +76,16 @@ def with_environment_block(ds_config: Mapping[str, Any], env: Mapping[str, str] 
 
 
 def deepspeed_problems(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that zero_topo cannot work beside; empty if all is well or there is no block."""
+    """Return one line for each setting that zero_topo does not support; empty without any, or without a block."""
     checks = CHECKS if ROOT in ds_config else MISPLACEMENTS
     return [*(line for line in (check(ds_config) for check in checks) if line), *translate(ds_config).problems]
 
 
 def check_deepspeed_config(ds_config: Mapping[str, Any]) -> None:
-    """Refuses a DeepSpeed config that zero_topo cannot work beside.
+    """Refuse a DeepSpeed config that zero_topo does not support.
 
     Raises:
-        ValueError: the first of :func:`deepspeed_problems`: what, why, and what to do instead, in one line.
+        ValueError: with the first line of :func:`deepspeed_problems`: setting, reason, and what to do instead.
     """
     problems = deepspeed_problems(ds_config)
     if problems:
@@ -122,13 +122,13 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
-    """DeepSpeed reads Hjson (comments, trailing commas); so do we where DeepSpeed's own parser is installed."""
+    """Parse Hjson (comments, trailing commas), as DeepSpeed does, if its Hjson parser is installed."""
     try:
         hjson = importlib.import_module("hjson")
         value = hjson.loads(text, object_pairs_hook=_without_repeats)
     except (ImportError, ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict) or not value:  # Hjson reads an empty text as {}
+    if not isinstance(value, dict) or not value:  # Hjson parses an empty text as {}
         raise ValueError(f"{name}: not valid JSON: {json_error}") from None
     return value
 
@@ -151,7 +151,7 @@ Check = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Refuses values of one key: ``key = value: why; instead``."""
+    """Describes a refusal of values of one key: ``key = value: why; instead``."""
 
     key: str
     refused: Callable[[Any], bool]
@@ -183,7 +183,7 @@ def _device(*names: str) -> Callable[[Any], bool]:
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each setting that costs overlap on a GPU, and how to have it; empty without a block."""
+    """Return one line for each setting that prevents overlap on a GPU, with the fix; empty without a block."""
     return [line for line in (check(ds_config) for check in HINTS) if line] if ROOT in ds_config else []
 
 

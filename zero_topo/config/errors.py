@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One readable line for each mistake in the ``zero_topo`` block.
+"""Formats each mistake in the ``zero_topo`` block as one readable line.
 
-Pydantic says what is wrong over several lines and in terms of its own types. Users edit JSON, so every error is turned
-into ``zero_topo.<path>: <what>; did you mean '<nearest>'? (<allowed>)`` with values written as JSON.
+Pydantic reports errors over several lines and in terms of its own types. Users edit JSON, so every error is converted
+to ``zero_topo.<path>: <what>; did you mean '<nearest>'? (<allowed>)`` with values written as JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROOT = "zero_topo"
 
 
 def describe(error: ValidationError, root: str = ROOT, near: Callable[[str], str] = str) -> str:
-    """A validation error as one line; several mistakes are joined by ``"; also "``.
+    """Format a validation error as one line; several mistakes are joined by ``"; also "``.
 
     Args:
-        error: of pydantic.
+        error: pydantic's error.
         root: the key whose block was wrong.
-        near: what to do about an unknown key of a model that is not ours.
+        near: returns a suggestion for an unknown key of a model from another package.
     """
     return "; also ".join(_describe_one(detail, root, near) for detail in error.errors(include_url=False))
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The ``"zero_topo"`` block of a DeepSpeed JSON config."""
+"""Defines the ``"zero_topo"`` block of a DeepSpeed JSON config."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ZeroTopoConfig(StrictModel):
 
     @classmethod
     def parse(cls, block: Mapping[str, Any]) -> ZeroTopoConfig:
-        """The config of a ``zero_topo`` block.
+        """Parse a ``zero_topo`` block.
 
         Raises:
             ValueError: in one line, naming the key, the value, and the nearest known key or the allowed values.
@@ -138,16 +138,16 @@ class ZeroTopoConfig(StrictModel):
 
     @classmethod
     def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZeroTopoConfig | None:
-        """The config of a DeepSpeed config's ``zero_topo`` block and stock keys, or None if there is no such block.
+        """Parse a DeepSpeed config's ``zero_topo`` block and stock keys; return None if there is no such block.
 
         Raises:
-            ValueError: as :meth:`parse`.
+            ValueError: raised by :meth:`parse`.
         """
         return cls.parse(translate(ds_config).config[ROOT]) if ROOT in ds_config else None
 
 
 def json_schema(whole_file: bool = False) -> dict[str, Any]:
-    """The JSON schema of the block, or of a DeepSpeed config that carries it (all other keys allowed)."""
+    """Return the JSON schema of the block, or of a DeepSpeed config with it (all other keys allowed)."""
     block = ZeroTopoConfig.model_json_schema()
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     if not whole_file:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The modes of ``sync``, of which the key ``mode`` selects one. A new mode is added to :data:`SPARSE_MODES`."""
+"""Lists the modes of ``sync``, of which the key ``mode`` selects one. A new mode is added to :data:`SPARSE_MODES`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The small blocks of the config: degrees, ``quantize`` and ``publish``."""
+"""Defines the small blocks of the config: degrees, ``quantize`` and ``publish``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class QuantizeConfig(StrictModel):
     )
 
     def spec(self, role: str) -> BlockSpec | None:
-        """The format of a key that takes bits; None where nothing is quantized."""
+        """Return the format of a quantization key; None if it quantizes nothing."""
         name = getattr(self, role)
         return None if name is None else BlockSpec(int(name.removeprefix("int")), self.block_size)
 
@@ -80,5 +80,5 @@ class PublishConfig(StrictModel):
 
     @property
     def spec(self) -> BlockSpec | None:
-        """The wire format of the differences; None where whole weights are sent."""
+        """Return the wire format of the differences; None if whole weights are sent."""
         return None if self.delta is None else BlockSpec(int(self.delta.removeprefix("int")), self.block_size)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""When weights can be held as codes alone: every gather then sends these codes, and publish says how they changed."""
+"""Decides whether weights can be stored only as INT8: gathers send INT8 weights, and publish sends their changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_topo.strict import as_json
 
 
 class Obstacle(NamedTuple):
-    """A setting that resident codes cannot work beside: which, why, and what to do instead."""
+    """Describes a setting that excludes resident INT8 weights: which one, why, and what to do instead."""
 
     setting: str
     why: str
@@ -19,7 +19,7 @@ class Obstacle(NamedTuple):
 
 
 def resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> Obstacle | None:
-    """The first setting that is in the way of ``quantize.resident``; None if the weights can be held as codes."""
+    """Return the first setting that excludes ``quantize.resident``; None if weights can be stored as INT8."""
     w, copy = plan.weights, plan.secondary
     gathers, changes = "all gathers send the codes", "the codes' own changes are published, exactly"
     rules = (

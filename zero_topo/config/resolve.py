@@ -1,8 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From settings to a plan: scheme defaults, then the user's keys, then the machine's degrees.
+"""Resolves settings to a plan: scheme defaults, then the user's keys, then the machine's degrees.
 
 1. The scheme gives every degree, what is quantized, and how sync reduces.
-2. A key the user wrote replaces the scheme's, also when its value is null; degrees that follow ``weights`` follow it.
+2. A key the user wrote replaces the scheme's, even if its value is null. Degrees that are defined as equal to
+   ``weights`` take the user's value of it.
 3. The machine turns domains into degrees, and :class:`~zero_topo.plan.Plan` checks the dependency rule.
 4. Each choice made for the user becomes one note.
 """
@@ -30,24 +31,24 @@ ROLES = ("weights", "secondary", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What the engine and the cost model run on.
+    """Holds the resolved settings for the engine and the cost model.
 
     Attributes:
         plan: degrees and index arithmetic.
         topology: the machine the plan is for.
         scheme: the scheme the defaults came from, or None for the free form.
         weights_spec: wire format of the gather before a forward; None sends weights as stored.
-        secondary_spec: format of the secondary copy, stored and sent; None keeps it as the weights are stored.
+        secondary_spec: format of the secondary copy, stored and sent; None stores it in the dtype of the weights.
         gradients_spec: wire format of the scatter; None sends gradients unquantized.
-        resident_spec: format of the codes held in place of weights, which gathers send as they are; None holds the
-            weights themselves. ``coded_slots`` of ``plan.py`` tells which parameters it is about.
+        resident_spec: format of the INT8 weights stored in place of the weights, which gathers send unchanged; None
+            stores the weights themselves. ``coded_slots`` of ``plan.py`` selects the parameters.
         sync: settings of the mode of sync.
         publish: settings of publish.
-        accumulation_dtype: type of the gradient buffer, or None for the model's own.
-        overlap: whether sync runs under the last backward pass and publish under the next forward pass.
+        accumulation_dtype: dtype of the gradient buffer, or None for the model's own.
+        overlap: whether sync overlaps with the last backward pass and publish with the next forward pass.
         meter: whether collectives count their bytes.
         report: folder of the log and the report of a run, or None for none.
-        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them alone.
+        seed: seed of Python's and torch's generators (rank r takes seed + r), or None to leave them unchanged.
         debug_checks: whether replicas are compared after each step.
         notes: one line for each choice made for the user.
     """
@@ -70,18 +71,18 @@ class ResolvedConfig:
     notes: tuple[str, ...]
 
     def without_training(self) -> ResolvedConfig:
-        """What an engine without an optimizer takes of it: where its weights are, and in which format they travel."""
+        """Return the config of an engine without an optimizer: the sharding of weights, and their wire format."""
         world = self.plan.world_size
         plan = replace(self.plan, secondary=None, gradients=world, optimizer=world)
         return replace(self, plan=plan, secondary_spec=None, gradients_spec=None, sync=DenseSync())
 
     def log_lines(self) -> list[str]:
-        """What a run should say at its start: the choices made for the user, and doubts about the machine."""
+        """Return the lines to log at the start of a run: the choices made for the user, and warnings on the machine."""
         doubt = self.topology.sources.get("warning")
         return [*self.notes, *([f"warning: {doubt}"] if doubt else [])]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the topology, in JSON types, for reports."""
+        """Return everything except the topology, in JSON types, for reports."""
         specs = {role: getattr(self, f"{role}_spec") for role in ("weights", "secondary", "gradients", "resident")}
         return {
             "scheme": self.scheme,
@@ -103,7 +104,7 @@ class ResolvedConfig:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Scheme and user's keys merged, before the machine is known."""
+    """Holds the merged keys of scheme and user, before the machine is known."""
 
     scheme: str | None
     places: tuple[str | int, str | int | None, str | int, str | int]
@@ -112,9 +113,9 @@ class _Choice:
 
 
 def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
-    """Whether the plan is chosen for the model: asked for by name or "lossy", and the default where a GPU is one rank.
+    """Return whether the plan is chosen for the model: by name, by the key "lossy", or by default on one-rank GPUs.
 
-    There "topo" would leave all weights on every rank.
+    On GPUs of one rank each, "topo" would store all weights on every rank.
     """
     if config.scheme is not None or config.weights is not None:
         return config.scheme == AUTO
@@ -122,10 +123,10 @@ def is_automatic(config: ZeroTopoConfig, topology: Topology) -> bool:
 
 
 def resolve_config(config: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
-    """Plan, wire formats and notes of a config on a machine; see the module's four steps.
+    """Resolve a config on a machine to plan, wire formats and notes; see the module's four steps.
 
     Raises:
-        ValueError: for an unaligned degree or a broken dependency rule, with the way out, or for an automatic one.
+        ValueError: for an unaligned degree or a broken dependency rule, with what to do, or for an automatic config.
     """
     if is_automatic(config, topology):
         raise ValueError(
@@ -164,10 +165,10 @@ _Codes = tuple[BlockSpec | None, Obstacle | None]
 
 
 def _resident(config: ZeroTopoConfig, choice: _Choice, plan: Plan) -> _Codes:
-    """The format of the codes that are held, and what is in the way of those that the scheme would hold.
+    """Return the format of resident INT8 weights, and the obstacle if the scheme's INT8 weights are not possible.
 
     Raises:
-        ValueError: if the user asked for codes himself.
+        ValueError: if INT8 weights are not possible and the user asked for them.
     """
     spec = choice.quantize.spec("resident")
     if spec is None or (found := resident_obstacle(choice.quantize, plan, config.publish)) is None:
@@ -204,7 +205,7 @@ def _places(config: ZeroTopoConfig, scheme: Scheme) -> tuple[str | int, str | in
 
 
 def _overridden(defaults: _Settings, user: _Settings) -> _Settings:
-    """The defaults with the keys the user wrote, null included."""
+    """Return the defaults, overridden by the keys the user wrote, null included."""
     return defaults.model_copy(update={key: getattr(user, key) for key in user.model_fields_set})
 
 

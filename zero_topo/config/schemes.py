@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The named schemes: each is a plan of the one engine, and a set of defaults that any key of the block overrides.
+"""Defines the named schemes: each is a set of defaults for the engine that any key of the block overrides.
 
 Sources: ZeRO-3 (arXiv 1910.02054), ZeRO++ (2306.10209), MiCS (2205.00119), HSDP (PyTorch FSDP's hybrid sharding),
 ZeRO-topo ("Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning"). ``topo-zero2`` is topo
-with the weights of ZeRO-2: every rank holds all of them, in INT8, so that nothing is gathered.
+with the weights of ZeRO-2: every rank stores all of them, in INT8, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_topo.config.parts import QuantizeConfig
 from zero_topo.config.sync_config import DenseSync, SyncSettings
 
 SAME = "weights"
-"""The place of a role that follows the weights."""
+"""The place of a role whose degree equals that of the weights."""
 
 Place = str | int | None
 _PLAIN = QuantizeConfig()
@@ -25,11 +25,11 @@ _STRAIGHT = DenseSync()
 
 @dataclass(frozen=True)
 class Scheme:
-    """Defaults of a named scheme.
+    """Holds the defaults of a named scheme.
 
     Attributes:
         weights, secondary, gradients, optimizer: domain of each role, or :data:`SAME`, or None for no secondary.
-        quantize: what travels in fewer bits.
+        quantize: what is quantized.
         sync: how gradient shards are reduced across gradient domains.
     """
 

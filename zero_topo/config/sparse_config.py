@@ -1,23 +1,25 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The sparse modes of ``sync``, which send a share of the elements between gradient domains.
+"""Defines the sparse modes of ``sync``, which send a share of the elements between gradient domains.
 
 Note [Expected, not exact]
-    How much a sparse mode sends depends on the data: which picks of several ranks coincide, how far a reused threshold
-    has drifted. The formulas take ``k`` picks a rank, evenly spread and coinciding by chance only, and of sums the most
-    there can be; messages of counts and flags (8 bytes to a peer) and the few values beside a sketch are left out.
-    Parameters of one dimension, which are reduced densely, count as if they were sparse. The meter says what was sent.
+    The bytes that a sparse mode sends depend on the data: how many elements several ranks select alike, and how far a
+    reused threshold has drifted. The formulas assume that each rank selects ``k`` elements, evenly spread, that ranks
+    select the same element only by chance, and that there are as many sums as possible. Counts and flags (8 bytes per
+    peer) and the few values sent in addition to a sketch are left out. One-dimensional parameters, which are reduced
+    dense, count as sparse. The meter reports the bytes actually sent.
 
 Note [At the peak]
-    Of the ``n`` elements that the peers reduce, a reduction holds gradient plus residual in FP32, ``4 n`` bytes, which
-    become the next residual. Beside them, by mode, there are magnitudes to select from (``4 n``) or the sums, and
-    picks: an index and a value are 12 bytes, 41 while they are sorted to be added up in order. What torch's selection
-    and sort need inside is not counted.
+    For the ``n`` elements that the peers reduce, a reduction stores gradient plus residual in FP32, ``4 n`` bytes,
+    which become the next residual. In addition, depending on the mode, it stores the magnitudes to select from
+    (``4 n``) or the sums, and the selected elements: an index and a value take 12 bytes, and 41 while they are sorted
+    for summation in a fixed order. The internal scratch of torch's selection and sort is not counted.
 
 Note [Positions]
-    Of every block of 4096 elements equally many are picked, so that messages have one length, which nobody has to ask
-    for. Ascending positions travel as Elias-Fano codes (Vigna, "Quasi-succinct indices", WSDM 2013): the lower bits of
-    each as they are, the upper ones as a bit vector that has, for each value of them, a 1 for each pick and then a 0.
-    That is within half a bit a pick of what any code needs, and every block can be decoded by itself.
+    Every block of 4096 elements has the same number of selected elements, so all buffers have one length and no sizes
+    are exchanged. Ascending positions are sent as Elias-Fano codes (Vigna, "Quasi-succinct indices", WSDM 2013): the
+    lower bits of each position unchanged, the upper bits as a bit vector. For each value of the upper bits, the vector
+    has a 1 per selected element and then a 0. This is within half a bit per selected element of the optimum, and every
+    block can be decoded independently.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ from zero_topo.config.sync_config import (
 )
 from zero_topo.plan import Plan
 
-PICK_BYTES = 12  # index and value, taken apart
-SORTING_BYTES = 41  # of a pick that is being added up, itself included
-PART_BYTES = 39  # of an element while the largest of each parameter are found
+PICK_BYTES = 12  # bytes of an unpacked index and value
+SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
+PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
 
 
 def index_bytes(numel: int) -> int:
-    """Bytes of an index into a vector of so many elements, as picks travel with it: 4 while 32 bits tell them apart."""
+    """Return the bytes of an index into ``numel`` elements as it is sent: 4 if 32 bits suffice, else 8."""
     return 4 if numel <= 2**32 else 8
 
 
 def replicated(plan: Plan) -> bool:
-    """Whether several ranks hold the same optimizer shard, so that sums go back to all."""
+    """Return whether several ranks store the same optimizer shard, so that sums are sent back to all of them."""
     return plan.optimizer < plan.world_size
 
 
@@ -100,7 +102,10 @@ class SparseSync(SyncSettings):
     )
 
     def density_at(self, step: int) -> float:
-        """Density of a step, counted from 0: 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)``, then ``d``."""
+        """Return a step's density; steps count from 0.
+
+        It is 1 up to ``start``, then ``d_0 (d / d_0) ** (t / warmup)`` in the warm-up, then ``d``.
+        """
         since = step - self.start
         if since < 0:
             return 1.0
@@ -110,11 +115,11 @@ class SparseSync(SyncSettings):
 
     @property
     def busiest(self) -> Self:
-        """The settings of the step that sends most, but for those before ``start``."""
+        """Return the settings of the step that sends most, the steps before ``start`` excepted."""
         return self.model_copy(update={"density": max(self.density, self.density_at(self.start))})
 
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Inside the node FP32 if that is not behind us, then the mode's messages, then FP32 rows inside the node."""
+        """Record an FP32 reduction inside the node if needed, the mode's buffers, and an FP32 gather in the node."""
         plan, columns, peers = books.plan, sum(widths), sync_peers(books.plan)
         inner, outer = sync_hops(plan)
         if peers == 1:
@@ -126,12 +131,15 @@ class SparseSync(SyncSettings):
             books.gather((plan.optimizer, inner[1]), peers * columns * FP32)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """A residual of all elements that the peers reduce."""
+        """Return the bytes of an FP32 residual of all elements that the peers reduce."""
         peers = sync_peers(plan)
         return Kept(peers * columns * FP32 if self.error_feedback and not self.offload_residual and peers > 1 else 0)
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Gradient plus residual, and what the mode makes of it; Note [At the peak]. Or FP32 inside the node."""
+        """Return the bytes of gradient plus residual and of the mode's scratch; see Note [At the peak].
+
+        The FP32 reduction inside the node, or a dense reduction before ``start``, counts instead if it needs more.
+        """
         inner, peers = sync_hops(plan)[0], sync_peers(plan)
         if peers == 1:
             return Scratch()
@@ -142,7 +150,7 @@ class SparseSync(SyncSettings):
 
     @abstractmethod
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """Bytes that a rank sends to its peers, at least one, in a step.
+        """Return the bytes that a rank sends to its peers, at least one, in a step.
 
         Args:
             widths: columns of each parameter.
@@ -151,7 +159,7 @@ class SparseSync(SyncSettings):
 
     @abstractmethod
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Bytes that the mode makes at its peak beside gradient plus residual.
+        """Return the mode's peak scratch bytes, gradient plus residual excluded.
 
         Args:
             columns: ``C``, elements of a row.
@@ -159,12 +167,12 @@ class SparseSync(SyncSettings):
         """
 
     def exchanged_bytes(self, numel: float, plan: Plan, everywhere: bool | None = None) -> float:
-        """Bytes that reducing so many values makes beside them: rounded, those that came, in FP32, sums, what returns.
+        """Return the peak scratch bytes of reducing ``numel`` values: rounded copy, receive buffer, FP32 values, sums.
 
         Args:
-            numel: in all rows.
+            numel: values in all rows.
             plan: the degrees.
-            everywhere: whether all sums go back to all; None asks the plan.
+            everywhere: whether all sums are sent back to all peers; None follows the plan.
         """
         itemsize, row = ITEMSIZES[self.value_dtype], FP32 * numel / sync_peers(plan)
         rounds = itemsize < FP32
@@ -175,10 +183,13 @@ class SparseSync(SyncSettings):
         return max(coming, back)
 
     def masked_bytes(self, numel: int, plan: Plan, everywhere: bool | None = None) -> float:
-        """Bytes that reducing what a mask holds makes beside the mask: positions and values, then sums in their places.
+        """Return the peak scratch bytes of reducing the elements that a mask selects, the mask excluded.
+
+        They are the positions and values of the selected elements, then the sums at their positions.
+
 
         Args:
-            numel: ``n``, elements of all rows; the mask holds ``density`` of them.
+            numel: ``n``, elements of all rows; the mask selects the share ``density`` of them.
             plan: the degrees.
             everywhere: as in :meth:`exchanged_bytes`.
         """
@@ -192,11 +203,11 @@ class PickingSync(SparseSync):
 
     @property
     def by_row(self) -> bool:
-        """Whether an index is into a row, since its owner adds up."""
+        """Return whether an index counts within a row, because the row's owner sums it."""
         return False
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """Picks that a rank sends.
+        """Return the number of selected elements that a rank sends.
 
         Args:
             numel: ``n``, elements that the peers reduce.
@@ -205,16 +216,16 @@ class PickingSync(SparseSync):
         return self.density * numel * (sync_peers(plan) - 1)
 
     def record_bytes(self, numel: int, plan: Plan) -> int:
-        """Bytes of a pick on the wire: a value, and an index into ``numel`` elements, or into a row."""
+        """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
         return index_bytes(numel // sync_peers(plan) if self.by_row else numel) + ITEMSIZES[self.value_dtype]
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """All picks."""
+        """Return the bytes of all selected elements sent."""
         numel = sync_peers(plan) * sum(widths)
         return self.picks(numel, plan) * self.record_bytes(numel, plan)
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """All picks of all peers come."""
+        """Return the scratch bytes of a rank that receives all selected elements of all peers."""
         peers = sync_peers(plan)
         n, k = peers * columns, self.density * peers * columns
         return PICK_BYTES * k + max(4 * n + PICK_BYTES * peers * k, SORTING_BYTES * peers * k)
@@ -243,17 +254,20 @@ class TopkDsaSync(PickingSync):
 
     @property
     def by_row(self) -> bool:
-        """Owners add up their rows."""
+        """Return True: owners sum their rows."""
         return True
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """To each owner its part; then sums to all, of which there may be ``k`` in a region, or it goes dense."""
+        """Return the count for each owner's part, then for the sums that all peers get.
+
+        A region has at most ``k`` sums; it is sent dense if that is shorter.
+        """
         k, peers = self.density * numel, sync_peers(plan)
         dense = numel / peers * 4 / self.record_bytes(numel, plan)
         return k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Selecting; adding up; and where all rows are needed, these, sparse or in dense messages."""
+        """Return the peak of selecting, of summing, and, if all rows are needed, of receiving them sparse or dense."""
         peers, row, back = sync_peers(plan), 4 * columns, 0.0
         n, k = peers * columns, self.density * peers * columns
         if replicated(plan):
@@ -270,11 +284,11 @@ class GTopkSync(PickingSync):
     )
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """The root of the tree sends least on the way up and most on the way down."""
+        """Return the count of the tree's root, which sends least on the way up and most on the way down."""
         return self.density * numel * (sync_peers(plan) - 1).bit_length()
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """At the end the sums, and the picks of the last two levels."""
+        """Return the bytes at the end: the sums, and the selected elements of the last two levels."""
         n = sync_peers(plan) * columns
         return 4 * n + 6 * PICK_BYTES * self.density * n
 
@@ -297,7 +311,7 @@ class OkTopkSync(PickingSync):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """Refuses MPI where mpi4py is missing, and sums that stay with one of several holders of an optimizer shard."""
+        """Refuse MPI without mpi4py, and ``sharded`` where several ranks store the same optimizer shard."""
         if self.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
             return 'sync.transport = "mpi": mpi4py is not installed; pip install mpi4py, or set "transport": "torch"'
         if not self.sharded or plan.optimizer == plan.world_size:
@@ -309,21 +323,21 @@ class OkTopkSync(PickingSync):
 
     @property
     def by_row(self) -> bool:
-        """Owners add up their rows if sums stay with them."""
+        """Return whether owners sum their rows, which they do if the sums stay with them."""
         return self.sharded
 
     def picks(self, numel: int, plan: Plan) -> float:
-        """To each owner its part, then an equal share of ``k`` sums to all, unless these stay."""
+        """Return the count for each owner's part, then an equal share of ``k`` sums for all unless the sums stay."""
         peers = sync_peers(plan)
         part = self.density * numel * (peers - 1) / peers
         return part if self.sharded else 2 * part
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Selecting; adding up; a row of sums, and what is chosen of it or, where all sums go to all, of all."""
+        """Return the peak of selecting, of summing, and of a row of sums with the elements selected from the sums."""
         peers, row = sync_peers(plan), 4 * columns
         n, k = peers * columns, self.density * peers * columns
         chosen: float = row + columns if self.sharded else 4 * n + (PICK_BYTES + 4) * min(peers * k, n)
-        own = row if self.sharded else 0  # is put aside, and becomes the sums
+        own = row if self.sharded else 0  # copied, and later overwritten with the sums
         return PICK_BYTES * k + max(own + 4 * n, own + SORTING_BYTES * k, row + chosen)
 
 
@@ -347,30 +361,30 @@ class RadiusSync(SparseSync):
     )
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """The mean over an interval: one step sends everything and the mask, the others what the mask holds."""
+        """Return the mean over an interval: one step sends all elements and the mask, the others masked elements."""
         between, resampling = self.between_bytes(widths, plan), self.resampling_bytes(sum(widths), plan)
         return ((self.interval - 1) * between + resampling) / self.interval
 
     def between_bytes(self, widths: Iterable[int], plan: Plan) -> int:
-        """Bytes that a rank sends to its peers in a step that does not resample."""
+        """Return the bytes that a rank sends to its peers in a step that does not resample."""
         return self._to_peers(sum(max(1, int(self.density * width)) for width in widths), plan)
 
     def resampling_bytes(self, columns: int, plan: Plan) -> int:
-        """Bytes that a rank sends to its peers in a step that resamples."""
+        """Return the bytes that a rank sends to its peers in a step that resamples."""
         return self._to_peers(columns, plan) + (sync_peers(plan) - 1) * -(-columns // 8)
 
     def _to_peers(self, width: int, plan: Plan) -> int:
-        """To each peer its row; then the sums of the own row to all, unless these stay."""
+        """Return the bytes of ``width`` values to each peer, twice if the sums are also sent back to all peers."""
         return (2 if replicated(plan) else 1) * (sync_peers(plan) - 1) * width * ITEMSIZES[self.value_dtype]
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """A residual, and a bit for each element that the peers reduce, each of the ``P`` rows packed by itself."""
+        """Return a residual, and a bit per element that the peers reduce; each of the ``P`` rows is packed alone."""
         peers = sync_peers(plan)
         masks = peers * -(-columns // 8) if peers > 1 else 0
         return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """A step that reduces everything, or the mask as booleans and what it holds."""
+        """Return the larger of a step that reduces everything and one with a boolean mask and its elements."""
         n = sync_peers(plan) * columns
         return max(self.exchanged_bytes(n, plan), n + self.masked_bytes(n, plan))
 
@@ -402,7 +416,7 @@ class ScapeSync(PerParameter):
     )
 
     def problem(self, plan: Plan) -> str | None:
-        """Refuses gradient and optimizer shards that differ: the momentum could not be rebuilt."""
+        """Refuse gradient and optimizer shards that differ: the momentum could not be rebuilt."""
         if plan.optimizer == plan.gradients:
             return None
         return (
@@ -412,27 +426,27 @@ class ScapeSync(PerParameter):
         )
 
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """As every sparse mode; inside a node that is not behind us, the bits of all peers' rows too."""
+        """Record the bytes of every sparse mode, and in the group inside the node the mask bits of all peers' rows."""
         super().volume(books, widths, itemsize)
         inner, peers = sync_hops(books.plan)[0], sync_peers(books.plan)
         if inner is not None and peers > 1:
             books.gather(inner, peers * -(-sum(widths) // 8))
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
-        """To each peer what the mask holds of its row, then the sums of the own row to all, and that row's bits."""
+        """Return the bytes of each peer's masked row, then of the rank's own sums and mask bits to all peers."""
         columns = sum(widths)
         parts = widths if self.per_parameter else [columns]
         kept = sum(min(part, max(1, math.ceil(self.density * part))) for part in parts)
         return (sync_peers(plan) - 1) * (2 * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """A residual, the mask in force and the next one, of all rows of the gradient shard."""
+        """Return the residual, the current mask and the next mask, for all rows of the gradient shard."""
         rows = plan.world_size // plan.gradients
         masks = 2 * rows * -(-columns // 8) if rows > 1 else 0
         return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """The momentum, the mask as booleans, the choice; the first step, which reduces everything, or a later one."""
+        """Return the momentum, a boolean mask, and the larger of selecting, a full reduction and a masked one."""
         n = sync_peers(plan) * columns
         sorting = PART_BYTES * columns if self.per_parameter else 0
         return 5 * n + columns + max(self.exchanged_bytes(n, plan, True), sorting, self.masked_bytes(n, plan, True))
@@ -449,32 +463,32 @@ class TernarySync(SparseSync):
 
     @property
     def picks(self) -> int:
-        """Of each block."""
+        """Return the number of selected elements of each block."""
         return min(TERNARY_BLOCK, max(1, math.ceil(self.density * TERNARY_BLOCK)))
 
     @property
     def low_bits(self) -> int:
-        """Of a position, as they are: as many as make the block shortest."""
+        """Return the low bits of a position that are sent unchanged: the number that makes the block shortest."""
         return min(range(TERNARY_BLOCK.bit_length()), key=lambda low: self.picks * low + (TERNARY_BLOCK >> low))
 
     @property
     def high_bits(self) -> int:
-        """Of the vector of a block that says the upper bits of all its positions."""
+        """Return the length of the bit vector that encodes the upper bits of a block's positions."""
         return self.picks + (TERNARY_BLOCK >> self.low_bits)
 
     @property
     def block_bits(self) -> int:
-        """Of a block beside its scale: positions and signs."""
+        """Return the bits of a block's positions and signs, its scale excluded."""
         return self.high_bits + self.picks * (self.low_bits + 1)
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
-        """To each owner the bits of its row's blocks, and a scale each; as much back, if all need all rows; exact."""
+        """Return the exact bytes of a row's blocks and scales per owner; twice if all peers need all rows."""
         blocks, ways = -(-sum(widths) // TERNARY_BLOCK), 2 if replicated(plan) else 1
         row = -(-blocks * self.block_bits // 8) + blocks * ITEMSIZES[self.value_dtype]
         return ways * (sync_peers(plan) - 1) * row
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Blocks, filled up; what others sent, taken apart and then in its place; sums, twice if all need them."""
+        """Return the padded blocks, the received buffers (unpacked, then placed), the sums, twice if all need them."""
         peers, row = sync_peers(plan), -(-columns // TERNARY_BLOCK)
         sums, apart = 4 * TERNARY_BLOCK * row, peers * row * (1.125 * self.block_bits + 28 * self.picks)
         return 4 * TERNARY_BLOCK * (2 * peers - 1) * row + (sums + apart if replicated(plan) else max(sums, apart))

@@ -1,12 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's own keys for ZeRO++, LoCo and MiCS as keys of the block.
+"""Translates DeepSpeed's own keys for ZeRO++, LoCo and MiCS to keys of the block.
 
 Note [Stock keys]
-    What they mean in DeepSpeed 0.18 and 0.19 (of MiCS 0.19.7 refuses the keys whatever the value, of LoCo
-    0.19.8): ``zero_hpz_partition_size`` is the ranks that share a 16-bit secondary copy; ``zero_quantized_weights``
-    sends every gather of weights in INT8, that of the secondary copy too; ``zero_quantized_gradients`` reduces in INT4
-    in two hops, on more than one node alone; ``zeropp_loco_param`` feeds the error of that back, and does nothing by
-    itself; ``mics_shard_size`` is the ranks that share one copy of everything, and beside it ZeRO++'s keys do nothing.
+    Their meaning in DeepSpeed 0.18 and 0.19 (0.19.7 refuses MiCS's keys whatever the value, 0.19.8 those of LoCo):
+    ``zero_hpz_partition_size`` is the number of ranks that share a 16-bit secondary copy. ``zero_quantized_weights``
+    sends every gather of weights in INT8, that of the secondary copy too. ``zero_quantized_gradients`` reduces in INT4
+    in two hops, but only on more than one node. ``zeropp_loco_param`` feeds the error of that reduction back, and has
+    no effect alone. ``mics_shard_size`` is the number of ranks that share one copy of everything; with it, ZeRO++'s
+    keys have no effect.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed config whose stock keys have become keys of the block.
+    """Holds a DeepSpeed config whose stock keys have been translated to keys of the block.
 
     Attributes:
-        config: without the keys that were translated; those that contradict the block are still there.
-        lines: one for each key that was taken out: what it says now.
-        problems: one for each that contradicts the block.
+        config: the config without the translated keys; keys that contradict the block remain.
+        lines: one line for each translated key, with its replacement.
+        problems: one line for each key that contradicts the block.
     """
 
     config: dict[str, Any]
@@ -54,12 +55,12 @@ class Translation:
 
 
 def on(value: Any) -> bool:
-    """Whether DeepSpeed takes a value for true."""
+    """Return whether DeepSpeed treats a value as true."""
     return value.lower() in ("1", "true", "yes", "on") if isinstance(value, str) else bool(value)
 
 
 def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The stock keys that a config sets to something that has an effect, or would have had in DeepSpeed 0.18."""
+    """Return the stock keys set to a value that has an effect, or had one in DeepSpeed 0.18."""
     zero = ds_config.get(ZERO)
     given = {key: zero[key] for key in KEYS if key in zero} if isinstance(zero, Mapping) else {}
     effective = {
@@ -74,7 +75,7 @@ def switched_on(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
-    """The placement that DeepSpeed's keys imply, for a block that names none; empty for MiCS, itself a scheme."""
+    """Return the placement that DeepSpeed's keys imply for a block without one; empty for MiCS, itself a scheme."""
     if MICS in active:
         return {}
     if active.keys() >= {LOCO, QUANTIZED_GRADIENTS}:
@@ -83,13 +84,13 @@ def base_block(active: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def translate(ds_config: Mapping[str, Any], optimizer: bool = False) -> Translation:
-    """Take the stock keys of a config with a block into the block; without a block nothing is changed.
+    """Translate the stock keys of a config with a block to keys of the block; without a block change nothing.
 
-    A key of the block that the user wrote is never replaced: if it says something else, that is a contradiction.
+    A key of the block that the user wrote is never replaced: a different value is reported as a contradiction.
 
     Args:
         ds_config: the DeepSpeed config; it is not changed.
-        optimizer: whether the caller passes one; a config may name its own.
+        optimizer: whether the caller passes an optimizer; a config may also name one.
     """
     block, active = ds_config.get(ROOT), switched_on(ds_config)
     zero = ds_config.get(ZERO)
@@ -130,7 +131,7 @@ def _holds(zero: Any, key: str) -> bool:
 
 
 def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
-    """Settings of how stock gathers and reduces, which are worse than what is done anyway; with the reason."""
+    """Yield (key, reason) for stock settings of gathers and reductions that zero_topo supersedes."""
     for key in ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params"):
         if _holds(zero, key) and zero[key] != "auto" and on(zero[key]):
             yield key, ALL_REDUCED_FETCH
@@ -139,7 +140,7 @@ def _asks_for_less(zero: Any) -> Iterator[tuple[str, str]]:
 
 
 def _offloads_parameters(zero: Any) -> bool:
-    """Whether parameters are offloaded to the host. Without an optimizer they stay there: DeepSpeed gathers them."""
+    """Return whether parameters are offloaded to the host; without an optimizer DeepSpeed gathers them from there."""
     offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
     return isinstance(offload, Mapping) and str(offload.get("device")).lower() == "cpu"
 
@@ -148,7 +149,7 @@ Path = tuple[str, ...]
 
 
 def _wishes(key: str, active: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """What a stock key asks of the block; nothing if it had no effect beside the others."""
+    """Yield (path, value) of the block's keys for a stock key; nothing if the other keys disable it."""
     if key == MICS:
         yield from ((("scheme",), "mics"), (("weights",), int(active[key])))
     elif key == MICS_HOPS and MICS in active:
@@ -180,7 +181,7 @@ def _told(key: str, active: Mapping[str, Any], wishes: Mapping[Path, Any]) -> st
 
 
 def _contradicts(block: Mapping[str, Any], path: Path, wanted: Any) -> bool:
-    """Whether the block says something else, what it leaves out aside."""
+    """Return whether the block sets a different value; missing keys do not contradict."""
     found = _found(block, path)
     if found is _ABSENT or not isinstance(wanted, Mapping):
         return found is not _ABSENT and found != wanted
@@ -188,7 +189,7 @@ def _contradicts(block: Mapping[str, Any], path: Path, wanted: Any) -> bool:
 
 
 def _found(block: Any, path: Path) -> Any:
-    """What the block says there, or where it ends on the way there."""
+    """Return the value at a path of the block, or the non-object at which the path ends early."""
     for key in path:
         if not isinstance(block, Mapping):
             return block

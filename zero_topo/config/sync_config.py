@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The settings of a mode of ``sync``, and what it costs: bytes sent, bytes kept, bytes made on the way.
+"""Defines the settings of the modes of ``sync`` and their costs: bytes sent, bytes stored, and scratch bytes.
 
 To add a mode, write its model here or in ``sparse_config.py``, with the formulas that are abstract in its base, and add
-the class to ``SYNC_MODES``. Nothing else in config and cost needs to know it: the ``mode`` key selects the class, the
-engine dispatches on it.
+the class to ``SYNC_MODES``. Nothing else in config and cost needs a change: the ``mode`` key selects the class, and
+the engine dispatches on it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FP32 = 4
 
 
 class Move(NamedTuple):
-    """What a rank sends in one hop: ``sent`` bytes over the hop ``(lo, hi)``.
+    """Records that a rank sends ``sent`` bytes in the process group ``(lo, hi)``.
 
-    ``gathers`` tells a message for all members from one for each.
+    ``gathers`` is true if every group rank gets the same buffer, false if each gets a buffer of its own.
     """
 
     lo: int
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 
 
 class Books:
-    """Notes what a rank sends in a phase, hop by hop.
+    """Records the bytes that a rank sends in a phase, process group by process group.
 
     Attributes:
         plan: routes and degrees.
@@ -50,32 +50,32 @@ class Books:
         self.moves: list[Move] = []
 
     def gather(self, hop: tuple[int, int], message: int) -> None:
-        """A message from each member to all others: outermost hop first, then all that came, inside."""
+        """Record an all-gather: the outermost group first; inner groups then pass on everything received."""
         for lo, hi in reversed(self.plan.route(*hop)):
             self.moves.append(Move(lo, hi, (hi // lo - 1) * message, gathers=True))
             message *= hi // lo
 
     def reduce(self, hop: tuple[int, int], message: int) -> None:
-        """A message from each member to each: by every hop, those for the destinations beyond it."""
+        """Record a reduce-scatter: each group carries the buffers for all destinations of the groups after it."""
         for lo, hi in self.plan.route(*hop):
             self.moves.append(Move(lo, hi, (hi // lo - 1) * (hop[1] // hi) * message, gathers=False))
 
 
 class Kept(NamedTuple):
-    """Bytes that a mode keeps on a rank between steps."""
+    """Holds the bytes that a mode stores on a rank between steps."""
 
     residual: int = 0
     masks: int = 0
 
 
 class Scratch(NamedTuple):
-    """Bytes that a mode makes on a rank beside the shards and what it keeps.
+    """Holds the scratch bytes of a mode on a rank, in addition to the shards and to :class:`Kept`.
 
     Attributes:
-        peak: the most at once, of all that follow in ``kept`` too.
-        kept: until the step is decided.
-        always: counted at every moment of a step: the next residual, which lives until the step is decided, and what a
-            reduction of all gradients makes beside it.
+        peak: the most bytes at one time, ``kept`` included.
+        kept: the part that stays allocated until it is decided whether the step is skipped.
+        always: bytes counted at every moment of a step: the next residual, which stays allocated until it is decided
+            whether the step is skipped, and the scratch of a reduction of all gradients.
     """
 
     peak: int = 0
@@ -107,7 +107,7 @@ class SyncSettings(StrictModel):
                 raise TypeError(f"the sync mode {cls.MODE} has no formula for {', '.join(missing)}; define it")
 
     def problem(self, plan: Plan) -> str | None:
-        """Why the mode cannot work with a plan, and the way out.
+        """Return why the mode cannot work with a plan and what to change; None if it can.
 
         Args:
             plan: the degrees.
@@ -116,17 +116,17 @@ class SyncSettings(StrictModel):
 
     @abstractmethod
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Book what a rank sends in one sync.
+        """Record the bytes that a rank sends in one sync.
 
         Args:
-            books: of the plan.
-            widths: columns of a world shard that each parameter takes.
-            itemsize: bytes of a gradient that travels densely.
+            books: the record, which holds the plan.
+            widths: elements of each parameter in a rank's world shard.
+            itemsize: bytes of a gradient element that is sent dense.
         """
 
     @abstractmethod
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Bytes that a rank keeps between steps.
+        """Return the bytes that a rank stores between steps.
 
         Args:
             plan: the degrees.
@@ -136,30 +136,30 @@ class SyncSettings(StrictModel):
 
     @abstractmethod
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Bytes that a rank makes in a sync.
+        """Return the scratch bytes of a rank in a sync.
 
         Args:
             plan: the degrees.
             columns: ``C``, elements of the rank's world shards.
-            run: columns of each parameter of the largest run that is synced at a time.
-            itemsize: bytes of a gradient that travels densely.
+            run: elements, in a world shard, of each parameter of the largest run that is synced at a time.
+            itemsize: bytes of a gradient element that is sent dense.
         """
 
 
 def sync_hops(plan: Plan) -> tuple[tuple[int, int] | None, tuple[int, int]]:
-    """The hop of a sync inside the node, if gradients are spread over less than one, and that across."""
+    """Return the group of a sync inside the node (None if gradients fill whole nodes) and the group across nodes."""
     *inner, outer = plan.route(*plan.hop("sync"))
     return (inner[0] if inner else None), outer
 
 
 def sync_peers(plan: Plan) -> int:
-    """``P``, members of the hop of a sync across nodes."""
+    """Return ``P``, the number of ranks in the group of a sync across nodes."""
     lo, hi = sync_hops(plan)[1]
     return hi // lo
 
 
 def rows_message(rows: int, widths: Iterable[int], spec: BlockSpec | None, itemsize: int) -> int:
-    """Bytes of a message of some rows of some parameters; each row of each is filled up to whole blocks."""
+    """Return the bytes of a packed buffer of ``rows`` rows per parameter, each row padded to whole blocks."""
     if spec is None:
         return rows * sum(widths) * itemsize
     return spec.nbytes(sum(rows * spec.blocks(width) * spec.block_size for width in widths))
@@ -179,18 +179,18 @@ class DenseSync(SyncSettings):
     )
 
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Reduce-scatter to one row each, then all-gather to the optimizer shard, or to the whole gradient shard."""
+        """Record a reduce-scatter to one row per rank, then an all-gather to the optimizer or the gradient shard."""
         plan, row = books.plan, sum(widths) * itemsize
         books.reduce(plan.hop("sync"), row)
         whole = self.reduce == "all_reduce"
         books.gather((plan.gradients if whole else plan.optimizer, plan.world_size), row)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """Nothing."""
+        """Return zero bytes: this mode stores nothing between steps."""
         return Kept()
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Messages to the owners of all rows, and as much from them."""
+        """Return the bytes of the buffers sent to the owners of all rows, and of the equally large ones received."""
         rows = plan.world_size // plan.gradients
         return Scratch(peak=2 * rows * sum(run) * itemsize if rows > 1 else 0)
 
@@ -213,11 +213,14 @@ class QuantizedSync(SyncSettings):
 
     @property
     def spec(self) -> BlockSpec:
-        """The wire format."""
+        """Return the wire format."""
         return BlockSpec(self.bits, self.block_size)
 
     def volume(self, books: Books, widths: Sequence[int], itemsize: int) -> None:
-        """Inside the node unquantized if that is not behind us, then one quantized row to each owner, then back."""
+        """Record an unquantized reduction inside the node if needed, one quantized row to each owner, and a gather.
+
+        The gather returns the reduced rows, unquantized, to the ranks that share an optimizer shard.
+        """
         plan = books.plan
         inner, outer = sync_hops(plan)
         if inner is not None:
@@ -226,13 +229,14 @@ class QuantizedSync(SyncSettings):
         books.gather((plan.optimizer, plan.world_size), sum(widths) * itemsize)
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
-        """One row for each other member of the hop across nodes, if the gradient shard cannot hold the residual."""
+        """Return one FP32 row per peer if a loss scaler may skip steps; else the gradient shard stores the residual."""
         return Kept((sync_peers(plan) - 1) * columns * FP32 if self.error_feedback and loss_scaled else 0)
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """The messages sent and those that come; where rows are copied, for sums or for what is sent back, in FP32.
+        """Return the bytes of the buffers sent and received, and of FP32 copies of the rows where those are needed.
 
-        Copies that hold the residual while gradients sent back lie in its place are kept until the step is decided.
+        Rows are copied if they are summed inside the node first, or if reduced rows are sent back. Received gradients
+        then overwrite the residual, so the copies store it until it is decided whether the step is skipped.
         """
         inner, peers = sync_hops(plan)[0], sync_peers(plan)
         if peers == 1:

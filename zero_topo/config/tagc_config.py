@@ -1,21 +1,22 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The settings of the sync mode ``tagc``: shares, sketch sizes, when a sketch is safe, and what is sent.
+"""Defines the settings of the sync mode ``tagc``: shares, sketch sizes, when a sketch is safe, and bytes sent.
 
-To the owners of the other rows, 1 bit per element and 32 / r bits of sketch: ``(1 + 32 / r) (P - 1) / P`` bits for each
-of the ``n`` elements; the paper's index goes to all ranks, which makes it 2 + 32 / r. Sketches are counted by their
-rows.
+A rank sends 1 bit per element and 32 / r bits of sketch to the owners of the other rows: ``(1 + 32 / r) (P - 1) / P``
+bits for each of the ``n`` elements. The paper's index goes to all ranks, which makes it 2 + 32 / r. Sketches are
+counted in whole rows.
 
 Note [Which layers]
     TAGC compresses the linear layers outside the attention core: feed-forward, embedding, head and output projection.
-    Everything is included, and what computes queries, keys and values is excluded by the names in common use: separate
-    layers (``q_proj``, ``query``, DeepSeek's ``kv_a_proj``, T5's ``SelfAttention.q``) and fused ones (``qkv``,
+    Everything is included, and layers that compute queries, keys and values are excluded by their common names:
+    separate layers (``q_proj``, ``query``, DeepSeek's ``kv_a_proj``, T5's ``SelfAttention.q``) and fused ones (``qkv``,
     ``Wqkv``, ``query_key_value``, GPT-2's ``c_attn``, PyTorch's ``in_proj_weight``). Norms and biases are dense by
-    ``dense_vectors``. Patterns of one's own replace this list.
+    ``dense_vectors``. The user's own patterns replace this list.
 
 Note [Safe loads]
     The paper's shares of zeros (80%, 90%, 98.75% for 2x, 4x, 10x) describe the sum over the ranks, but are applied by
-    each rank. Peeling works while the union of all picks fills less than about 0.57 of the sketch, that is 0.57 / r of
-    the elements, and the picks of ``P`` ranks may all differ: a rank therefore picks at most 0.57 / (r P).
+    each rank. Peeling works while the union of all selected elements fills less than about 0.57 of the sketch, that is
+    0.57 / r of the elements. The elements that ``P`` ranks select may all differ, so a rank selects at most
+    0.57 / (r P).
 """
 
 from __future__ import annotations
@@ -91,33 +92,33 @@ class TagcSync(PerParameter):
         return block
 
     def zeros(self, peers: int) -> float:
-        """The share of elements that a rank does not pick when ``peers`` ranks reduce; Note [Safe loads]."""
+        """Return the share of elements a rank does not select when ``peers`` ranks reduce; see Note [Safe loads]."""
         if self.theta is not None:
             return self.theta
         return max(dict(PAPER_ZEROS)[self.ratio], 1 - SAFE_LOAD / (self.ratio * peers))
 
     def scheduled(self, peers: int) -> Self:
-        """The same with the density that a rank picks when ``peers`` ranks reduce, which a warm-up goes down to."""
+        """Return settings with the density that a rank selects when ``peers`` ranks reduce: the end of a warm-up."""
         return self.model_copy(update={"density": 1 - self.zeros(peers)})
 
     @property
     def busiest(self) -> Self:
-        """The settings of the step that sends most, but for those before ``start``."""
+        """Return the settings of the step that sends most, the steps before ``start`` excepted."""
         if not self.warmup:
             return self
         theta = dict(PAPER_ZEROS)[self.ratio] if self.theta is None else self.theta
         return self.model_copy(update={"theta": min(theta, 1 - self.start_density)})
 
     def safe_ratio(self, union: float, width: int) -> int | None:
-        """How far the values of a row may be compressed: the largest known ratio, up to the asked one, that is safe.
+        """Return the largest known ratio, up to the configured one, to which a row's values can be compressed safely.
 
         Args:
-            union: share of the row's elements that at least one rank has picked, at worst.
+            union: largest possible share of the row's elements that at least one rank has selected.
             width: elements of the row.
 
         Returns:
-            The ratio, or None if values must travel without a sketch: because the union is too dense for any, or the
-            row has fewer than 64 blocks of 1024 elements, of which too many would share all their places.
+            The ratio, or None if values must be sent without a sketch: because the union is too dense for any ratio, or
+            the row has fewer than 64 blocks of 1024 elements, so that too many blocks would share all three rows.
         """
         if width < LEAST_BLOCKS * BLOCK:
             return None
@@ -125,29 +126,29 @@ class TagcSync(PerParameter):
 
     @staticmethod
     def sketch_rows(width: int, ratio: int) -> int:
-        """Rows (of 1024 lanes) of the sketch of ``width`` elements."""
+        """Return the rows (of 1024 lanes) of the sketch of ``width`` elements."""
         blocks = -(-width // BLOCK)
         return max(LEAST_ROWS, -(-blocks // ratio))
 
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> int:
-        """To each owner its row; from each owner its sums, unless these stay."""
+        """Return the bytes of each owner's row, and of the sums sent back unless they stay with the owner."""
         peers, width = sync_peers(plan), sum(widths)
         back = self.bytes_from_owner(width, peers) if replicated(plan) else 0
         return (peers - 1) * (self.bytes_to_owner(width, peers) + back)
 
     def bytes_to_owner(self, width: int, peers: int) -> int:
-        """Bytes that a rank sends to the owner of a row of ``width`` elements: bits, and a sketch or else values."""
+        """Return the bytes sent to the owner of a row of ``width`` elements: mask bits, and a sketch or the values."""
         ratio = self.safe_ratio(self._union(peers), width)
         if ratio is None:
             return -(-width // 8) + round((1 - self.zeros(peers)) * width) * ITEMSIZES[self.value_dtype]
         return -(-width // 8) + self.sketch_rows(width, ratio) * BLOCK * FP32
 
     def bytes_from_owner(self, width: int, peers: int) -> int:
-        """Bytes that an owner sends to each peer that needs its row: the bits of the union, and FP32 sums."""
+        """Return the bytes that an owner sends to each peer that needs its row: mask bits of the union, FP32 sums."""
         return -(-width // 8) + round(self._union(peers) * width) * FP32
 
     def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Selecting; or masks, then probing and sketches, or values that are added up; or all rows, if needed."""
+        """Return the largest of: selecting; masks with sketches or summed values; receiving all rows, if needed."""
         peers = sync_peers(plan)
         n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
         ratio, everywhere = self.safe_ratio(union, columns), 0.0
@@ -163,5 +164,5 @@ class TagcSync(PerParameter):
         return max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
 
     def _union(self, peers: int) -> float:
-        """The share that at least one of so many ranks picks, if they pick independently."""
+        """Return the share of elements that at least one of ``peers`` ranks selects, if they select independently."""
         return 1 - self.zeros(peers) ** peers

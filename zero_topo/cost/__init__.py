@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What a plan costs: bytes sent and bytes held, as pure functions without torch."""
+"""Computes what a plan costs, bytes sent and bytes stored, in pure functions without torch."""
 
 from __future__ import annotations
 

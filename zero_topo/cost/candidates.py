@@ -1,13 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The plans among which the planner chooses: the named schemes, and free combinations of aligned degrees.
+"""Lists the plans among which the planner chooses: the named schemes, and free combinations of aligned degrees.
 
 Note [What is tried]
     Degrees are those of the machine's units: the divisors of a node that do not cut a GPU apart, two and four nodes,
     the world. Weights, gradients and optimizer follow the dependency rule; the optimizer is sharded over the world, or
     replicated between the smallest whole nodes that hold a gradient buffer. Each placement is tried unquantized, with
-    the bits of the ZeRO-topo paper, and with sync and publish in INT4 as well; and where weights travel in INT8, with
-    codes in place of the weights, whose publish is exact and needs no INT4. Sparse modes change how training converges,
-    so they are tried only if asked for. Keys that the user wrote are kept: they override every candidate's.
+    the bits of the ZeRO-topo paper, and additionally with sync and publish in INT4. If weights are sent in INT8, it is
+    also tried with resident INT8 weights, whose publish is exact and needs no INT4. Sparse modes change how training
+    converges, so they are tried only if asked for. Keys that the user wrote override those of every candidate.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WHOLE_NODES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that may be chosen.
+    """Describes a plan that may be chosen.
 
     Attributes:
-        name: of the scheme, or what it does in words.
-        settings: the keys that make it, for the ``zero_topo`` block.
+        name: name of the scheme, or a description in words.
+        settings: the keys of the ``zero_topo`` block that select it.
         chosen: the user's block with these keys.
         config: the block resolved on the machine.
     """
@@ -47,7 +47,7 @@ class Candidate:
 
     @cached_property
     def losses(self) -> tuple[tuple[str, ...], ...]:
-        """What it sends in fewer bits or not at all: inside and between nodes by themselves; empty if it loses nothing.
+        """Return what the plan quantizes or leaves out, inside a node and between nodes; empty if it is lossless.
 
         Each part is written as in ``("int8 weights", "int4 gradients")``.
         """
@@ -66,26 +66,26 @@ class Candidate:
         return tuple(part for part in parts if part)
 
     def loses_only(self, asked: ZeroTopoConfig) -> bool:
-        """Whether nothing is sent or held in fewer bits but what a block asks for by keys of its own."""
+        """Return whether the plan quantizes only what keys of the block ask for."""
         wanted = asked.quantize.model_fields_set | (asked.model_fields_set & {"sync", "publish"})
         return all(word.split()[-1] in wanted for part in self.losses for word in part)
 
     @property
     def named(self) -> bool:
-        """Whether it is a scheme of its own or with a few keys."""
+        """Return whether it is a named scheme, possibly with a few other keys."""
         return "scheme" in self.settings
 
 
 def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] = ()) -> tuple[Candidate, ...]:
-    """All plans that differ in effect and keep what the user asked for, named ones first; see Note [What is tried].
+    """Return all plans of different effect that keep the user's keys, named ones first; see Note [What is tried].
 
     Args:
-        asked: the user's block; its scheme, and whether it may be lossy, are ignored.
+        asked: the user's block; its scheme and its key ``lossy`` are ignored.
         topology: the machine.
-        sparse: modes of sync to try beside dense and quantized.
+        sparse: modes of sync to try in addition to dense and quantized.
 
     Raises:
-        ValueError: if the keys that the user wrote fit no plan, with the reason.
+        ValueError: if the user's keys fit no plan, with the reason.
     """
     fixed = {k: value for k, value in asked.model_dump(exclude_unset=True).items() if k not in ("scheme", "lossy")}
     found: dict[object, Candidate] = {}
@@ -105,10 +105,10 @@ def candidates(asked: ZeroTopoConfig, topology: Topology, sparse: Sequence[str] 
 
 
 def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
-    """The resolved block while no model is known: of an automatic one, a plan that may be chosen stands for all.
+    """Resolve the block while no model is known; for an automatic block, return the first plan that may be chosen.
 
     Raises:
-        ValueError: as :func:`candidates` and ``resolve_config``.
+        ValueError: raised by :func:`candidates` and ``resolve_config``.
     """
     if not is_automatic(block, topology):
         return resolve_config(block, topology)
@@ -116,7 +116,7 @@ def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
 
 
 def _name(own: Block, config: ResolvedConfig) -> str:
-    """The scheme or the degrees, then what the planner, not the user, added."""
+    """Return a name: the scheme or the degrees, then what the planner, not the user, added."""
     degrees = (f"{role} {degree}" for role, degree in config.plan.degrees().items() if degree is not None)
     parts = [own["scheme"] if "scheme" in own else ", ".join(degrees)]
     quantize = own.get("quantize", {})
@@ -145,7 +145,7 @@ def _schemes(sparse: Sequence[str]) -> Iterator[Block]:
 
 
 def _between_nodes(sparse: Sequence[str], codes: bool) -> Iterator[Block]:
-    """Ways to sync and publish beside the plain ones; of codes, to sync."""
+    """Yield the quantized and sparse settings of sync and publish; only of sync for resident INT8 weights."""
     for mode in (FEW_BITS["sync"], *({"mode": name} for name in sparse)):
         yield {"sync": mode} if codes else {"sync": mode, "publish": FEW_BITS["publish"]}
 
@@ -175,7 +175,7 @@ def _free_forms(topology: Topology, sparse: Sequence[str]) -> Iterator[Block]:
 
 
 def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topology) -> Block:
-    """The settings of sync and publish without those of collectives that the degrees leave nothing to do."""
+    """Return the settings of sync and publish without those of collectives that move nothing at these degrees."""
     moves = {
         "sync": degrees["gradients"] != topology.world_size,
         "publish": degrees["weights"] != degrees["optimizer"],
@@ -184,7 +184,7 @@ def _moving(settings: Block, degrees: Mapping[str, int | None], topology: Topolo
 
 
 def aligned_degrees(topology: Topology) -> tuple[int, ...]:
-    """Degrees that nest with the machine's units, ascending: parts of a node, few nodes, the world."""
+    """Return the degrees that nest with the machine's units, ascending: parts of a node, few nodes, the world."""
     gpu, node = topology.ranks_per_gpu, topology.ranks_per_node
     inside = [d for d in divisors(node) if d % gpu == 0 or gpu % d == 0]
     nodes = [count * node for count in WHOLE_NODES if topology.nodes % count == 0]
@@ -197,9 +197,10 @@ def _optimizers(topology: Topology, gradients: int) -> tuple[int, ...]:
 
 
 def _secondaries(topology: Topology, weights: int) -> Iterator[tuple[bool, int | None]]:
-    """Whether with the paper's bits, and the degree of the secondary copy.
+    """Yield (whether to use the paper's bits, degree of the secondary copy).
 
-    A copy as wide as the weights, or wider, pays only if quantized: it is a view otherwise. A narrower one pays always.
+    A copy of the weights' degree or a larger one is useful only if quantized: otherwise it is a view. A smaller degree
+    is always useful.
     """
     narrower = [d for d in (topology.ranks_per_gpu, topology.ranks_per_node) if 1 < d < weights and weights % d == 0]
     yield from ((bits, None) for bits in (False, True))
@@ -211,12 +212,12 @@ def _secondaries(topology: Topology, weights: int) -> Iterator[tuple[bool, int |
 
 
 def _place(topology: Topology, degree: int) -> str | int:
-    """The domain of a degree if it fills one, else the degree."""
+    """Return the domain of a degree if it fills one, else the degree."""
     return next((name for name in DOMAINS if topology.degree(name) == degree), degree)
 
 
 def _effect(config: ResolvedConfig) -> object:
-    """What distinguishes two plans: formats of what does not move count for nothing."""
+    """Return a key that distinguishes plans; formats of collectives that move nothing are ignored."""
     plan = config.plan
     degrees = (plan.weights, plan.secondary, plan.gradients, plan.optimizer)
     weights = config.weights_spec if plan.weights > 1 else config.resident_spec

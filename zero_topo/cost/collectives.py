@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Measured collectives, as rccl-tests and nccl-tests print them, and the rings that explain them best.
+"""Reads measured collectives, as rccl-tests and nccl-tests print them, and fits the rates of rings to them.
 
 Note [Rings of a machine]
     ``T = (P - 1) a + S (P - 1) / (P B)``: ``P`` ranks, ``S`` bytes in all, ``a`` seconds for each step of the ring,
-    ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes; ``a`` is one number, and another one for
-    small messages, which RCCL and NCCL send by a protocol of their own (LL) up to a size that is fitted too. The sum of
-    squared logarithms of model over measured is minimized, so that a short message counts as much as a long one. The
-    model is linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round before.
+    ``B`` bytes/s. ``B`` is fitted separately inside a node and across nodes. ``a`` has one value, and another for small
+    messages, which RCCL and NCCL send by a separate protocol (LL) up to a size that is fitted too. The fit minimizes
+    the sum of squared logarithms of model over measurement, so that short and long messages count equally. The model is
+    linear in ``a`` and ``1 / B``: each round solves least squares of errors relative to the round before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zero_topo.topology.rates import Collective, Ring
 
 COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter": "reduce"}
 SMALL_CLASSES = (0, 2**14, 2**15, 2**16)
-"""Bytes of a rank's message up to which the faster protocol may reach."""
+"""Candidates for the largest message of a rank, in bytes, that the faster protocol sends."""
 
 ENOUGH_POINTS = 4
 ROUNDS = 20
-TINY = 1e-15  # of seconds for a step or a byte: below what any machine does
+TINY = 1e-15  # seconds for a step or a byte: less than on any machine
 
 _NAME = re.compile(r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf")
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s", re.MULTILINE)
@@ -36,7 +36,7 @@ _ROW = re.compile(r"^\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\
 
 @dataclass(frozen=True)
 class Timed:
-    """One measured collective: ``ranks`` on ``nodes`` nodes, ``nbytes`` in all, ``seconds``."""
+    """Describes one measured collective: ``ranks`` on ``nodes`` nodes, ``nbytes`` in all, ``seconds``."""
 
     collective: Collective
     ranks: int
@@ -46,7 +46,7 @@ class Timed:
 
 
 def read_tests(path: Path) -> list[Timed]:
-    """The rows of one output of ``all_gather_perf`` or ``reduce_scatter_perf``, out of place.
+    """Return the out-of-place rows of one output of ``all_gather_perf`` or ``reduce_scatter_perf``.
 
     Raises:
         ValueError: if the file is neither, or lacks the list of ranks.
@@ -69,10 +69,10 @@ def read_tests(path: Path) -> list[Timed]:
 
 
 def fit_rings(timed: Iterable[Timed]) -> dict[Collective, dict[str, Ring]]:
-    """The rings that explain measured collectives best, by collective and domain; see Note [Rings of a machine].
+    """Fit the rings to measured collectives, by collective and domain; see Note [Rings of a machine].
 
     Raises:
-        ValueError: if a collective has too few measurements for the numbers sought.
+        ValueError: if a collective has too few measurements for the parameters to fit.
     """
     of: dict[Collective, list[Timed]] = {}
     for row in timed:
@@ -94,7 +94,7 @@ def _fit(rows: Sequence[Timed]) -> dict[str, Ring]:
 
 
 def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring]]:
-    """The error, and the rings, if messages up to ``small`` bytes have a step of their own."""
+    """Return the error and the rings if messages up to ``small`` bytes have a separate step time."""
     domains = list(dict.fromkeys(_domain(row) for row in rows))
     large = {(_domain(row), row.nbytes) for row in rows if row.nbytes / row.ranks > small}
     if any(sum(name == domain for name, _ in large) < 2 for domain in domains):
@@ -120,7 +120,7 @@ def _fit_class(rows: Sequence[Timed], small: int) -> tuple[float, dict[str, Ring
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """The ``x`` with the least squares of ``rows x - wanted``, by elimination in the normal equations."""
+    """Return the ``x`` that minimizes the squares of ``rows x - wanted``, by elimination in the normal equations."""
     width = range(len(rows[0]))
     table = [
         [*(sum(row[i] * row[j] for row in rows) for j in width), sum(map(mul, (row[i] for row in rows), wanted))]

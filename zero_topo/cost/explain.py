@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The planner's reasons in sentences, and the choice for the scheme "auto" in one."""
+"""Explains the planner's choice in sentences, and the choice of the scheme "auto" in one line."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
         "chaos": ("a change of the weights by 1e-6, which says what is noise", 0.0003, 0.0017),
     }
 )
-"""What fewer bits did to the training loss of a small model against stock ZeRO-3: scheme of
-``benchmarks/records/convergence.json`` -> what it sends, mean and worst of eight seeds (chaos: five)."""
+"""Change of a small model's training loss by quantization, against stock ZeRO-3: scheme of
+``benchmarks/records/convergence.json`` -> what is quantized, mean and worst of eight seeds (chaos: five)."""
 
 
 def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, str]:
-    """The block of the best plan that fits, and why, in one line; arguments as :func:`rank_plans`.
+    """Return the block of the best plan that fits, and the reason in one line; arguments of :func:`rank_plans`.
 
     Raises:
         ValueError: if nothing fits, or the user's keys fit no plan.
@@ -72,7 +72,7 @@ def _beside(plan: Priced, best: Priced) -> str:
 
 
 def _gain(ranking: Ranking) -> list[str]:
-    """What the plans that send fewer bits than was asked for would gain, if anything."""
+    """Return what the plans that quantize more than was asked for would gain, if anything."""
     best, faster = ranking.best.seconds, ranking.faster
     if faster is None:
         return []
@@ -84,7 +84,7 @@ def _gain(ranking: Ranking) -> list[str]:
 
 
 def explain(ranking: Ranking) -> list[str]:
-    """What won and by what, what dominates its wires, what the runner-up loses, what did not fit.
+    """Explain which plan won and why, what dominates its link time, where the runner-up is slower, what does not fit.
 
     Named schemes that do not fit get a sentence each; other plans are counted.
 
@@ -121,7 +121,7 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
 
 
 def _leaner(ranking: Ranking) -> str:
-    """What the winner holds less than a plan that is faster by more than nothing."""
+    """Compare the winner with a faster plan that needs more memory; empty if there is none."""
     best, fastest = ranking.best, ranking.fastest
     share = 1 - fastest.seconds / best.seconds
     if share <= EQUAL or best.held >= fastest.held:
@@ -130,7 +130,7 @@ def _leaner(ranking: Ranking) -> str:
 
 
 def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
-    """What a winner that loses something gains by it and risks, or what one that loses nothing gives up."""
+    """Return what a lossy winner gains and risks, or how much faster the best lossy plan would be."""
     exact = [plan for plan in ranking.timed if not plan.candidate.losses]
     lossy = [plan for plan in ranking.timed if plan.candidate.losses]
     if not best.candidate.losses:
@@ -153,13 +153,13 @@ def _risk() -> str:
 
 
 def range_sentence(price: Price) -> str:
-    """How far a step may be off, and on what that depends."""
+    """Return the range of a step and the unknowns on which it depends, as a sentence."""
     low, high = format_seconds(price.range.low_s), format_seconds(price.range.high_s)
     return f"a step is between {low} and {high}, and depends most on {price.range.sentence()}"
 
 
 def price_sentence(price: Price) -> str:
-    """What a plan costs, in one line."""
+    """Return the costs of a plan, in one line."""
     limit = price.request.limit
     held = format_bytes(price.held) + (
         ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
@@ -170,7 +170,7 @@ def price_sentence(price: Price) -> str:
 
 
 def setting(job: Job) -> str:
-    """What every predicted second rests on: stands beside each."""
+    """Return the job settings on which every predicted time depends; printed with each."""
     return (
         f"{job.micro_batch} x {job.model.sequence:,} tokens a micro-batch on a rank, activations "
         f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
@@ -179,7 +179,7 @@ def setting(job: Job) -> str:
 
 
 def _advice(best: Priced, request: Request) -> list[str]:
-    """What else the memory would allow: no recomputation, if that fits."""
+    """Return whether training without recomputation would fit, and how much faster it would be."""
     if not request.job.checkpointing or request.limit is None or request.states_only:
         return []
     job = replace(request.job, checkpointing=False)

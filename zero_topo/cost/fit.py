@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The plan of a block for a model: chosen if it is automatic; else whether a rank holds it, and the way out."""
+"""Finds the plan of a block for a model: chooses an automatic one, else checks that it fits into memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zero_topo.cost.planner import Request
 from zero_topo.units import format_bytes
 
 SURE = ("weights", "frozen", "secondary", "gradients", "residual")
-"""Roles whose bytes follow from the plan alone; an optimizer may hold less than Adam."""
+"""Roles whose bytes follow from the plan alone; an optimizer may store less than Adam."""
 
 
 def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
-    """The block resolved for a model; why it was chosen, or that it is not likely to fit, is in its notes.
+    """Resolve the block for a model; the notes say why a plan was chosen, or that it is not likely to fit.
 
     Raises:
-        ValueError: as :func:`recommend`, ``resolve_config`` and :func:`fit_notes`.
+        ValueError: raised by :func:`recommend`, ``resolve_config`` and :func:`fit_notes`.
     """
     if is_automatic(block, request.topology):
         chosen, why = recommend(block, request)
@@ -30,11 +30,11 @@ def planned(block: ZeroTopoConfig, request: Request) -> ResolvedConfig:
 
 
 def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> list[str]:
-    """A warning if a plan is predicted not to fit; nothing if it is, or the memory is not known.
+    """Return a warning if a plan is predicted not to fit; nothing if it fits, or the memory is not known.
 
     Args:
-        block: the user's, of which ``resolved`` is the plan.
-        resolved: on the request's machine.
+        block: the user's block.
+        resolved: the block resolved on the request's machine.
         request: machine and job.
 
     Raises:
@@ -62,7 +62,7 @@ def fit_notes(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request)
 
 
 def _way_out(block: ZeroTopoConfig, resolved: ResolvedConfig, request: Request) -> str:
-    """The block with weights sharded wider, if that is tried and fits; else the planner."""
+    """Return what to set instead: weights sharded over a larger domain if that fits, else the scheme "auto"."""
     for domain in ("gpu", "node"):
         degree = resolved.topology.degree(domain)
         if degree <= resolved.plan.weights or resolved.plan.gradients % degree:

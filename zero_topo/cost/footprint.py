@@ -1,20 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What one rank holds at the peak of a step: the shards of ``memory.py`` and everything that is there beside them.
+"""Computes the memory of one rank at the peak of a step: the shards of ``memory.py`` and all other buffers.
 
 Note [Activations]
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), without
     tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
-    only its input, ``2 s b h``, and one layer is whole at a time; embedding, last norm and FP32 logits take
-    ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores, which is kept by eager attention
-    alone: flash attention keeps an FP32 number for each head and token. The ``34 h`` are counted by what a layer
-    keeps (``Transformer.stored``), so that other widths, fewer heads of keys and gated layers come out too.
+    only its input, ``2 s b h``, and one layer is stored in full at a time; embedding, last norm and FP32 logits take
+    ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it;
+    flash attention stores one FP32 number per head and token. ``Transformer.stored`` replaces the ``34 h`` by a count
+    of the tensors that a layer stores, which covers other widths, grouped-query attention and gated layers.
 
 Note [In flight]
-    DeepSpeed keeps gathered parameters until ``stage3_max_live_parameters`` (10^9 elements by default) are there, but
-    at least the module in use and those that are prefetched; messages of the gather are beside them. Its bucket of
-    gradients has ``reduce_bucket_size`` elements (5 * 10^8 by default) whatever the model's size. The optimizer steps
-    through ``sub_group_size`` elements (10^9) at a time, whose gradients are copied to FP32. With ``offload_optimizer``
-    its states and these copies are in the host's memory, which is not counted.
+    DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` (10^9 elements by default), but at least
+    the module in use and the prefetched modules. The buffers of the all-gather come in addition. Its gradient bucket
+    has ``reduce_bucket_size`` elements (5 * 10^8 by default) for any model size. The optimizer updates
+    ``sub_group_size`` elements (10^9) at a time, and copies their gradients to FP32. With ``offload_optimizer`` its
+    states and these copies are in host memory, which is not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InFlight:
-    """DeepSpeed's settings that memory depends on, in elements; see Note [In flight].
+    """Holds DeepSpeed's settings that memory depends on, in elements; see Note [In flight].
 
     Attributes:
         live: ``stage3_max_live_parameters``.
@@ -54,10 +54,10 @@ class InFlight:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> InFlight:
-        """Of a DeepSpeed config; what is absent or "auto" has its default.
+        """Read the settings of a DeepSpeed config; absent and "auto" keys take their defaults.
 
         Raises:
-            ValueError: for what is no number.
+            ValueError: if a value is not a number.
         """
         zero, fp16 = config.get("zero_optimization") or {}, config.get("fp16") or {}
         keys = {"live": "stage3_max_live_parameters", "bucket": "reduce_bucket_size", "sub_group": "sub_group_size"}
@@ -75,7 +75,7 @@ DEFAULTS = InFlight()
 
 
 def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS) -> dict[str, int]:
-    """Bytes per rank at the peak of a step, by role.
+    """Return the bytes per rank at the peak of a step, by role.
 
     Args:
         config: plan and formats.
@@ -84,9 +84,9 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
         flight: DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`~zero_topo.cost.memory.memory_bytes`, then "masks" of sparse modes and what their "sync"
-        makes beside what it keeps (the next residual lives until the step is decided), the "bucket" of gradients, and
-        those of the moment, see :func:`moments`, that holds most; roles of zero bytes but the four shards are left out.
+        The roles of :func:`~zero_topo.cost.memory.memory_bytes`; "masks" of sparse modes; "sync", their scratch (the
+        next residual is allocated until it is decided whether the step is skipped); the gradient "bucket"; and the
+        roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
@@ -100,7 +100,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
 
 
 def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch:
-    """What sync makes, in runs of a bucket."""
+    """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
     columns = sum(config.plan.shard_numel(m) for m in work.numels)
     run = widest_run(config, replace(work, run_numel=flight.bucket))
     name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
@@ -110,7 +110,7 @@ def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch
 def moments(
     config: ResolvedConfig, work: Workload, job: Job, flight: InFlight = DEFAULTS
 ) -> tuple[dict[str, int], ...]:
-    """What is there beside the shards at each moment of a step that may hold most.
+    """Return the bytes in addition to the shards at each moment of a step that may be the peak.
 
     Args:
         config: plan and formats.
@@ -119,9 +119,13 @@ def moments(
         flight: DeepSpeed's settings.
 
     Returns:
-        A backward pass: "gathered" parameters, "activations", and "messages" of sync if that runs under it. The same
-        when a bucket is scattered. Sync after it. The optimizer's step: "step", its FP32 gradients, beside "messages"
-        that sync keeps, and of publish if that runs beside it. Publish after it.
+        One mapping of role to bytes for each of these moments, in order:
+
+        1. A backward pass: "gathered" parameters, "activations", and "messages" of sync if it overlaps.
+        2. The backward pass while a bucket is reduce-scattered, with the buffers of that in "messages".
+        3. Sync after the backward pass.
+        4. The optimizer step: FP32 gradients as "step"; in "messages" what sync keeps, and publish if it overlaps.
+        5. Publish after the optimizer step.
     """
     plan, work = config.plan, replace(work, run_numel=flight.bucket)
     sync = scratch(config, work, flight)
@@ -145,18 +149,18 @@ def moments(
 def gathered_bytes(
     config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
 ) -> tuple[int, int]:
-    """Bytes of whole parameters on a rank and of what they come in; see Note [In flight].
+    """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
 
     Args:
         config: the wire formats.
-        model: its modules are gathered one by one.
+        model: the model, whose modules are gathered one by one.
         itemsize: bytes per weight.
         prefetch: modules gathered ahead.
-        live: elements that may be whole at once.
+        live: gathered elements that DeepSpeed keeps at one time.
 
     Returns:
-        While one module is put together from the messages of all ranks; and while one more is on its way, of which
-        there are this rank's message and what has come, of two hops by the first.
+        Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
+        flight, for which this rank stores its own buffer and those received from the outermost group.
     """
     sizes = [sum(numels) for _, numels in model.modules()]
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
@@ -171,10 +175,10 @@ def gathered_bytes(
 
 
 def activation_bytes(job: Job, itemsize: int = 2) -> int:
-    """Bytes of activations of one micro-batch at the peak; see Note [Activations].
+    """Return the bytes of activations of one micro-batch at the peak; see Note [Activations].
 
     Args:
-        job: the shape, sequences of a micro-batch, the attention, and whether layers are recomputed.
+        job: gives the model's shape, sequences per micro-batch, the attention, and whether layers are recomputed.
         itemsize: bytes per activation.
     """
     model = job.model

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Bytes one rank holds, by role: exactly, as the engine allocates them, and the paper's table.
+"""Computes the bytes that one rank stores, by role: exactly, as the engine allocates them, and the paper's table.
 
 Only the shards are counted; activations, gathered parameters and buckets in flight are in ``footprint.py``. Sizes are
-those of Note [Sizes] in ``volume.py``. A rank that holds codes in place of weights still has the weights it updates,
-DeepSpeed's own buffer, and those of parameters that stay as they are.
+those of Note [Sizes] in ``volume.py``. A rank that stores INT8 weights still has the weights it updates, in DeepSpeed's
+own buffer, and the weights of parameters that are not quantized.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from zero_topo.cost.codes import codes_bytes
 from zero_topo.cost.volume import Columns, Workload
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
-VARIANCE_BYTES = 4  # of ADAM_BYTES, per parameter: what AdamS does not keep
-AGE_BYTES = 1  # per parameter, beside ADAM_BYTES: what AgedAdamW keeps
+VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS does not store
+AGE_BYTES = 1  # per parameter: what AgedAdamW stores in addition to ADAM_BYTES
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
 
 
 def memory_bytes(
     config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
 ) -> dict[str, int]:
-    """Bytes per rank of each role's shard.
+    """Return the bytes per rank of each role's shard.
 
     Args:
         config: plan and formats.
@@ -46,7 +46,7 @@ def memory_bytes(
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
-    if work.frozen is not None:  # nobody holds more of the exact ones than a world shard
+    if work.frozen is not None:  # no rank stores more exact weights than a world shard
         still = replace(config, plan=replace(plan, optimizer=n))
         copied = _secondary_bytes(still, [plan.shard_numel(m) for m in work.frozen.numels], work.itemsize)
         held["frozen"] = _weights_bytes(still, work.frozen) + copied
@@ -57,9 +57,10 @@ def memory_bytes(
 def padding_bytes(
     config: ResolvedConfig, work: Workload, accumulation_itemsize: int, optimizer_bytes: int = ADAM_BYTES
 ) -> dict[str, int]:
-    """The part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
+    """Return the part of :func:`memory_bytes` beyond an even split of the true parameters, rounded up.
 
-    World shards are padded to ``ceil(m / N)`` elements; codes and a quantized secondary add scales and alignment.
+    World shards are padded to ``ceil(m / N)`` elements. INT8 weights and a quantized secondary add scales and
+    alignment.
     """
     held = memory_bytes(config, work, accumulation_itemsize, optimizer_bytes)
     plan, true = config.plan, sum(work.numels)

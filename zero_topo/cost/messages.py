@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Bytes of the messages that a rank holds at once in each phase: what it sends, what comes, and FP32 tables between.
+"""Computes the bytes of the packed buffers that a rank stores at one time: sent, received, and FP32 tables.
 
-Sync and publish carry a run of parameters at a time (``packed_runs``). A route of two hops holds most in its first, for
-a reduction, and in its last, for a gather.
+Sync and publish carry a run of parameters at a time (``packed_runs``). In a hierarchical collective of two groups, a
+reduction needs most memory in the first group, an all-gather in the last.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from zero_topo.cost.volume import Workload, slot_runs
 
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
-    """Of a bucket: messages to all members, and what comes from them.
+    """Return the bytes of the reduce-scatter of a bucket: the buffers sent to all group ranks and those received.
 
     Args:
         config: plan and formats.
-        bucket: its elements.
-        work: the parameters, of which each is filled up to whole blocks.
+        bucket: elements of the bucket.
+        work: the parameters, each of which is padded to whole blocks.
     """
     plan, spec = config.plan, config.gradients_spec
     if plan.gradients == 1:
@@ -32,7 +32,10 @@ def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
 
 
 def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
-    """Of a run of weights: differences, the message made of them, and what comes; or of codes, if all blocks escape."""
+    """Return the bytes of a publish of one run of weights: differences, their packed buffer, and the receive buffer.
+
+    For INT8 weights the packed buffer is the largest possible one, in which every block is sent whole.
+    """
     plan, spec, codes = config.plan, config.publish.spec, config.resident_spec
     rows, size = plan.world_size // plan.optimizer, plan.optimizer // plan.weights
     widths, coded = (widest_run(config, work, kind) for kind in (False, True))
@@ -51,7 +54,10 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
 
 
 def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> list[int]:
-    """Columns of each parameter of the run that has most; of publish, by whether codes of them are held."""
+    """Return the elements, in a world shard, of each parameter of the largest run.
+
+    ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None takes all.
+    """
     slots = [slot for slot, held in enumerate(work.coded(config)) if coded in (None, held)]
     runs = slot_runs(config.plan, work, slots, work.run_numel)
     return max(([config.plan.shard_numel(work.numels[slot]) for slot in run] for run in runs), key=sum, default=[])

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Models by name, and the files that describe one: a Hugging Face ``config.json`` or a GPT-NeoX YAML.
+"""Loads models by name, or from a file that describes one: a Hugging Face ``config.json`` or a GPT-NeoX YAML.
 
 Sizes of the named models are those of their published configs (EleutherAI/gpt-neox and Pythia, meta-llama, GPT-2);
 ``gpt-neox-10b`` is the exception: no config of that size was published, so its shape is a conventional one.
@@ -19,13 +19,13 @@ from zero_topo.strict import cut, did_you_mean, read_text, within_limits
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
-"""Tokens of a training sequence where a file tells only how many the model's positions reach, if that is more."""
+"""Limit of the training sequence, in tokens, if a file gives only the model's maximal number of positions."""
 
 NEOX = "neox yaml"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-MOST_BYTES = 256 << 10  # YAML is read slowly
+MOST_BYTES = 256 << 10  # PyYAML is slow to import
 ATTENTIONS = ("global", "local", "flash")
-"""GPT-NeoX's kinds of attention whose layers have the parameters of a transformer's; rwkv, mamba and gmlp do not."""
+"""GPT-NeoX's kinds of attention with the parameters of a transformer layer; rwkv, mamba and gmlp have others."""
 
 
 def _neox(name: str, layers: int, hidden: int, heads: int, vocab: int) -> Transformer:
@@ -66,12 +66,12 @@ MODELS: Mapping[str, Transformer] = MappingProxyType(
 
 
 def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
-    """A model by name, or as a Hugging Face ``config.json`` or a GPT-NeoX YAML describes it.
+    """Load a model by name, or from a Hugging Face ``config.json`` or a GPT-NeoX YAML.
 
     Args:
         name_or_path: one of :data:`MODELS`, a file, or a folder with a ``config.json``.
-        sequence: tokens of a training sequence; None is the named model's or the YAML's, and of a Hugging Face config
-            what the model takes, at most :data:`TRAINED`, which is noted.
+        sequence: tokens of a training sequence. None takes that of the named model or the YAML; for a Hugging Face
+            config it takes the model's maximum, at most :data:`TRAINED`, and adds a note.
 
     Raises:
         ValueError: if there is no such name or file, or the file does not describe a known kind of model.
@@ -107,14 +107,14 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
 
 
 def _parse(text: str, what: str) -> dict[str, Any]:
-    """JSON, or YAML where PyYAML is installed, else by Hjson, which reads GPT-NeoX's commented JSON too."""
+    """Parse JSON, or YAML if PyYAML is installed; else use Hjson, which also reads GPT-NeoX's commented JSON."""
     reason: Exception | None = None
     for module, function in (("json", "loads"), ("yaml", "safe_load"), ("hjson", "loads")):
         try:
             data = getattr(importlib.import_module(module), function)(text)
         except ImportError:
             continue
-        except Exception as error:  # each parser has errors of its own
+        except Exception as error:  # each parser raises its own error types
             reason = reason or error
             continue
         if isinstance(data, Mapping) and data:
@@ -125,13 +125,13 @@ def _parse(text: str, what: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Keys:
-    """What a file says, read with errors that name the file and the key."""
+    """Reads the keys of a file; errors name the file and the key."""
 
     what: str
     values: Mapping[str, Any]
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """The first of these keys that is set, as a number; the default if none is."""
+        """Return the first of these keys that is set, as a number; the default if none is."""
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             if default is None:
@@ -143,7 +143,7 @@ class _Keys:
         return value
 
     def refuse_experts(self) -> None:
-        """Refuse a mixture of experts, which would be read as its dense part.
+        """Refuse a mixture of experts, which would be counted as its dense part.
 
         Raises:
             ValueError: if the file has one.
@@ -156,7 +156,7 @@ class _Keys:
             )
 
     def flag(self, name: str, default: bool) -> bool:
-        """A truth value; the default if the key is not set."""
+        """Return a boolean; the default if the key is not set."""
         value = self.values.get(name)
         return default if value is None else bool(value)
 
@@ -204,7 +204,7 @@ def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
 
 
 def _read_neox(name: str, keys: _Keys) -> Transformer:
-    """GPT-NeoX's keys; the vocabulary is the tokenizer's, so GPT-2's is taken if the file names none."""
+    """Read GPT-NeoX's keys. The tokenizer defines the vocabulary; without one in the file, GPT-2's is assumed."""
     if strange := [word for word in _words(keys.values.get("attention_config")) if word not in ATTENTIONS]:
         raise ValueError(f"{keys.what}: attention_config has {strange[0]!r}, whose layers are no transformer's")
     hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
@@ -213,7 +213,7 @@ def _read_neox(name: str, keys: _Keys) -> Transformer:
     llama = keys.values.get("mlp_type") == "llama"
     gated = llama or keys.values.get("activation") == "swiglu"
     intermediate = keys.count("intermediate_size", default=(8 if gated else 4) * hidden)
-    if gated:  # GPT-NeoX gives a third of it to each matrix
+    if gated:  # GPT-NeoX gives a third of this to each matrix
         step = keys.count("mlp_multiple_of", default=256 if llama else 1)
         intermediate = -(-(intermediate // 3) // step) * step
     return Transformer(
@@ -234,7 +234,7 @@ def _read_neox(name: str, keys: _Keys) -> Transformer:
 
 
 def _words(nested: Any) -> list[str]:
-    """The strings in lists of lists."""
+    """Return the strings in nested lists."""
     if isinstance(nested, str):
         return [nested]
     return [word for part in nested for word in _words(part)] if isinstance(nested, list) else []

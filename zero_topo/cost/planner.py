@@ -1,19 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Which plan to train a model with on a machine: what fits into memory, ranked by the predicted step time.
+"""Chooses the plan to train a model on a machine: the plans that fit into memory, ranked by predicted step time.
 
-1. All plans of ``candidates.py`` that keep the user's own keys. Fewer bits than these ask for are chosen only if the
-   block is ``lossy``; else the fastest plan with fewer is told as what that would gain.
-2. A plan that needs more than the machine's memory per rank less a reserve is dropped, with the role that is largest.
-3. Of the others, the named schemes and those whose bytes take least time on the wires, of those that lose nothing by
-   themselves, are simulated, and the shortest
-   step wins. How much of its communication a step hides is ``Job.overlap``.
-   What loses something, inside a node or between nodes, must be 2 percent faster for each. Times within half a percent
-   then count as equal, which is finer than any prediction: what loses less goes first, then what holds less memory
-   (in steps of 5 percent), then a named scheme before a free form, and who sends less before who sends more. In the
-   end a plan within 2 percent of that, which holds a tenth less and loses no more, takes its place.
+1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more than these keys ask
+   for are chosen only if the block is ``lossy``; else the fastest of them is reported as a possible gain.
+2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its largest role.
+3. Simulate the named schemes and the other plans whose bytes take the least time on the links, lossless and lossy ones
+   separately. The shortest step wins. ``Job.overlap`` gives the share of the communication that overlaps. A lossy plan
+   must be 2 percent faster for its loss inside a node, and again for its loss between nodes. Times within half a
+   percent count as equal, since no prediction is that exact. Among these, a plan that loses less comes first, then one
+   that needs less memory (in steps of 5 percent), then a named scheme before a free form, then the one that sends less.
+   Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
 
-Everything is a pure function of its arguments, so that all ranks of a run choose alike. Why a plan won is told by
-``explain.py``.
+Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
+why a plan won.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from zero_topo.units import format_bytes, format_count
 Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
 FINALISTS, TOLD = 24, 8
-"""Free plans that are simulated, of those that lose something and of the others; and of those that are only told of."""
+"""Most free-form plans simulated, per lossy and lossless kind: of the plans allowed, and of those only reported."""
 EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
-"""By which share a plan must be faster for what it loses inside a node, and again for what it loses between nodes."""
+"""Share by which a plan must be faster for its loss inside a node, and again for its loss between nodes."""
 LEANER, HOLDS_LESS = 0.02, 0.1
-"""By which share a plan may be slower that holds less by the second."""
+"""A plan may be slower by the first share if it needs less memory by the second share."""
 
-MOST_DOUBLINGS = 6  # of the nodes, where the planner looks for how many would do
+MOST_DOUBLINGS = 6  # doublings of the nodes, while the planner searches for a sufficient number
 ASSUMED_MACHINE = "frontier"
 MOST_PARAMS = 10**15
 CLOSE = 1.0002
@@ -55,18 +54,18 @@ STEPS_ABOVE = (1.002, 1.005, 1.01, 1.02, 1.05)
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """Describes what is to be planned.
 
     Attributes:
-        topology: the machine; links and rates it does not know are assumed to be those of Frontier.
+        topology: the machine; unknown links and rates are assumed to be those of Frontier.
         job: the model's shape, the micro-batches, what is recomputed.
-        numels: elements of each parameter, where they are known better than from the shape.
+        numels: elements of each parameter, if they are known exactly; None takes those of the shape.
         reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
         sparse: modes of sync to try beside dense and quantized; they change how training converges.
         flight: DeepSpeed's settings that memory depends on.
-        states_only: count the shards of weights, gradients and optimizer alone, as papers do, and leave out what is
-            beside them at the peak of a step.
-        own_rates: how fast a rank is, known better than from the machine's name.
+        states_only: count only the shards of weights, gradients and optimizer, as papers do, without the other memory
+            at the peak of a step.
+        own_rates: rates of a rank, if they are known; None takes those of the machine's preset.
         frozen: elements of each parameter that no optimizer updates.
     """
 
@@ -81,31 +80,31 @@ class Request:
     frozen: tuple[int, ...] = ()
 
     def holds(self, config: ResolvedConfig) -> dict[str, int]:
-        """Bytes of a rank by role under a plan."""
+        """Return the bytes of a rank by role under a plan."""
         work = replace(self.work, loss_scaled=self.flight.loss_scaled)
-        if self.job.stock:  # hpZ's copy has 16 bits
+        if self.job.stock:  # stock hpZ stores its copy in 16 bits
             config = replace(config, secondary_spec=None)
         if self.states_only:
             return memory_bytes(config, work, work.itemsize)
         return predict_memory(config, work, self.job, self.flight)
 
     def price(self, config: ResolvedConfig) -> Price:
-        """What a plan costs: the one answer to how long a step takes, what it sends and what a rank holds."""
+        """Return the cost of a plan: its step time, the bytes it sends, and the memory of a rank."""
         return Price(config, self)
 
     def fits(self, config: ResolvedConfig) -> bool:
-        """Whether a plan holds no more than it may, as far as that is known."""
+        """Return whether a plan fits into a rank's memory; True if that memory is not known."""
         return self.price(config).fits
 
     @cached_property
     def machine(self) -> Topology:
-        """The topology as far as costs depend on it, all links given."""
+        """Return the topology as far as costs depend on it, with assumed links where they are unknown."""
         links = {**load_machine(ASSUMED_MACHINE).links, **self.topology.links}
         return replace(self.topology, links=links, order=None, hosts=None)
 
     @cached_property
     def rates(self) -> Rates:
-        """How fast a rank computes."""
+        """Return the rates of a rank; Frontier's if they are not known."""
         assumed = rates_as(load_machine(ASSUMED_MACHINE), self.topology)
         rates = self.own_rates or known_rates(self.topology) or assumed
         assert rates is not None
@@ -113,12 +112,12 @@ class Request:
 
     @property
     def assumed_rates(self) -> bool:
-        """Whether they are not known."""
+        """Return whether the rates are assumed, because they are not known."""
         return self.own_rates is None and known_rates(self.topology) is None
 
     @property
     def assumed_links(self) -> list[str]:
-        """Domains with several parts whose link is not known."""
+        """Return the domains with several parts whose link is not known."""
         wider = [name for name, inner in pairwise(reversed(DOMAINS)) if self._parts(name, inner) > 1]
         return [name for name in reversed(wider) if name not in self.topology.links]
 
@@ -127,7 +126,7 @@ class Request:
 
     @cached_property
     def work(self) -> Workload:
-        """The parameters and the step."""
+        """Return the parameters and the step, as far as bytes depend on them."""
         job = self.job
         numels, dims = (job.model.numels(), job.model.dims()) if self.numels is None else (self.numels, None)
         work = Workload.uniform(numels, job.itemsize, job.micro_batches, dims)
@@ -136,14 +135,14 @@ class Request:
 
     @property
     def limit(self) -> int | None:
-        """Bytes that a plan may hold on a rank; None if the machine's memory is not known."""
+        """Return the bytes that a plan may use on a rank; None if the machine's memory is not known."""
         memory = self.topology.memory_per_rank
         return None if memory is None else max(0, int(memory * (1 - self.reserve)))
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs, each part worked out when it is asked for.
+    """Computes the costs of a plan, each on first access.
 
     Attributes:
         config: the plan on the request's machine.
@@ -155,49 +154,49 @@ class Price:
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
-        """Bytes that a rank holds, by role."""
+        """Return the memory of a rank in bytes, by role."""
         return self.request.holds(self.config)
 
     @property
     def held(self) -> int:
-        """Bytes that a rank holds in all."""
+        """Return the total memory of a rank in bytes."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than it may, as far as that is known."""
+        """Return whether the plan fits into a rank's memory; True if that memory is not known."""
         return self.request.limit is None or self.held <= self.request.limit
 
     @cached_property
     def sent(self) -> Mapping[Key, int]:
-        """Bytes that a rank sends in a step, by phase and domain."""
+        """Return the bytes that a rank sends in a step, by phase and domain."""
         return step_bytes(self.config, self.request.work, self.request.job.stock)
 
     @cached_property
     def step(self) -> Step:
-        """A step's seconds, and what they are spent on."""
+        """Return the predicted step with its breakdown in seconds."""
         return predict_step(self._known, self.request.job, self.request.rates)
 
     @cached_property
     def range(self) -> Range:
-        """How far the step may be off."""
+        """Return the range of the predicted step."""
         return step_range(self._known, self.request.job, self.request.rates)
 
     @property
     def _known(self) -> ResolvedConfig:
-        """The plan with all links given."""
+        """Return the plan with assumed links where they are unknown."""
         return replace(self.config, topology=self.request.machine)
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate and its costs.
+    """Holds a candidate and its costs.
 
     Attributes:
         candidate: the plan.
-        price: what it costs.
-        wire: seconds of a step that its bytes take on the wires if nothing overlaps.
-        seconds: of a step, predicted; 0 until it is.
+        price: its costs.
+        wire: seconds per step that its bytes take on the links if nothing overlaps.
+        seconds: predicted seconds of a step; 0 before the prediction.
     """
 
     candidate: Candidate
@@ -207,21 +206,21 @@ class Priced:
 
     @property
     def weighed(self) -> float:
-        """Seconds, and more for each part of it that loses something."""
+        """Return the seconds of a step, raised by :data:`LOSS_MUST_GAIN` for each part of the plan that is lossy."""
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes that a rank holds, by role."""
+        """Return the memory of a rank in bytes, by role."""
         return self.price.memory
 
     @property
     def held(self) -> int:
-        """Bytes in all."""
+        """Return the total memory of a rank in bytes."""
         return self.price.held
 
     def why_not(self, limit: int) -> str:
-        """Why it does not fit, as a sentence."""
+        """Return why the plan does not fit, as a sentence."""
         role = max(self.memory, key=self.memory.__getitem__)
         return (
             f"{self.candidate.name} does not fit: it needs {format_bytes(self.held)} of {format_bytes(limit)}, "
@@ -231,14 +230,14 @@ class Priced:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the planner found.
+    """Holds the result of the planner.
 
     Attributes:
         request: what was planned.
-        timed: the plans that were simulated, best first.
-        refused: those that do not fit, leanest first.
-        fitting: how many fit.
-        lossier: simulated plans that fit, but send fewer bits than was asked for, best first.
+        timed: the simulated plans, best first.
+        refused: plans that do not fit, least memory first.
+        fitting: number of plans that fit.
+        lossier: simulated plans that fit, but quantize more than was asked for, best first.
     """
 
     request: Request
@@ -249,7 +248,7 @@ class Ranking:
 
     @property
     def best(self) -> Priced:
-        """The winner.
+        """Return the winner.
 
         Raises:
             ValueError: if nothing fits.
@@ -269,19 +268,19 @@ class Ranking:
 
     @property
     def fastest(self) -> Priced:
-        """The fastest that sends no fewer bits than the winner, which may hold less."""
+        """Return the fastest plan that loses no more than the winner, which may need less memory."""
         losses = len(self.best.candidate.losses)
         return min((plan for plan in self.timed if len(plan.candidate.losses) <= losses), key=lambda plan: plan.seconds)
 
     @property
     def faster(self) -> Priced | None:
-        """The fastest plan that sends fewer bits than was asked for, if it is faster than the winner."""
+        """Return the fastest plan that quantizes more than was asked for, if it is faster than the winner."""
         fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
         return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
     @property
     def equals(self) -> list[Priced]:
-        """The plans as fast as the winner by :data:`EQUAL`, but that lose more, or else were not behind the fastest."""
+        """Return the plans as fast as the winner within :data:`EQUAL` that lose more, or were near the fastest."""
         best, losses = self.best, len(self.best.candidate.losses)
         within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
         near = (plan for plan in self.timed[1:] if plan.seconds <= best.seconds * (1 + EQUAL))
@@ -289,15 +288,15 @@ class Ranking:
 
 
 def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
-    """The plans that keep the user's keys, priced and ranked; see the module.
+    """Price and rank the plans that keep the user's keys; see the module docstring.
 
     Args:
-        asked: the user's block, taken for automatic.
+        asked: the user's block, treated as automatic.
         request: machine and job.
         seconds: predicts the time of a step; by default :func:`predict_step`.
 
     Raises:
-        ValueError: if the keys that the user wrote fit no plan, or none that sends no fewer bits than they say.
+        ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
     whole = replace(request.work, numels=(sum(request.work.numels),), dims=(2,), persistent=(False,))
 
@@ -328,9 +327,9 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
-    """The plans that shard weights over a node at least, if the memory of a rank is not known; else all of them.
+    """Return the plans that shard weights over at least a node if a rank's memory is not known; else all plans.
 
-    Nothing would be refused, and the fastest plans hold everything on every rank.
+    With unknown memory no plan is refused, and the fastest plans would store everything on every rank.
     """
     if request.limit is not None:
         return found
@@ -339,9 +338,9 @@ def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate
 
 
 def _finalists(fitting: Sequence[Priced], most: int) -> list[Priced]:
-    """The named schemes, and of the others those with the shortest wires, among all and among those that lose nothing.
+    """Return the named schemes, and the free forms with the least link time, lossless and lossy ones separately.
 
-    Bytes alone would leave nothing to compare with that sends all in full.
+    Link time alone would leave no lossless plan for comparison.
     """
     free = sorted((plan for plan in fitting if not plan.candidate.named), key=lambda plan: plan.wire)
     exact = [plan for plan in free if not plan.candidate.losses]
@@ -350,7 +349,7 @@ def _finalists(fitting: Sequence[Priced], most: int) -> list[Priced]:
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
-    """Fastest first; times as good as equal are ordered by what else speaks for a plan."""
+    """Sort plans by time, and plans of equal time by loss, memory, name and bytes; see the module docstring."""
     fastest = min((plan.weighed for plan in timed), default=0.0)
 
     def equals(plan: Priced) -> tuple[float, int]:
@@ -369,7 +368,7 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
 
 
 def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
-    """With the leanest plan in front of those that :data:`LEANER` allows in place of the first."""
+    """Move the plan with the least memory to the front, among those that :data:`LEANER` lets replace the first."""
 
     def may_win(plan: Priced) -> bool:
         losses = len(plan.candidate.losses)
@@ -382,7 +381,7 @@ def _leaner_first(timed: Sequence[Priced]) -> tuple[Priced, ...]:
 
 
 def _way_out(leanest: Priced, request: Request) -> str:
-    """What would let the leanest plan fit: a change of the job, or more nodes, each tried out by itself."""
+    """Return what would make the leanest plan fit: changes of the job, or more nodes, each tried separately."""
     job, flight, topology = request.job, request.flight, request.machine
     leaner = {
         "recompute activations (checkpointing)": replace(request, job=replace(job, checkpointing=True)),
@@ -405,7 +404,7 @@ def _way_out(leanest: Priced, request: Request) -> str:
 
 
 def _enough_nodes(plan: Priced, request: Request) -> int | None:
-    """The smallest number of nodes, by doubling, on which a plan fits."""
+    """Return the smallest number of nodes, by doubling, on which a plan fits; None if there is none."""
     counts = [request.machine.nodes * 2**power for power in range(1, MOST_DOUBLINGS + 1)]
     larger = (replace(request, topology=replace(request.machine, nodes=count)) for count in counts)
     return next((changed.topology.nodes for changed in larger if changed.fits(_on(plan, changed))), None)
@@ -416,19 +415,19 @@ def _on(plan: Priced, request: Request) -> ResolvedConfig:
 
 
 def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
-    """Seconds that the bytes of each phase take on the links of each domain if nothing overlaps."""
+    """Return the seconds that the bytes of each phase take on the links of each domain if nothing overlaps."""
     links = config.topology.links
     return {(phase, domain): n / links[domain].bandwidth for (phase, domain), n in step_bytes(config, work).items()}
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:
-    """The largest model of conventional shape (:func:`scaled`) that a plan trains on a machine; None if unlimited.
+    """Return the parameters of the largest model of conventional shape (:func:`scaled`) that fits; None if unlimited.
 
     No model up to 5% larger fits either.
 
     Args:
         config: the plan on the request's machine.
-        request: machine and job; of its model only the sequence counts.
+        request: machine and job; only the sequence of its model is used.
     """
     if request.limit is None:
         return None
@@ -448,7 +447,7 @@ def max_params(config: ResolvedConfig, request: Request) -> int | None:
         while high > low * CLOSE:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        above = [int(low * step) for step in STEPS_ABOVE]  # shapes change in steps, so a larger model may be leaner
+        above = [int(low * step) for step in STEPS_ABOVE]  # a larger model may need less memory: shapes change in steps
         larger = [params for params in above if fits(params)]
         if not larger:
             return low

@@ -1,52 +1,53 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How long an optimizer step takes on a machine, in closed form, and how far that may be off.
+"""Predicts the time of an optimizer step on a machine, in closed form, and the range of that prediction.
 
 Note [A step]
     A step is a sequence of passes: forward and backward of each micro-batch, then the optimizer. All ranks do the same
-    at the same time, so one rank stands for all. In the first forward pass the weights updated last are published; in
-    the last backward pass gradients are synced. Every collective is packed (quantized) before it is sent and unpacked
-    after, over memory.
-    If nothing overlaps, a pass takes its computation and all of its collectives, one after the other. If all that may
-    overlap does, it takes as long as whatever is busiest: the computation, a link, or one of three streams (gathers;
-    scatters; sync and publish). Not even then do overlap: the first gather of a forward pass, the last scatter and sync
-    of a backward pass, the first publish, the sync of a mode that takes all gradients at once, and what is switched off
-    (``Job.prefetch``, ``Job.overlap_scatter``, the block's ``overlap``). ``Job.overlap`` says where between the two a
-    step is.
+    at the same time, so the model follows one rank. The first forward pass publishes the last updated weights; the last
+    backward pass syncs gradients. Every collective is packed (quantized) in memory before it is sent, and unpacked
+    after. Without overlap, a pass takes the sum of its computation and all of its collectives. With full overlap, it
+    takes as long as its busiest resource: the computation, a link, or one of three streams (gathers; scatters; sync and
+    publish). Some collectives never overlap: the first gather of a forward pass, the last scatter and sync of a
+    backward pass, the first publish, the sync of a mode that takes all gradients at once, and collectives whose overlap
+    is switched off (``Job.prefetch``, ``Job.overlap_scatter``, the block's ``overlap``). ``Job.overlap`` interpolates
+    between the two.
 
 Note [Links]
-    A byte uses the link of the smallest domain that holds both ends: the GPU's between dies, the node's between GPUs,
-    the world's between nodes. A :class:`Link` gives what one rank gets while all ranks of the domain talk at once. In
-    all collectives of a plan every rank of the world takes part, each in its own group, so that is the case but for
-    rings: a ring through ``g`` members of a node leaves it once, so of the ``L`` ranks of a node only ``L / g`` talk.
-    If the domain's link is shared (a node's uplink), these get ``g`` times as much each.
+    A byte uses the link of the smallest domain that holds both ends: the GPU's link between its GCDs, the node's
+    between GPUs, the world's between nodes. A :class:`Link` gives the rate of one rank while all ranks of the domain
+    send at once. Every rank of the world takes part in all collectives of a plan, each in its own group, so all do
+    send. Rings are the exception: a ring through ``g`` members of a node leaves it once, so only ``L / g`` of the ``L``
+    ranks of a node send to other nodes. If the domain's link is shared (a node's uplink), each of these gets ``g``
+    times the rate.
 
 Note [Patterns]
-    Of a hop of ``d`` members, ``g`` of them in one unit, in which a rank sends ``B`` bytes in all:
-    *direct*, to each member ``B / (d - 1)``, all under way at once: ``B (d - g) / (d - 1)`` leave the unit, and the
-    latency is paid once. *ring*, all to the next member, as NCCL and RCCL gather: each unit's link carries ``B`` for
-    each group, and latencies add up around the ring. This is the alpha-beta model of Thakur, Rabenseifner and Gropp,
-    "Optimization of Collective Communication Operations in MPICH" (2005), per level of the tree.
+    A process group ("hop") has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B``
+    bytes in all. *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the
+    unit, and the latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather.
+    Each unit's link carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of
+    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of
+    the tree.
 
 Note [Measured rings]
-    Where a machine's rings were measured (``Rates.rings``), these rates count in place of the links'. They are of one
-    ring through all ranks of a unit, which has all of its links; of ``L`` ranks of a unit, ``g`` of them in each ring,
-    ``L / g`` rings run beside each other and share them. The widest domain's step is paid by every rank of the ring
-    but one: all pass on at once, and the slowest pair sets the pace.
+    If a machine's rings were measured (``Rates.rings``), these rates replace those of the links. They were measured
+    with one ring through all ranks of a unit, which uses all of its links. With ``L`` ranks in a unit and ``g`` of them
+    in each ring, ``L / g`` rings run in parallel and share the links. Each of the ``P - 1`` steps of a ring takes the
+    step time of the widest domain: all ranks send at once, and the slowest pair sets the pace.
 
 Note [Stock]
-    DeepSpeed's own ZeRO-3 and ZeRO++ send otherwise than this engine: all ranks are one ring, whatever the machine (no
-    two hops, but for ZeRO++'s quantized scatter, which has them by design); each linear layer fetches its weights by
-    itself, so a layer makes a gather for each of its matrices, and one more for each matrix's scales if it is quantized
-    (``partition_parameters.py``); a gradient that fills ``reduce_bucket_size`` alone, as matrices do with the 10^7 of
-    DeepSpeed's ZeRO++ tutorial, is reduced by itself, by a ring if it is not quantized. Vectors go with a matrix here;
-    DeepSpeed keeps them whole (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each by itself, which is
+    Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
+    ZeRO++'s quantized scatter has two hops, by design. Each linear layer fetches its own weights, so a layer makes one
+    gather per matrix, and one more for each matrix's scales if it is quantized (``partition_parameters.py``). A
+    gradient that alone fills ``reduce_bucket_size``, as matrices do with the 10^7 of DeepSpeed's ZeRO++ tutorial, is
+    reduced separately, by a ring if it is not quantized. This model sends vectors with a matrix. DeepSpeed keeps them
+    as persistent parameters (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each separately; both are
     left out.
 
 Note [Range]
-    A machine's file says by which share its rates may be off (``Rates.spread``; a third where it does not). How much of
-    the communication a device hides is not known either, unless the user states it. A step is never longer on a faster
-    machine or with more hidden, so two predictions, everything at its best and everything at its worst, bound it; two
-    more for each unknown alone say what it depends on.
+    A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default). The share of the
+    communication that a device hides is unknown too, unless the user states it. A step is never longer on a faster
+    machine or with more overlap. Two predictions therefore bound it: everything at its best, and everything at its
+    worst. Two more for each single unknown give the dependence of the step on it.
 """
 
 from __future__ import annotations
@@ -77,15 +78,15 @@ from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 Attention = Literal["flash", "eager"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OVERLAP = 0.0
-"""Share of the communication that may run beside computation and does, where nobody states it.
+"""Default share of the communication able to overlap with computation that does overlap.
 
-Of published steps of ZeRO-3 and its kin this model can be held against those of the ZeRO-topo paper alone (384 GCDs of
-Frontier). With the presets' rates and 8 micro-batches its three ratios come out within 15% at 0, 22% at 0.25, 30% at
-0.5 and 49% at 1. That is fitted for Frontier; on other machines it is a guess, on the safe side.
+Among published step times of ZeRO-3 and its variants, this model can be compared only with those of the ZeRO-topo paper
+(384 GCDs of Frontier). With the presets' rates and 8 micro-batches its three ratios come out within 15% at 0, 22% at
+0.25, 30% at 0.5 and 49% at 1. The default is thus fitted to Frontier; on other machines it is a conservative guess.
 """
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
-SCALES_PER_BYTES = 256 // 4  # bytes of values to a byte of their scales
-CODED_BYTES = 2 * (4 + 1) + 1  # masters and codes are read to choose scales and again for the codes, which are written
+SCALES_PER_BYTES = 256 // 4  # bytes of values per byte of scales
+CODED_BYTES = 2 * (4 + 1) + 1  # per INT8 weight: masters and codes are read twice, codes written
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 TERA = 10**12
 PHASES = ("compute", "gather_forward", "gather_backward", "scatter", "sync", "publish", "optimizer")
@@ -94,19 +95,19 @@ UNKNOWNS: tuple[Unknown, ...] = get_args(Unknown)
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """Describes what is trained.
 
     Attributes:
         model: its shape.
         micro_batch: sequences per rank and micro-batch.
         micro_batches: micro-batches per optimizer step (``K``).
-        checkpointing: whether layers run forward again before their backward.
+        checkpointing: whether activations are recomputed: layers run forward again before their backward.
         itemsize: bytes per weight and gradient.
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
-        overlap_scatter: whether the backward pass goes on beside scatters (DeepSpeed's ``overlap_comm``).
-        attention: "flash", or "eager", which keeps the matrix of scores for the backward pass.
-        stock: whether everything is sent as DeepSpeed's own engine does, see Note [Stock].
-        overlap: share of the communication that may overlap and does; None takes :data:`OVERLAP`, as not known.
+        overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's ``overlap_comm``).
+        attention: "flash", or "eager", which stores the matrix of scores for the backward pass.
+        stock: whether stock DeepSpeed does all communication, see Note [Stock].
+        overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -132,12 +133,12 @@ class Job:
 
     @property
     def hidden(self) -> float:
-        """Share of the communication that may overlap and does."""
+        """Return the share of the communication able to overlap that does."""
         return OVERLAP if self.overlap is None else self.overlap
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one rank in a step: forward and backward, what is computed twice counted once."""
+        """Return the model FLOPs of one rank in a step: forward and backward, without recomputation."""
         tokens = self.micro_batch * self.model.sequence
         return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
 
@@ -147,7 +148,7 @@ class Job:
 
 @dataclass(frozen=True)
 class HopTime:
-    """One hop on links that nothing else uses.
+    """Holds the time of one hop (process group) on otherwise idle links.
 
     Attributes:
         latency: seconds.
@@ -159,13 +160,13 @@ class HopTime:
 
     @property
     def seconds(self) -> float:
-        """From the first byte to the last."""
+        """Return the seconds from the first byte to the last."""
         return self.latency + max(self.busy.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a machine as collectives find them.
+    """Computes the times of collectives on the links of a machine.
 
     Attributes:
         topology: tree and links.
@@ -176,10 +177,10 @@ class Network:
     rates: Rates
 
     def link(self, domain: str) -> Link:
-        """The link of a domain at the rate that collectives reach.
+        """Return the link of a domain at the rate that collectives reach.
 
         Raises:
-            ValueError: if the machine's description has none.
+            ValueError: if the machine's description has no such link.
         """
         link = self.topology.links.get(domain)
         if link is None:
@@ -190,11 +191,11 @@ class Network:
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
 
     def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
-        """Time of a hop ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
+        """Return the time of a hop ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
 
         Args:
             lo, hi: the hop.
-            sent: bytes, to all other members together.
+            sent: bytes to all other members together.
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
 
         Raises:
@@ -223,18 +224,18 @@ class Network:
         return HopTime(latency, busy)
 
     def _members(self, lo: int, hi: int, domain: str) -> int:
-        """Members of a hop in one unit of the domain."""
+        """Return the number of members of a hop in one unit of the domain."""
         unit, size = self.topology.degree(domain), hi // lo
         return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
 
 def known_rates(topology: Topology) -> Rates | None:
-    """Rates of the preset that a topology has its name from, if there is one and it knows."""
+    """Return the rates of the preset with the topology's name; None if there is no such preset, or it has none."""
     return rates_as(load_machine(topology.name), topology) if topology.name in preset_names() else None
 
 
 def rates_as(machine: Machine, topology: Topology) -> Rates | None:
-    """Rates of a machine for a topology: rings that were measured count only over links that are the machine's."""
+    """Return a machine's rates for a topology; its measured rings count only over links equal to the machine's."""
     if machine.rates is None:
         return None
     known = {name: link.bandwidth for name, link in machine.links.items()}
@@ -247,7 +248,7 @@ def rates_as(machine: Machine, topology: Topology) -> Rates | None:
 
 
 def rates_of(topology: Topology) -> Rates:
-    """Rates of the preset that a topology has its name from.
+    """Return the rates of the preset with the topology's name.
 
     Raises:
         ValueError: if there are none.
@@ -266,13 +267,13 @@ def rates_of(topology: Topology) -> Rates:
 
 @dataclass(frozen=True)
 class Packet:
-    """Equal collectives of modules.
+    """Describes equal collectives of several modules.
 
     Attributes:
-        phase: as the meter's.
-        packing: seconds to pack and unpack one.
-        hops: of one, in the order they run.
-        count: how many there are.
+        phase: phase under which the meter counts them.
+        packing: seconds to pack and unpack one collective.
+        hops: hops of one collective, in the order they run.
+        count: number of collectives.
     """
 
     phase: str
@@ -282,11 +283,11 @@ class Packet:
 
     @property
     def seconds(self) -> float:
-        """Of all of them, one after the other, from the first value packed to the last unpacked."""
+        """Return the seconds of all collectives in sequence, from the first value packed to the last unpacked."""
         return self.count * (self.packing + sum(hop.seconds for hop in self.hops))
 
     def busy(self, host_codec: bool) -> Iterable[tuple[str, float]]:
-        """What they keep busy for how many seconds: a stream, links, and the computation if packing takes its time."""
+        """Yield (resource, busy seconds): a stream, links, and the computation if packing runs on its stream."""
         stream = "gathers" if self.phase.startswith("gather") else "scatters" if self.phase == "scatter" else "steps"
         yield stream, self.seconds
         yield "compute", self.count * self.packing * host_codec
@@ -295,11 +296,11 @@ class Packet:
 
 
 def _packet(config: ResolvedConfig, job: Job, network: Network, phase: str, columns: Columns) -> Packet:
-    """The collective of a phase for a module of these parameters."""
+    """Return the collective of a phase for a module of these parameters."""
     sent, itemsize = sent_as(config, phase, job.stock), _itemsize(config, job, phase)
     moves, message = phase_moves(sent, phase, columns, itemsize)
     found = [move for move in moves if move.sent]
-    if not found and not (columns.coded and phase.startswith("gather")):  # who holds all decodes his own codes
+    if not found and not (columns.coded and phase.startswith("gather")):  # INT8 weights are always decoded
         return Packet(phase, 0.0, ())
     touched = _touched(config, job, phase, columns, message, sum(move.sent for move in found))
     if job.stock and phase in ("gather_forward", "gather_backward", "scatter"):
@@ -319,7 +320,7 @@ def _hops(network: Network, moves: Iterable[Move], reduces: str = "direct") -> t
 
 
 def _matrices(config: ResolvedConfig, widths: Sequence[int]) -> list[int]:
-    """Columns that each message of stock is about; vectors go with the first matrix."""
+    """Return the columns of each message of stock DeepSpeed; vectors are sent with the first matrix."""
     least = PERSISTENT / config.plan.world_size
     large = [width for width in widths if width > least] or [sum(widths)]
     return [large[0] + sum(width for width in widths if width <= least), *large[1:]] if len(large) > 1 else large
@@ -332,7 +333,7 @@ def _itemsize(config: ResolvedConfig, job: Job, phase: str) -> int:
 
 
 def _touched(config: ResolvedConfig, job: Job, phase: str, columns: Columns, message: int, sent: int) -> int:
-    """Bytes of memory that packing and unpacking go over."""
+    """Return the bytes of memory that packing and unpacking read and write."""
     plan, whole = config.plan, sum(columns.all) * job.itemsize
     if phase == "sync":
         return 4 * sent
@@ -349,7 +350,7 @@ def _touched(config: ResolvedConfig, job: Job, phase: str, columns: Columns, mes
 
 
 def _module_columns(config: ResolvedConfig, job: Job, shapes: Sequence[Shape]) -> Columns:
-    """Of a module's parameters; stock DeepSpeed holds no codes."""
+    """Return the columns of a module's parameters; stock DeepSpeed has no INT8 weights."""
     work = Workload.uniform(map(math.prod, shapes), dims=map(len, shapes))
     coded = (False,) * len(shapes) if job.stock else work.coded(config)
     return Columns.of(config.plan, list(zip(work.numels, coded, strict=True)))
@@ -360,11 +361,11 @@ def _module_columns(config: ResolvedConfig, job: Job, shapes: Sequence[Shape]) -
 
 @dataclass(frozen=True)
 class Step:
-    """One predicted optimizer step of one rank.
+    """Holds one predicted optimizer step of one rank.
 
     Attributes:
-        breakdown: phase -> seconds of computing, or of communication that nothing hides.
-        flops: model FLOPs (what is computed twice counted once).
+        breakdown: phase -> seconds of computation, or of exposed communication.
+        flops: model FLOPs, without recomputation.
     """
 
     breakdown: Mapping[str, float]
@@ -372,18 +373,18 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Return the seconds of the whole step."""
         return sum(self.breakdown.values())
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model FLOPs per second, in 10^12."""
+        """Return the model FLOPs per second, in 10^12."""
         return self.flops / self.seconds / TERA
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Passes that are alike: computation, and the collectives that may run beside it and those that may not."""
+    """Describes equal passes: computation, collectives that can overlap with it, and those that cannot."""
 
     times: int
     compute: float
@@ -391,7 +392,7 @@ class _Pass:
     alone: Sequence[Packet]
 
     def exposed(self, hidden: float, host_codec: bool) -> dict[str, float]:
-        """Phase -> seconds for which nothing else goes on; ``hidden`` is the share of what may overlap and does."""
+        """Return phase -> exposed seconds; ``hidden`` is the share of the overlappable communication that overlaps."""
         busy = defaultdict[str, float](float, compute=self.compute)
         for packet in self.beside:
             for what, seconds in packet.busy(host_codec):
@@ -411,7 +412,7 @@ def predict_step(config: ResolvedConfig, job: Job, machine: Rates | None = None)
     Args:
         config: plan, formats and machine.
         job: what is trained.
-        machine: rates of a rank; None takes those of the preset that the topology has its name from.
+        machine: rates of a rank; None takes those of the preset with the topology's name.
 
     Raises:
         ValueError: if the machine's rates or the bandwidth of a link that is used are not known.
@@ -438,13 +439,13 @@ def _passes(
     modules: Sequence[tuple[int, Columns]],
     seconds: tuple[float, float],
 ) -> Iterable[_Pass]:
-    """The forward and backward passes of a step that computes each for so many seconds."""
+    """Yield the forward and backward passes of a step; ``seconds`` is the computation of each."""
 
     def of(phase: str) -> list[Packet]:
         return [replace(_packet(config, job, network, phase, of), count=count) for count, of in modules]
 
     def split(packets: list[Packet], hides: bool, edge: bool = True) -> tuple[list[Packet], list[Packet]]:
-        """What may run beside the computation, and what may not: the first if there is nothing beside it, or all."""
+        """Split packets into those that overlap and those that do not: all, or at the pass's edge the first."""
         first = 0 if not hides else 1 if edge else 0
         return (packets[first:], packets[:first]) if hides else ([], packets)
 
@@ -468,11 +469,11 @@ def _passes(
 
 @dataclass(frozen=True)
 class Range:
-    """Of a predicted step.
+    """Holds the range of a predicted step.
 
     Attributes:
-        low_s, high_s: seconds with everything unknown at its best and at its worst.
-        depends_on: unknown -> by which share of the step it alone changes it from best to worst, the largest first.
+        low_s, high_s: seconds with every unknown at its best and at its worst.
+        depends_on: unknown -> change from its best to its worst as a share of the step, largest first.
     """
 
     low_s: float
@@ -480,18 +481,18 @@ class Range:
     depends_on: Mapping[str, float]
 
     def sentence(self) -> str:
-        """On what it depends, most first; what changes it by less than a percent is left out."""
+        """Return the unknowns on which the step depends, largest first, those below one percent left out."""
         named = [f"{what} ({share:.0%})" for what, share in self.depends_on.items() if share >= 0.01]
         return ", ".join(named) or "nothing that is unknown"
 
 
 def step_range(config: ResolvedConfig, job: Job, rates: Rates) -> Range:
-    """The range of a step; see Note [Range]. Overlap is unknown unless the job states it.
+    """Return the range of a step; see Note [Range]. Overlap is unknown unless the job states it.
 
     Args:
         config: plan and machine.
         job: what is trained.
-        rates: of a rank.
+        rates: rates of a rank.
     """
     unknown = (*UNKNOWNS, *(() if job.overlap is not None else ("overlap",)))
 
@@ -508,14 +509,14 @@ def step_range(config: ResolvedConfig, job: Job, rates: Rates) -> Range:
 
 
 def _seconds(config: ResolvedConfig, job: Job, rates: Rates, off: Sequence[str], sign: int) -> float:
-    """Of a step with these unknowns off by their spread, upwards or downwards."""
+    """Return the seconds of a step with the unknowns ``off`` changed by their spread, up (1) or down (-1)."""
     factors = {what: 1 + sign * rates.spread.get(what, UNKNOWN_SPREAD) for what in UNKNOWNS if what in off}
     links, machine = at_rates(config, rates, factors)
     return predict_step(links, replace(job, overlap=float(sign > 0)) if "overlap" in off else job, machine).seconds
 
 
 def at_rates(config: ResolvedConfig, rates: Rates, factors: Mapping[Unknown, float]) -> tuple[ResolvedConfig, Rates]:
-    """The same on a machine whose rates are so many times higher; latencies are as many times lower."""
+    """Return config and rates with each rate multiplied by its factor; latencies are divided by theirs."""
     links, steps = factors.get("links", 1.0), 1 / factors.get("latency", 1.0)
     topology = config.topology
     slower = {

@@ -1,15 +1,15 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The shape of a transformer: its modules' parameters and FLOPs. ``model_files.py`` reads files that describe one.
+"""Computes parameters and FLOPs from the shape of a transformer. ``model_files.py`` reads files that describe one.
 
 Note [Modules]
     The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
     head's matrix is the embedding's, so the head's parameters are those of the last norm, but its FLOPs are counted.
 
 Note [A shape for a size]
-    Published models of N parameters differ in shape little: GPT-3 and GPT-NeoX are about 128 times as wide as they are
+    Published models of N parameters have similar shapes: GPT-3 and GPT-NeoX are about 128 times as wide as they are
     deep, with a feed-forward of four times the width. With ``L = h / 128`` layers, ``N = 12 L h^2`` gives the width,
-    which is rounded to whole heads, and the layers are what fits; the feed-forward then takes up the difference, so
-    that the shape has N parameters to within a few hundredths of a percent.
+    which is rounded to whole heads, and then the number of layers. The width of the feed-forward absorbs the
+    difference, so that the shape has N parameters to within a few hundredths of a percent.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder-only transformer.
+    """Describes a decoder-only transformer.
 
     Attributes:
-        name: for people.
+        name: name for output.
         layers: ``L``.
         hidden: ``h``, the width.
         heads: attention heads.
@@ -46,9 +46,9 @@ class Transformer:
         biases: whether linear layers and norms have biases.
         positions: learned positions, 0 for none (rotary).
         head_size: elements of a head; 0 means ``hidden / heads``.
-        qkv_biases: whether queries, keys and values have biases though nothing else does (Qwen 2).
-        qk_norm: whether heads' queries and keys are normed (Qwen 3).
-        notes: what was taken for granted in reading it, for people.
+        qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen 2).
+        qk_norm: whether heads' queries and keys are normalized (Qwen 3).
+        notes: assumptions made when the model was read, for output.
 
     Raises:
         ValueError: if a size is not positive or heads do not divide.
@@ -92,10 +92,11 @@ class Transformer:
 
     @property
     def stored(self) -> int:
-        """Elements of 16 bits, for each token, that a layer keeps for its backward pass; see ``footprint.py``.
+        """Return the 16-bit elements per token that a layer stores for its backward pass; see ``footprint.py``.
 
-        Inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's product: of gated
-        ones gate, up, the gate's value and the product. Models with biases have dropout, whose masks are a byte each.
+        They are the inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's product;
+        gated ones store gate, up, the gate's value and the product. Models with biases have dropout, with masks of one
+        byte per element.
         """
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         masks = self.hidden if self.biases else 0
@@ -103,12 +104,12 @@ class Transformer:
 
     @property
     def groups(self) -> tuple[tuple[int, tuple[Shape, ...]], ...]:
-        """How many modules are alike, and the shapes of their parameters: the embedding, the layers, the head."""
+        """Return (number of equal modules, shapes of their parameters): the embedding, the layers, the head."""
         embedding, head = self._ends
         return (1, embedding), (self.layers, self._layer), (1, head)
 
     def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and parameters' numels of each gathered module, in the order of a forward pass; see Note [Modules]."""
+        """Return name and parameters' numels of each gathered module, in forward order; see Note [Modules]."""
         layer = tuple(map(math.prod, self._layer))
         embedding, head = (tuple(map(math.prod, shapes)) for shapes in self._ends)
         layers = ((f"layer {index}", layer) for index in range(self.layers))
@@ -116,25 +117,25 @@ class Transformer:
 
     @cached_property
     def params(self) -> int:
-        """Parameters in all, each counted once."""
+        """Return the total number of parameters, each counted once."""
         embedding, *_, head = self.modules()
         return sum(embedding[1]) + self.layers * sum(map(math.prod, self._layer)) + sum(head[1])
 
     def numels(self) -> tuple[int, ...]:
-        """Elements of each parameter, in the order of :meth:`modules`."""
+        """Return the elements of each parameter, in the order of :meth:`modules`."""
         return tuple(numel for _, sizes in self.modules() for numel in sizes)
 
     def dims(self) -> tuple[int, ...]:
-        """Dimensions of the shape of each parameter, in the same order."""
+        """Return the number of dimensions of each parameter, in the order of :meth:`modules`."""
         embedding, head = self._ends
         return tuple(len(shape) for shapes in (embedding, *[self._layer] * self.layers, head) for shape in shapes)
 
     def module_flops(self, tokens: int) -> tuple[float, ...]:
-        """FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
+        """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
 
         ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all heads for scores
-        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): a causal mask
-        is not taken advantage of.
+        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): savings by a
+        causal mask are not counted.
 
         Args:
             tokens: tokens of the pass; scores span ``sequence``.
@@ -145,7 +146,7 @@ class Transformer:
 
     @cached_property
     def _matrices(self) -> Mapping[str, int]:
-        """Elements of the matrices of a layer."""
+        """Return the elements of the matrices of a layer."""
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = {"query": wide, "key": keys, "value": keys} if self.gated else {"qkv": wide + 2 * keys}
         forward = ("gate", "up", "down") if self.gated else ("up", "down")
@@ -163,13 +164,13 @@ class Transformer:
 
     @cached_property
     def _ends(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-        """Parameters of the embedding and of the head."""
+        """Return the shapes of the parameters of the embedding and of the head."""
         matrix, positions = (self.vocab, self.hidden), (self.positions, self.hidden)
         return (matrix, positions) if self.positions else (matrix,), (*self._norm, *(() if self.tied else (matrix,)))
 
     @cached_property
     def _layer(self) -> tuple[Shape, ...]:
-        """Parameters of a layer: two norms, the matrices, their biases."""
+        """Return the shapes of the parameters of a layer: two norms, the matrices, their biases."""
         to_hidden = ("out", "down")
         biases = [self.hidden if name in to_hidden else n // self.hidden for name, n in self._matrices.items()]
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -180,7 +181,7 @@ class Transformer:
 
 
 def scaled(params: int, layers: int | None = None, hidden: int | None = None, sequence: int = SEQUENCE) -> Transformer:
-    """The shape that a model of so many parameters conventionally has; see Note [A shape for a size].
+    """Return the conventional shape of a model with ``params`` parameters; see Note [A shape for a size].
 
     Args:
         params: ``N``.
@@ -189,7 +190,7 @@ def scaled(params: int, layers: int | None = None, hidden: int | None = None, se
         sequence: tokens of a sequence.
 
     Raises:
-        ValueError: if there is no such shape: under 1000 parameters, or layers and width that do not go with the size.
+        ValueError: if there is no such shape: under 1000 parameters, or layers and width that do not match the size.
     """
     if params < LEAST_PARAMS:
         raise ValueError(f"{params} parameters are too few for a transformer; give at least {LEAST_PARAMS}")
@@ -210,7 +211,7 @@ def scaled(params: int, layers: int | None = None, hidden: int | None = None, se
 
 
 def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE) -> Transformer:
-    """A model of so many layers and such a width, the rest as in GPT-NeoX.
+    """Return a model with given layers and width, and all else like GPT-NeoX.
 
     Args:
         layers: ``L``.
@@ -223,7 +224,7 @@ def with_shape(layers: int, hidden: int, sequence: int = SEQUENCE) -> Transforme
 
 
 def _width(params: int, layers: int | None) -> int:
-    """The width by ``N = 12 L h^2``, rounded to whole heads."""
+    """Return the width from ``N = 12 L h^2``, rounded to whole heads."""
     usual = (params * WIDTH_PER_LAYER / 12) ** (1 / 3)
     width = (params / 12 / layers) ** 0.5 if layers else min(usual, (params / 24) ** 0.5)
     step = next(step for step, least in ((128, 1024), (64, 256), (8, 16), (1, 0)) if width >= least)
@@ -231,5 +232,5 @@ def _width(params: int, layers: int | None) -> int:
 
 
 def _heads(hidden: int) -> int:
-    """Heads of 128 elements in wide models, of 64 in others; of 8, or one, in toys."""
+    """Return the number of heads: of 128 elements in wide models, of 64 in others; of 8, or one head, in toys."""
     return next(hidden // size for size in (128 if hidden >= 4096 else 64, 64, 8, hidden) if hidden % size == 0)

@@ -1,27 +1,27 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Bytes one rank sends in an optimizer step: exactly, as the meter counts them, and in the paper's units.
+"""Computes the bytes one rank sends in an optimizer step: exactly, as the meter counts them, and in the paper's units.
 
 Note [What counts as sent]
     A rank that takes part in a collective of ``d`` ranks with a message of ``b`` bytes sends ``(d - 1) * b``: the
     volume of any bandwidth-optimal all-gather, reduce-scatter or all-to-all. Every rank sends the same. Bytes are
-    booked under the smallest domain that contains the collective's group, so "world" is what crosses nodes.
+    counted under the smallest domain that contains the collective's group, so "world" is what crosses nodes.
 
 Note [Sizes]
     ``N`` ranks; a parameter of ``m`` elements is padded to ``N * n`` with ``n = ceil(m / N)``; ``F`` is the sum of all
     ``n``. A rank's shard of degree ``d`` holds ``N / d * n`` elements of it. No block holds values of two parameters:
-    in a gather every parameter is a message of its own; a scatter sends one per bucket and destination, where the rows
-    of a parameter, one after the other, are filled up to whole blocks; sync and publish send one per run of parameters
-    (``packed_runs``), where each row of a parameter is. What is not quantized is not filled up. Parameters held as
-    codes are gathered as they lie, rows filled up to whole blocks; publish packs them into runs of their own, after
-    one message that says for each of these how many blocks escape. Messages go by the
-    routes of ``plan.py``, unchanged from hop to hop.
+    a gather sends one message per parameter; a scatter sends one per bucket and destination, in which the concatenated
+    rows of each parameter are padded to whole blocks; sync and publish send one per run of parameters
+    (``packed_runs``), in which each row of each parameter is padded. Unquantized values are not padded. INT8 weights
+    (codes) are gathered as they are stored, rows padded to whole blocks. Publish packs them into separate runs, after
+    one message with the number of escaped blocks of each run. Messages take the routes of ``plan.py``, unchanged from
+    hop to hop.
 
 Note [Stock bytes]
-    DeepSpeed's gathers go straight, without the node's help; a quantized reduction goes in two hops but is not
-    quantized on one node. hpZ keeps its secondary copy in 16 bits whatever it is sent in. LoCo keeps what INT4 took
-    away in INT8: of the whole gradient before the hop inside the node, and of the node's share before the hop between
-    nodes. DeepSpeed's scales, one for thousands of elements, are counted as ours, one for 256, which is 1.6% too many
-    for INT8.
+    Stock DeepSpeed gathers in one hop, not hierarchically through the node. A quantized reduction has two hops; on one
+    node it is not quantized. hpZ stores its secondary copy in 16 bits, in whatever format it is sent. LoCo stores the
+    error of INT4 in INT8: of the whole gradient before the hop inside the node, and of the node's share before the hop
+    between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is
+    1.6% too many bytes for INT8.
 
 Source: "Scaling Large Language Model Training on Frontier with Low-Bandwidth Partitioning", Table VII and section III.
 """
@@ -47,24 +47,24 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a step, as far as bytes are concerned.
+    """Describes a model and a step, as far as bytes depend on them.
 
     Attributes:
         numels: elements of each parameter.
         dims: dimensions of the shape of each.
-        persistent: for each parameter, whether every rank keeps it whole between steps (DeepSpeed's
-            ``stage3_param_persistence_threshold``): it is gathered once per step, exactly, after publish.
+        persistent: for each parameter, whether it is a persistent parameter, unsharded between steps (DeepSpeed's
+            ``stage3_param_persistence_threshold``): it is gathered once per step, unquantized, after publish.
         itemsize: bytes per weight as stored.
         micro_batches: forward and backward passes per optimizer step (``K``).
         scatter_itemsize: bytes per gradient in an unquantized scatter, which is of one bucket.
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
-        escaped: blocks that escape in each run of publish of codes, of the rank with most; None expects a share, see
-            ``codes.py``.
+        escaped: escaped blocks in each run of a publish of INT8 weights, of the rank with most; None assumes the share
+            of ``codes.py``.
         loss_scaled: whether a loss scaler may skip steps (FP16).
-        frozen: the parameters that no optimizer updates: they are gathered, and that is all; None if there are none.
-        trains: whether backward passes and updates follow; else a step is one forward pass.
+        frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
+        trains: whether a step has backward passes and an update; else it is one forward pass.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -98,7 +98,7 @@ class Workload:
     def uniform(
         cls, numels: Iterable[int], itemsize: int = 2, micro_batches: int = 1, dims: Iterable[int] | None = None
     ) -> Workload:
-        """A model whose weights and gradients all travel in ``itemsize`` bytes, nothing kept whole.
+        """Build a model whose weights and gradients are sent in ``itemsize`` bytes, without persistent parameters.
 
         All are matrices unless ``dims`` says otherwise.
         """
@@ -107,7 +107,7 @@ class Workload:
         return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize, itemsize)
 
     def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
-        """Which parameters are held as codes."""
+        """Return for each parameter whether it is stored as INT8."""
         spec = config.resident_spec
         if spec is None:
             return (False,) * len(self.numels)
@@ -118,7 +118,7 @@ class Workload:
 
 
 def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedConfig:
-    """The plan with the degrees and formats of stock keys; see Note [Stock bytes].
+    """Return the plan with the degrees and formats of stock keys; see Note [Stock bytes].
 
     Args:
         active: the keys that are switched on (:func:`~zero_topo.config.stock_keys.switched_on`).
@@ -135,20 +135,20 @@ def stock_config(active: Mapping[str, object], topology: Topology) -> ResolvedCo
 
 
 def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology) -> int:
-    """Bytes that LoCo keeps of what INT4 took away; 0 where it is not switched on, or gradients are not quantized."""
+    """Return the bytes of LoCo's residuals; 0 if LoCo is not switched on, or gradients are not quantized."""
     on = LOCO in active and QUANTIZED_GRADIENTS in active and MICS not in active and topology.nodes > 1
     return sum(work.numels) + sum(work.numels) // topology.ranks_per_node if on else 0
 
 
 def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
-    """The config by whose routes a phase goes: those of stock DeepSpeed are straight but for a quantized scatter."""
+    """Return the config whose routes a phase takes: one hop for stock DeepSpeed, except in a quantized scatter."""
     if not stock or (phase == "scatter" and config.gradients_spec is not None):
         return config
     return replace(config, plan=replace(config.plan, inner=None))
 
 
 def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
-    """Bytes one rank sends per optimizer step, exactly as the meter counts them.
+    """Return the bytes one rank sends per optimizer step, exactly as the meter counts them.
 
     Args:
         config: plan and wire formats.
@@ -183,7 +183,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
 
 
 def _gathered_bytes(config: ResolvedConfig, work: Workload, stock: bool) -> Counter[Key]:
-    """Of the gathers of a step alone."""
+    """Return the bytes of the gathers of a step."""
     parameters = list(zip(work.numels, work.coded(config), work.persistent, strict=True))
     sent: Counter[Key] = Counter()
     phases = (("gather_forward", False), ("gather_backward", False), ("gather_exact", True))
@@ -195,17 +195,17 @@ def _gathered_bytes(config: ResolvedConfig, work: Workload, stock: bool) -> Coun
 
 
 def slot_runs(plan: Plan, work: Workload, slots: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Some parameters in the runs in which sync or publish carries them."""
+    """Return the parameters in ``slots`` in the runs in which sync or publish sends them."""
     sizes = [plan.world_size * plan.shard_numel(work.numels[slot]) for slot in slots]
     return [[slots[place] for place in run] for run in packed_runs(sizes, limit)]
 
 
 class Columns(NamedTuple):
-    """How many columns of a world shard each of some parameters takes.
+    """Holds the elements, in a world shard, of each of some parameters.
 
     Attributes:
-        plain: those held in the model's type.
-        coded: those held as codes.
+        plain: parameters stored in the model's dtype.
+        coded: parameters stored as INT8.
     """
 
     plain: tuple[int, ...]
@@ -213,30 +213,30 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, parameters: Collection[tuple[int, bool]]) -> Columns:
-        """Of parameters: elements, and whether codes are held."""
+        """Build the columns of parameters, each given as (elements, whether stored as INT8)."""
         kinds = ([plan.shard_numel(m) for m, coded in parameters if coded == kind] for kind in (False, True))
         return cls(*map(tuple, kinds))
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Of both kinds."""
+        """Return the columns of both kinds."""
         return self.plain + self.coded
 
 
 def phase_moves(
     config: ResolvedConfig, phase: str, columns: Columns, itemsize: int, escaped: int | None = None
 ) -> tuple[Sequence[Move], int]:
-    """What a rank sends in one pass of a phase over some parameters.
+    """Compute what a rank sends in one pass of a phase over some parameters.
 
     Args:
         config: plan and wire formats.
         phase: one of ``plan.PHASES``.
-        columns: of the parameters.
+        columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
-        escaped: blocks that escape in a publish of codes; None expects a share.
+        escaped: escaped blocks in a publish of INT8 weights; None assumes the share of ``codes.py``.
 
     Returns:
-        The moves, and bytes of a rank's message; 0 for sync, which sends several.
+        The moves, and the bytes of a rank's message; 0 for sync, which sends several.
     """
     hop, books = config.plan.hop(phase), Books(config.plan)
     rows, message, codes = config.plan.world_size // hop[1], 0, config.resident_spec
@@ -258,14 +258,14 @@ def phase_moves(
 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
-    """What a rank sends to say how many blocks escape in each run of publish."""
+    """Return the moves of the message with the number of escaped blocks in each run of publish."""
     books = Books(plan)
     books.gather(plan.hop("publish"), COUNT_BYTES * runs)
     return books.moves
 
 
 def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
-    """Bytes per domain, summed over phases."""
+    """Sum the bytes of each domain over phases."""
     totals: Counter[str] = Counter()
     for (_, domain), nbytes in sent.items():
         totals[domain] += nbytes
@@ -273,7 +273,7 @@ def by_domain(sent: Mapping[Key, int]) -> dict[str, int]:
 
 
 def gather_spec(config: ResolvedConfig, phase: str) -> BlockSpec | None:
-    """Wire format of a gather: before a backward, the secondary copy's if there is one."""
+    """Return the wire format of a gather: before a backward pass, that of the secondary copy if there is one."""
     if phase == "gather_exact":
         return None
     copied = phase == "gather_backward" and config.plan.secondary is not None

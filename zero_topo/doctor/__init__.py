@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with an installation, a machine and its environment before a run, each found with its fix."""
+"""Checks an installation, a machine and its environment before a run, and reports each problem with its fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FAIL", "OK", "WARN", "Finding", "Surroundings", "examine"]
 
 
 def examine(seen: Surroundings) -> Iterator[Finding]:
-    """What every check finds, in the order in which it is shown."""
+    """Yield the findings of every check, in the order in which they are shown."""
     yield from software.python(seen)
     installed = all(seen.version(name) for name in ("torch", "deepspeed"))
     told = seen.torch() if installed else {"error": "not installed"}

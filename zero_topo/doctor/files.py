@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks of what lies on disk and in memory: locks of dead compilers, shared memory, and the config of a run."""
+"""Checks files and shared memory: locks of dead compilers, space in ``/dev/shm``, and the config of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_topo.topology import resolve_topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import MB, format_bytes, format_seconds
 
-STALE_S = 15 * 60  # longer than anything compiles
+STALE_S = 15 * 60  # longer than any compilation takes
 ENOUGH = 512 * MB
 BUFFERS = "deepspeed_allreduce_buffer_*"
 BUFFER_OF_RANK = re.compile(r"_\d+$")
@@ -32,7 +32,7 @@ MEASURED = "measured"
 
 
 def locks(seen: Surroundings) -> Iterator[Finding]:
-    """Lock files of torch's compiler: one whose process died makes every later run wait for ever, without a word."""
+    """Check the lock files of torch's compiler: a lock of a dead process makes later runs wait forever, silently."""
     chosen = seen.env.get("TORCH_EXTENSIONS_DIR")
     home = Path(seen.env.get("XDG_CACHE_HOME") or Path(seen.env.get("HOME", "~")).expanduser() / ".cache")
     folder = Path(chosen) if chosen else home / "torch_extensions"
@@ -54,7 +54,7 @@ def locks(seen: Surroundings) -> Iterator[Finding]:
 
 
 def shared_memory(seen: Surroundings) -> Iterator[Finding]:
-    """Space in ``/dev/shm``, and what crashed runs of DeepSpeed's CPU all-reduce left there."""
+    """Check the space in ``/dev/shm``, and files that crashed runs of DeepSpeed's CPU all-reduce left there."""
     folder = seen.root / "dev" / "shm"
     if not folder.is_dir():
         fix = "mount a tmpfs there (in a container: --shm-size=8g)"
@@ -70,7 +70,7 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
     used = _mapped(seen.root / "proc") if buffers else ""
     left = [name for name in buffers if name not in used]
     if left:
-        # a pattern for each job of which nothing is used: its buffers differ in the rank at their end
+        # a pattern for each job without a used buffer; its buffers end in the rank
         alive = {BUFFER_OF_RANK.sub("", name) for name in set(buffers) - set(left)}
         jobs = {name: BUFFER_OF_RANK.sub("", name) for name in left}
         whole = sorted(job for job in set(jobs.values()) - alive if job not in jobs)
@@ -81,14 +81,14 @@ def shared_memory(seen: Surroundings) -> Iterator[Finding]:
 
 
 def shortage() -> list[str]:
-    """Lines to print before ranks start on a host whose ``/dev/shm`` is short: how short, and what can be removed."""
+    """Return lines to print before ranks start if ``/dev/shm`` is short of space, with files that can be removed."""
     short = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < ENOUGH
     found = shared_memory(Surroundings()) if short else ()
     return [f"zero_topo: {finding.subject}: {finding.line()}" for finding in found if finding.state == WARN]
 
 
 def _mapped(proc: Path) -> str:
-    """What the processes that we may look into have mapped into memory."""
+    """Return the memory maps of all processes that this user may read."""
     texts = []
     for maps in proc.glob("[0-9]*/maps"):
         try:
@@ -99,7 +99,7 @@ def _mapped(proc: Path) -> str:
 
 
 def config(seen: Surroundings) -> Iterator[Finding]:
-    """The checks of ``zero-topo check``, one line for each problem."""
+    """Run the checks of ``zero-topo check``, with one finding for each problem."""
     if seen.config is None:
         return
     subject = f"config {seen.config}"

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One line of the doctor's: how it stands, with what, and how to mend it."""
+"""Defines a finding of the doctor: the state of one subject, and the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAIL: Literal["fail"] = "fail"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """Holds the result of one check.
 
     Attributes:
         state: "ok"; "warn" if runs work but slowly or not everywhere; "fail" if they will not work.
@@ -31,6 +31,6 @@ class Finding:
         assert self.fix or self.state == OK, f"{self.subject}: a problem needs a fix"
 
     def line(self) -> str:
-        """In one line, without the state."""
+        """Return the finding in one line, without the state."""
         text = " ".join(self.text.split())
         return f"{text}; {self.fix}" if self.fix else text

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and answers with what DeepSpeed refuses.
+"""``python -m zero_topo.doctor.judge``: reads configs, a line of JSON each, and prints what DeepSpeed refuses.
 
-DeepSpeed's own reading of the config is the judge. It looks at optimizers, schedulers and a few numbers only when it
-builds an engine; those are compared here with what the installed DeepSpeed and torch have.
+DeepSpeed's own config parser decides. It checks optimizers, schedulers and a few numbers only when it builds an engine;
+this module compares those with the installed DeepSpeed and torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zero_topo.strict import as_json, cut
 NUMBERS = ("gradient_clipping", "gradient_predivide_factor", "steps_per_print")
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 OF_ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Parameters of "Adam" and "AdamW" that choose the class and are not handed to it."""
+"""Parameters of "Adam" and "AdamW" that select the class and are not passed to it."""
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer one config per line until standard input ends."""
     logging.disable(logging.WARNING)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints
@@ -46,9 +46,10 @@ def main() -> None:
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
-    """A line for each setting that DeepSpeed refuses.
+    """Yield a line for each setting that DeepSpeed refuses.
 
-    DeepSpeed names the first alone: the key without which it says something else is left out, and it reads the rest.
+    DeepSpeed reports only the first error. The key whose removal changes the error is removed, and the rest parsed
+    again.
     """
     while (error := _error(config)) is not None:
         guilty = next((key for key in config if str(_error(_without(config, key))) != str(error)), "")
@@ -67,7 +68,7 @@ def _error(config: Mapping[str, Any]) -> Exception | None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig(json.loads(json.dumps(config)))  # it changes what it reads
+        DeepSpeedConfig(json.loads(json.dumps(config)))  # DeepSpeed changes the dict that it reads
     except Exception as error:
         return error
     return None
@@ -81,7 +82,7 @@ def _line(key: str, value: Any, error: Exception) -> str:
 
 
 def _near(word: str) -> str:
-    """A key of any of DeepSpeed's blocks that is nearly written like a word, as the end of a sentence."""
+    """Return the key of DeepSpeed's blocks that is spelled most like a word, as the end of a sentence."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     known = {name for model in _subclasses(DeepSpeedConfigModel) for name in model.model_fields}
@@ -100,7 +101,7 @@ def _subclasses(model: type[Any]) -> Iterator[type[Any]]:
 
 
 def _built_later(config: dict[str, Any]) -> Iterator[str]:
-    """What an engine refuses when it is built."""
+    """Yield a line for each setting that an engine refuses when it is built."""
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 
     read = DeepSpeedConfig(json.loads(json.dumps(config)))
@@ -165,7 +166,7 @@ def _scheduler(read: Any) -> Iterator[str]:
 def _unknown(
     block: str, params: Mapping[str, Any], classes: list[type[Any]], more: Iterable[str] = ()
 ) -> Iterator[str]:
-    """Parameters that none of the classes takes."""
+    """Yield a line for each parameter that none of the classes accepts."""
     taken = [inspect.signature(kind).parameters for kind in classes]
     if not taken or any(p.kind is p.VAR_KEYWORD for of in taken for p in of.values()):
         return

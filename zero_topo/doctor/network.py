@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks of what the launcher says, and of the network interfaces that the backends are told to use."""
+"""Checks the launcher's variables, and the network interfaces that the backends are configured to use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOPBACK = "lo"
 
 
 def launcher(seen: Surroundings) -> Iterator[Finding]:
-    """Whether the launchers' variables make sense."""
+    """Check that the launchers' variables are consistent."""
     try:
         view = launcher_view(seen.env)
     except ValueError as error:
@@ -29,12 +29,12 @@ def launcher(seen: Surroundings) -> Iterator[Finding]:
 def _view(seen: Surroundings) -> LauncherView | None:
     try:
         return launcher_view(seen.env)
-    except ValueError:  # told by launcher()
+    except ValueError:  # reported by launcher()
         return None
 
 
 def interfaces(seen: Surroundings) -> Iterator[Finding]:
-    """Whether the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
+    """Check that the interfaces named for gloo and NCCL (RCCL reads the same variable) exist and are up."""
     there = seen.interfaces()
     up = [name for name, is_up in there.items() if is_up]
     view = _view(seen)
@@ -54,7 +54,7 @@ def interfaces(seen: Surroundings) -> Iterator[Finding]:
 
 
 def _judged(variable: str, value: str, named: Mapping[str, list[str]], there: Mapping[str, bool]) -> Finding:
-    """``named``: each word of the value -> the interfaces that it means."""
+    """Return the finding for a variable; ``named``: each word of its value -> the interfaces it selects."""
     subject = f"{variable}={value}"
     up = [name for name, is_up in there.items() if is_up]
     best = next((name for name in up if name != LOOPBACK), LOOPBACK)
@@ -71,12 +71,12 @@ def _judged(variable: str, value: str, named: Mapping[str, list[str]], there: Ma
 
 
 def _exact(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
-    """Gloo: full names, separated by commas."""
+    """Parse gloo's value: full names, separated by commas."""
     return {word: [word] if word in there else [] for word in _words(value)}
 
 
 def _nccl(value: str, there: Mapping[str, bool]) -> dict[str, list[str]]:
-    """NCCL: beginnings of names; ``=`` in front for full names, ``^`` for all but these."""
+    """Parse NCCL's value: prefixes of names; a leading ``=`` means full names, ``^`` all interfaces except these."""
     exact, others = "=" in value[:2], value.startswith("^")
     words = _words(value.lstrip("^="))
     meant = {word: [name for name in there if name == word or (not exact and name.startswith(word))] for word in words}

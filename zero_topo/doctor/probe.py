@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m zero_topo.doctor.probe``: what torch, DeepSpeed and our kernels say of themselves, as one JSON line."""
+"""``python -m zero_topo.doctor.probe``: prints the state of torch, DeepSpeed and the kernels as one JSON line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Print the object; compiles nothing."""
+    """Print the object, without compiling anything."""
     logging.disable(logging.WARNING)
     print(json.dumps({**_torch(), **_seam(), "kernels": _kernels()}))
 
@@ -33,7 +33,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _triton() -> str | None:
-    """Version of Triton, or None."""
+    """Return the version of Triton, or None."""
     try:
         return str(importlib.import_module("triton").__version__)
     except ImportError:
@@ -41,7 +41,7 @@ def _triton() -> str | None:
 
 
 def _seam() -> dict[str, Any]:
-    """Whether the seam fits the installed DeepSpeed: ``seam`` is None if it does, else one line."""
+    """Check whether the seam fits the installed DeepSpeed: ``seam`` is None if it does, else one line."""
     try:
         import deepspeed  # noqa: F401  (first, for with it comes the hook, which imports the seam)
 
@@ -54,7 +54,7 @@ def _seam() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, str]:
-    """Builder -> "built", "not compiled", or why it cannot be compiled."""
+    """Return builder -> "built", "not compiled", or why it cannot be compiled."""
     from zero_topo.op_builder.builder import BUILDERS
 
     found = {}

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed itself refuses in a config, reported before a job waits for it.
+"""Reports the settings that DeepSpeed itself refuses in a config, before a job is queued.
 
-The installed DeepSpeed is asked, in a process of its own: commands that plan import neither it nor torch. ``"auto"``
-counts as absent: Hugging Face puts a value in its place.
+A separate process runs the installed DeepSpeed, because planning commands import neither it nor torch. ``"auto"``
+counts as absent: Hugging Face replaces it by a value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero_topo.strict import as_json, cut
 from zero_topo.versions import installed
 
 PATIENCE_S = 180.0
-"""Seconds that importing DeepSpeed may take; a lock that a crashed job left makes it wait for ever."""
+"""Time limit in seconds for importing DeepSpeed; a lock left by a crashed job makes the import wait forever."""
 
 BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
     "train_batch_size",
@@ -31,19 +31,19 @@ BATCH, MICRO_BATCH, ACCUMULATION = BATCHES = (
 
 
 def deepspeed_refusals(ds_config: Mapping[str, Any], ranks: int | None) -> list[str]:
-    """One line for each setting with which DeepSpeed would not start.
+    """Return one line for each setting with which DeepSpeed would not start.
 
     Args:
         ds_config: the whole config.
-        ranks: of the job, or None if they are not known.
+        ranks: number of ranks of the job, or None if it is not known.
     """
     return [*setting_refusals(ds_config), *_batches(ds_config, ranks)]
 
 
 def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each key or value, batch sizes aside, that DeepSpeed does not take and the block does not take over.
+    """Return one line for each key or value, except batch sizes, that neither DeepSpeed nor the block accepts.
 
-    Empty where DeepSpeed cannot be asked, see :func:`unasked`.
+    The list is empty if DeepSpeed cannot be run, see :func:`unasked`.
     """
     if unasked() is not None:
         return []
@@ -53,7 +53,7 @@ def setting_refusals(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def unasked() -> str | None:
-    """Why the installed DeepSpeed cannot be asked, in one line; None if it can."""
+    """Return in one line why the installed DeepSpeed cannot be run; None if it can."""
     if installed("deepspeed") is None:
         return "DeepSpeed is not installed here, so what it refuses itself is not checked"
     _, reason = _program()
@@ -64,7 +64,7 @@ def unasked() -> str | None:
 
 @cache
 def _program() -> tuple[subprocess.Popen[str], str | None]:
-    """The process that answers for DeepSpeed until this one ends, and why DeepSpeed could not be imported there."""
+    """Return the process that runs DeepSpeed until this one ends, and why its import failed, or None."""
     command = [sys.executable, "-m", "zero_topo.doctor.judge"]
     pipe = subprocess.PIPE
     program = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
@@ -80,7 +80,7 @@ def _program() -> tuple[subprocess.Popen[str], str | None]:
 
 
 @cache
-def _ask(config: str) -> tuple[str, ...]:  # kept for the next question, so nobody may add to it
+def _ask(config: str) -> tuple[str, ...]:  # cached for the next call, so it must not be changed
     program, _ = _program()
     assert program.stdin and program.stdout
     try:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks of what is installed: Python, torch, DeepSpeed, kernels, Triton, compilers, backends."""
+"""Checks the installed software: Python, torch, DeepSpeed, kernels, Triton, compilers, backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPU_COMPILERS = (("cuda", "nvcc", "load the CUDA toolkit's module"), ("rocm", "h
 
 
 def python(seen: Surroundings) -> Iterator[Finding]:
-    """Whether this Python is new enough."""
+    """Check that this Python is new enough."""
     version = tuple(int(part) for part in seen.python.split(".")[:2])
     wanted = ".".join(map(str, PYTHON))
     if version < PYTHON:
@@ -26,7 +26,7 @@ def python(seen: Surroundings) -> Iterator[Finding]:
 
 
 def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
-    """Torch, DeepSpeed and the seam between it and zero_topo, and Triton."""
+    """Check torch, DeepSpeed and the seam between it and zero_topo, and Triton."""
     missing = [name for name in ("torch", "deepspeed") if seen.version(name) is None]
     for name in missing:
         yield Finding(
@@ -55,7 +55,7 @@ def packages(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether the native kernels are there, and Triton where they are not."""
+    """Check that the native kernels are available, or else Triton."""
     for name, state in told["kernels"].items():
         subject = f"kernels {name}"
         gpu = name == "zt_gpu"
@@ -77,7 +77,7 @@ def kernels(told: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
-    """Compilers of the kernels, and of the operations that DeepSpeed compiles at first use."""
+    """Check the compilers of the kernels, and of the operations that DeepSpeed compiles at first use."""
     names = [seen.env["CXX"]] if seen.env.get("CXX") else ["g++", "c++"]
     found = next((path for path in map(seen.which, names) if path), None)
     if found is None:
@@ -96,7 +96,7 @@ def compilers(seen: Surroundings, told: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def backends(told: Mapping[str, Any]) -> Iterator[Finding]:
-    """What ranks can talk through."""
+    """Check the backends through which ranks can communicate."""
     if told["gloo"]:
         yield Finding(OK, "gloo", "available")
     else:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Everything the checks look at, so that a test can put something broken in its place."""
+"""Collects all inputs of the checks, so that a test can replace any of them by something broken."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ PATIENCE_S = 180.0
 
 
 def interfaces_up() -> dict[str, bool]:
-    """Network interface -> whether it is up."""
+    """Return network interface -> whether it is up."""
     states = {path.parent.name: path.read_text().strip() for path in Path("/sys/class/net").glob("*/operstate")}
-    return {name: state in ("up", "unknown") for name, state in states.items()}  # the loopback's is unknown
+    return {name: state in ("up", "unknown") for name, state in states.items()}  # the loopback is "unknown"
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the file system that holds a folder."""
+    """Return the free bytes of a folder's file system."""
     return shutil.disk_usage(folder).free
 
 
 def ask_torch() -> dict[str, Any]:
-    """What ``probe.py`` finds in a process of its own: an import that hangs or crashes there does no harm here.
+    """Run ``probe.py`` in a separate process, so that an import that hangs or crashes does not affect this one.
 
     Returns:
-        Its object, or ``{"error": one line}``.
+        The probe's object, or ``{"error": one line}``.
     """
     command = [sys.executable, "-m", "zero_topo.doctor.probe"]
     try:
@@ -54,7 +54,7 @@ def ask_torch() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where the doctor looks.
+    """Holds the inputs of the doctor's checks.
 
     Attributes:
         env: environment variables.
@@ -63,9 +63,9 @@ class Surroundings:
         version: version of an installed package, or None.
         interfaces: network interface -> whether it is up.
         free: free bytes of a folder's file system.
-        torch: what torch and DeepSpeed say of themselves, see ``probe.py``.
+        torch: the report on torch and DeepSpeed, see ``probe.py``.
         python: version of this Python.
-        machine: the machine's preset, or None to tell from the environment.
+        machine: the machine's preset, or None to find it from the environment.
         config: a DeepSpeed JSON to check too, or None.
         now: seconds since the epoch.
     """
@@ -83,12 +83,12 @@ class Surroundings:
     now: float = field(default_factory=time.time)
 
     def machine_name(self) -> str | None:
-        """The known machine this is, or None."""
+        """Return the name of this machine if it is a known one, or None."""
         if self.machine is not None:
             return self.machine
         cluster = slurm.cluster(self.env)
         known = machine_of_cluster(cluster) if cluster else None
         if known is not None:
             return known.name
-        system = self.env.get("LMOD_SYSTEM_NAME", "").lower()  # what the modules of OLCF's machines set
+        system = self.env.get("LMOD_SYSTEM_NAME", "").lower()  # set by the modules of OLCF's machines
         return system if system in preset_names() else None

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Checks of environment variables known to hurt; what is known is in ``variables.json``, one row each."""
+"""Checks environment variables that are known to cause problems, listed in ``variables.json``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rule:
     source: str
 
     def judge(self, env: Mapping[str, str]) -> Finding:
-        """How an environment stands."""
+        """Return the finding for an environment."""
         value = env.get(self.variable, "")
         hurts = any(value.startswith(bad[:-1]) if bad.endswith("*") else value == bad for bad in self.bad)
         if not value and self.unset:
@@ -52,14 +52,14 @@ class Rule:
 
 
 def load_rules() -> list[Rule]:
-    """All rows of ``variables.json``."""
+    """Return all rows of ``variables.json``."""
     text = resources.files(__package__).joinpath("variables.json").read_text(encoding="utf-8")
     rules: list[Rule] = read(list[Rule], "variables.json", json.loads(text))
     return rules
 
 
 def variables(seen: Surroundings) -> Iterator[Finding]:
-    """Each variable that hurts on this machine, and one line for all that do not."""
+    """Yield a finding for each harmful variable on this machine, and one for all others."""
     machine = seen.machine_name()
     rules = [rule for rule in load_rules() if not rule.machines or machine in rule.machines]
     judged = [rule.judge(seen.env) for rule in rules]

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A small byte-level GPT in plain PyTorch: nothing in this file knows of DeepSpeed, sharding or zero_topo."""
+"""A small byte-level GPT in plain PyTorch: nothing in this file depends on DeepSpeed, sharding or zero_topo."""
 
 from __future__ import annotations
 

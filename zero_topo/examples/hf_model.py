@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the two Hugging Face examples share: a small Llama of bytes, text as a dataset, and a DeepSpeed config.
+"""Defines what both Hugging Face examples use: a small Llama of bytes, text as a dataset, and a DeepSpeed config.
 
 The config says "auto" where Hugging Face knows the value, as its users write it; DeepSpeed never sees that word.
 """
@@ -26,7 +26,7 @@ CONTEXT = 64
 
 
 def join() -> None:
-    """Let DeepSpeed make the process group: one of Hugging Face's own, as on a CPU, DeepSpeed would take for none."""
+    """Let DeepSpeed make the process group, because it would not recognise the one Hugging Face makes on a CPU."""
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
 
 

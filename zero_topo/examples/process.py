@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Manners of one process among many on a machine: who speaks, how many threads it takes."""
+"""Sets up one process among many on a machine: which rank prints, and how many threads each uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_topo.doctor.files import shortage
 
 
 def behave() -> None:
-    """Let rank 0 alone print, without DeepSpeed's small talk, and share the machine's cores among its ranks.
+    """Let only rank 0 print, without DeepSpeed's info messages, and share the machine's cores among its ranks.
 
     The first rank of a host warns if its shared memory is short.
     """

@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From the variables of Slurm or MPI to those that torch and DeepSpeed read (pure).
+"""Converts the variables of Slurm or MPI to those that torch and DeepSpeed read (pure).
 
 Note [Contradictions]
-    A rank that refuses while others go on leaves them waiting, so what is refused is judged, where possible, by
-    variables that are equal on all ranks. What only some ranks can see (their own place) ends those, and the launcher
-    ends the rest: mpirun by itself, srun by ``--kill-on-bad-exit``.
+    If one rank refuses while others continue, the others wait for it. Checks therefore use variables that are equal on
+    all ranks where possible. A contradiction that only some ranks can detect (their own placement) ends those ranks,
+    and the launcher ends the others: mpirun by default, srun by ``--kill-on-bad-exit``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.probes import LauncherView, read_int, slurm
 from zero_topo.topology.probes.variables import MPI, probe
 
-PORT = 3442  # the one in OLCF's examples, outside the range from which the kernel takes ports by itself
+PORT = 3442  # the port of OLCF's examples, outside the kernel's ephemeral range
 STARTERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun, the worker and deepspeed set one of them for their ranks
 OPENMPI_MAPPING = "OMPI_MCA_rmaps_base_mapping_policy"
 
@@ -74,7 +74,7 @@ def _numbers(view: LauncherView) -> dict[str, str]:
 
 
 def _check_stray(env: Mapping[str, str], started: bool) -> None:
-    """Refuse a RANK or LOCAL_RANK that all tasks have inherited: it happens to be right on the first one.
+    """Refuse a RANK or LOCAL_RANK that all tasks have inherited: it is right only on the first one.
 
     Raises:
         ValueError: naming it.
@@ -89,7 +89,7 @@ def _check_stray(env: Mapping[str, str], started: bool) -> None:
 
 
 def _check_mapping(env: Mapping[str, str]) -> None:
-    """Refuse ranks that mpirun deals to the nodes in turn: which rank is where, it does not tell.
+    """Refuse ranks that mpirun assigns to the nodes in turn, because it does not report their placement.
 
     Raises:
         ValueError: on every rank.

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The batch script of a Slurm job: pure text, then handed to ``sbatch``.
+"""Writes the batch script of a Slurm job, and submits it with ``sbatch``.
 
-The script says everything itself: nothing is read from the environment in which it is submitted except what ``sbatch``
-passes on anyway, and every setting stands under a comment with its reason and its source.
+The script is self-contained: it reads nothing from the environment in which it is submitted except what ``sbatch``
+passes on. Each setting follows a comment with its reason and its source.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What an unmodified NeoX needs to train under zero_topo, put around it from outside.
+"""Adapts an unmodified NeoX to train under zero_topo, by wrapping it from outside.
 
-1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: they would be whole on every
-   rank until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
+1. ``GPT2ModelPipe.to_sequential`` builds all layers a second time, outside ``zero.Init``: every rank would store them
+   unsharded until ``deepspeed.initialize``. Here the second build runs under ``zero.Init`` as the first does.
 2. ``"optimizer": {"type": "AdamS"}``: NeoX builds its own optimizer from a closed list, to which AdamS and AgedAdamW
    are added.
 3. One visible device for each task (``srun --gpus-per-task=1``): NeoX asserts that the local rank is ``rank %
-   device_count``, and DeepSpeed takes it for a device's index. Both are then told 0, and the C++ helpers, which NeoX
+   device_count``, and DeepSpeed uses it as a device index. Both then get 0, and the C++ helpers, which NeoX
    has local rank 0 compile, are still compiled by one rank of each node.
 """
 
@@ -35,7 +35,7 @@ def install() -> None:
 def use_the_only_device(neox_args: Any) -> str | None:
     """Give NeoX and DeepSpeed device 0 if this process sees one device and is not the first of its node.
 
-    The machine's tree does not suffer: on Slurm the place of a rank on its node is read from SLURM_LOCALID.
+    The machine's tree is not affected: on Slurm the place of a rank on its node is read from SLURM_LOCALID.
 
     Args:
         neox_args: NeoX's arguments, after ``configure_distributed_args``.

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``check``: would these YAML files train? Without NeoX and without torch, so that it answers on a login node.
+"""Implements ``check``: whether YAML files would train, without NeoX and torch, so that it runs on a login node.
 
 Each problem is one line: the key and its value, why, and what to do instead.
 """
@@ -21,7 +21,7 @@ SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE]-?\d+|[-+]?\d+[eE][-+]?\d+")
 
 
 def check(options: Options) -> str:
-    """What is well about the configs, in one line.
+    """Check the configs, and return a one-line summary if they are valid.
 
     Raises:
         ValueError: one line per problem.
@@ -52,7 +52,7 @@ def check(options: Options) -> str:
 
 
 def require(options: Options) -> ZeroTopoConfig | None:
-    """The ``zero_topo`` block of configs that are well; None without one, where ``options.plain`` leaves it out.
+    """Return the ``zero_topo`` block of valid configs; None if ``options.plain`` leaves it out.
 
     Raises:
         ValueError: one line per problem.
@@ -70,22 +70,22 @@ def require(options: Options) -> ZeroTopoConfig | None:
 
 
 def problems(merged: Mapping[str, Any], known: frozenset[str] | None = None, plain: bool = False) -> list[str]:
-    """One line for each setting with which NeoX would not train, or not as it says.
+    """Return one line for each setting with which NeoX would not train, or would train differently.
 
     Args:
-        merged: of :func:`load_configs`.
+        merged: the result of :func:`load_configs`.
         known: NeoX's keys; None skips what needs them.
-        plain: stock ZeRO is wanted, so the ``zero_topo`` block may be missing.
+        plain: train with stock ZeRO, so the ``zero_topo`` block may be missing.
     """
     lines = [line for find in CHECKS if not (plain and find is _block) for line in find(merged)]
     lines += _unknown(merged, known)
     config = deepspeed_config(merged)
     lines += deepspeed_problems(config)
-    return lines or setting_refusals(config)  # DeepSpeed is asked last: it would report some of these again
+    return lines or setting_refusals(config)  # DeepSpeed is run last: it would report some of these again
 
 
 def _part(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A block, or an empty one if it is absent or no block."""
+    """Return a block, or an empty one if it is absent or not an object."""
     part = whole.get(key)
     return part if isinstance(part, Mapping) else {}
 

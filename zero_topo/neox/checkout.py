@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Where NeoX is, and its modules brought into reach."""
+"""Finds NeoX and makes its modules importable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_topo.neox.config import Options
 
 
 def reach(options: Options) -> None:
-    """Make ``megatron`` importable, install zero_topo's hook and put the adaptations around NeoX.
+    """Make ``megatron`` importable, install zero_topo's hook and apply the adaptations to NeoX.
 
     Raises:
         ValueError: if there is no NeoX, or something it imports is not installed.

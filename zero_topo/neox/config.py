@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""NeoX's options, and its YAML files: reading and merging as NeoX does, and the DeepSpeed config of them; no torch.
+"""Reads NeoX's options and YAML files, merges them as NeoX does, and makes their DeepSpeed config; no torch.
 
 Note [Dropped defaults]
     NeoX hands DeepSpeed only the keys that differ from NeoX's own defaults, then adds ``deepspeed_extra_args``, whose
@@ -20,7 +20,7 @@ from typing import Any
 
 from zero_topo.strict import cut, read_text, within_limits
 
-MOST_BYTES = 256 << 10  # YAML is read slowly
+MOST_BYTES = 256 << 10  # PyYAML is slow to import
 EXTRA = "deepspeed_extra_args"
 
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -64,19 +64,19 @@ DEEPSPEED_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """The options of all three commands; those that a command does not have keep their defaults.
+    """Holds the options of all three commands; options that a command lacks keep their defaults.
 
     Attributes:
         command: "check", "launch" or "train".
         configs: YAML files, merged as NeoX merges them.
         neox_path: NeoX's checkout, or None for an importable ``megatron``.
-        ranks: of all nodes, or None to ask the launcher.
+        ranks: ranks of all nodes, or None to take the launcher's number.
         cpu: train on CPUs.
         dry_run: print the command that ``launch`` would run.
-        plain: leave the ``zero_topo`` block out, for stock ZeRO-3 with all else the same.
+        plain: leave the ``zero_topo`` block out, for stock ZeRO-3 with all other keys equal.
         srun: options for ``srun``, or None for DeepSpeed's launcher.
         megatron_config: NeoX's arguments as URL-safe base64 of JSON.
-        deepspeed_config: likewise of DeepSpeed's; only NeoX's autotuning reads it.
+        deepspeed_config: DeepSpeed's config as URL-safe base64 of JSON; only NeoX's autotuning reads it.
     """
 
     command: str
@@ -92,7 +92,7 @@ class Options:
 
 
 def load_configs(paths: Iterable[str]) -> dict[str, Any]:
-    """The merged YAML files; ``125M`` stands for ``125M.yml``, and dashes in keys for underscores, as in NeoX.
+    """Load and merge the YAML files; ``125M`` means ``125M.yml``, and dashes in keys underscores, as in NeoX.
 
     Raises:
         ValueError: for files that cannot be read, and for a key or file name that occurs twice, which NeoX refuses.
@@ -116,7 +116,7 @@ def load_configs(paths: Iterable[str]) -> dict[str, Any]:
 
 
 def config_path(name: str) -> Path:
-    """The file that a name on the command line means."""
+    """Return the path of the file that a name on the command line means."""
     return Path(name if name.endswith((".yml", ".yaml", ".json")) else f"{name}.yml")
 
 
@@ -131,7 +131,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give the path of a NeoX config") from None
     try:
         value = within_limits(yaml.load(text, Loader=_strict_loader(yaml)), "text")
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and keys have errors of their own
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and keys raise other types
         raise ValueError(f"{path}: not valid YAML: {cut(' '.join(str(error).split()))}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds no keys; a NeoX config is a mapping such as num_layers: 12")
@@ -139,7 +139,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _strict_loader(yaml: Any) -> Any:
-    """A loader that refuses a repeated key, of which YAML would silently keep the last."""
+    """Return a loader that refuses a repeated key, of which YAML would silently keep the last."""
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -153,7 +153,7 @@ def _strict_loader(yaml: Any) -> Any:
 
 
 def deepspeed_config(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed config that NeoX makes of its own; Note [Dropped defaults].
+    """Return the DeepSpeed config that NeoX makes of its own config; see Note [Dropped defaults].
 
     Args:
         merged: of :func:`load_configs`.
@@ -172,7 +172,7 @@ def deepspeed_config(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_keys(neox_path: str | None) -> frozenset[str] | None:
-    """The keys that a checkout of NeoX knows, read from its source text; None without a checkout."""
+    """Return the keys that a checkout of NeoX accepts, read from its source text; None without a checkout."""
     folder = Path(neox_path or "") / "megatron" / "neox_arguments"
     files = [folder / name for name in ("neox_args.py", "deepspeed_args.py")]
     if neox_path is None or not all(file.is_file() for file in files):

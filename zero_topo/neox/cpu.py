@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """NeoX on CPUs: everything that stands in for a CUDA device, in one place.
 
-NeoX asks torch.cuda for what any device could give. Here those questions get the CPU's answers; what is not needed to
-train, save and resume (generation, MoE, memory profiles) is left as it is. For checking a config or a change on a
-machine without GPUs, not for speed.
+NeoX calls torch.cuda for functions that any device could serve. This module replaces them by CPU versions. Features not
+needed to train, save and resume (generation, MoE, memory profiles) are unchanged. It is meant for checking a config or
+a change on a machine without GPUs, not for speed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stand_in(ranks_per_node: int) -> None:
     """Answer for torch.cuda.
 
     Args:
-        ranks_per_node: how many devices NeoX shall believe in.
+        ranks_per_node: number of devices reported to NeoX.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Start a run: NeoX's own arguments, handed to DeepSpeed's launcher or to ``srun``."""
+"""Starts a run: passes NeoX's own arguments to DeepSpeed's launcher or to ``srun``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def launch(options: Options) -> int:
 
 
 def rank_arguments(options: Options) -> list[str]:
-    """What NeoX gives its launcher: the launcher's own options, :data:`MODULE`, then base64 arguments of each rank."""
+    """Return NeoX's launcher arguments: the launcher's options, :data:`MODULE`, base64 arguments of each rank."""
     forced: dict[str, Any] = dict(cpu.OVERRIDES) if options.cpu else {}
     forced["user_script"] = MODULE
     ranks = number_of_ranks(options)
@@ -60,7 +60,7 @@ def rank_arguments(options: Options) -> list[str]:
 
 
 def number_of_ranks(options: Options) -> int | None:
-    """Of all nodes: ``--ranks``, or Slurm's number of tasks for an srun; None leaves it to NeoX."""
+    """Return the ranks of all nodes: ``--ranks``, or Slurm's number of tasks with srun; None leaves it to NeoX."""
     if options.ranks is not None or options.srun is None:
         return options.ranks
     tasks = os.environ.get("SLURM_NTASKS")
@@ -70,7 +70,7 @@ def number_of_ranks(options: Options) -> int | None:
 
 
 def deepspeed_arguments(words: list[str], options: Options) -> list[str]:
-    """The words for DeepSpeed's launcher: ranks run ``python -m zero_topo.neox train``."""
+    """Return the arguments for DeepSpeed's launcher: ranks run ``python -m zero_topo.neox train``."""
     at = words.index(MODULE)
     own = words[:at]
     if options.ranks is not None and "--num_gpus" not in own and "--hostfile" not in own:
@@ -79,7 +79,7 @@ def deepspeed_arguments(words: list[str], options: Options) -> list[str]:
 
 
 def srun_command(options: Options, words: list[str]) -> list[str]:
-    """The ``srun`` that starts the ranks without a launcher in between, so that its binding options count."""
+    """Return the ``srun`` that starts the ranks without another launcher, so that its binding options apply."""
     own = shlex.split(options.srun or "")
     nodes = os.environ.get("SLURM_NNODES")
     size = [*(["-N", nodes] if nodes else []), "-n", str(number_of_ranks(options))]
@@ -104,7 +104,7 @@ def _by_srun(command: list[str], dry_run: bool) -> int:
 
 
 def _share_wandb_key(neox_args: Any) -> None:
-    """As NeoX's deepy.py: the key reaches the ranks by their environment."""
+    """Pass the key to the ranks by their environment, like NeoX's deepy.py."""
     from deepspeed.launcher import runner
 
     key = import_module("megatron.utils").get_wandb_api_key(neox_args=neox_args) if neox_args.use_wandb else None

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank runs: NeoX's ``train.py``, with zero_topo under it."""
+"""Runs NeoX's ``train.py`` on each rank, with zero_topo."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def train(options: Options) -> None:
 
 
 def arguments(options: Options) -> Any:
-    """NeoX's arguments object.
+    """Return NeoX's arguments object.
 
     Raises:
-        ValueError: if the base64 is none.
+        ValueError: if the text is not base64 of JSON.
     """
     neox_args = import_module("megatron.neox_arguments").NeoXArgs
     forced = dict(cpu.OVERRIDES) if options.cpu else {}
@@ -60,7 +60,7 @@ def arguments(options: Options) -> Any:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """The dict in URL-safe base64 of JSON.
+    """Decode a dict from URL-safe base64 of JSON.
 
     Raises:
         ValueError: for anything else.
@@ -75,10 +75,10 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def adopt_launcher() -> None:
-    """Under a bare srun or mpirun, which set none of the variables that torch.distributed reads.
+    """Set the variables that torch.distributed reads, under a bare srun or mpirun, which set none of them.
 
     Raises:
-        ValueError: if what they do set contradicts itself.
+        ValueError: if the launcher's variables contradict each other.
     """
     if "RANK" not in os.environ and launcher_view(os.environ) is not None:
         os.environ.update(rank_environment(os.environ))

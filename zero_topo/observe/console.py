@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The look of all that zero_topo prints: tables of figures, and a console that is wide enough for them."""
+"""Formats all output of zero_topo: tables of figures, and a console that is wide enough for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The picture of what each scheme would hold on a rank. matplotlib is imported when it is drawn."""
+"""Draws the memory that each scheme would need on a rank. matplotlib is imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER = "#777777"
 
 
 def memory_bars(rows: Mapping[str, Mapping[str, int]], capacity: int | None, title: str, notes: str) -> Figure:
-    """What a rank holds under each scheme, stacked by role, beside what it has.
+    """Draw a rank's memory under each scheme, stacked by role, and its capacity.
 
     Args:
         rows: scheme -> role -> bytes.

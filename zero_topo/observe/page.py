@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run's report as one HTML file: no script, nothing fetched, and the same bytes whenever it is written again.
+"""Writes a run's report as one HTML file: no script, nothing fetched, and the same bytes whenever it is written again.
 
 It shows the tables of ``tables.py`` and the pictures of ``plots.py``, and no number that the run's files do not hold.
 Pictures are images, so that what is in one cannot act on the page; a dark page inverts them. Jinja2, which torch
@@ -107,7 +107,7 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
 
 
 def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Pictures with their titles, tables and lines, in the page's order."""
+    """Yield the pictures with their titles, tables and lines, in the page's order."""
     yield _section("Loss", plots.loss_curve(metrics))
     if measured is None:
         return

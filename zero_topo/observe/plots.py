@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The pictures of a run's report. matplotlib is imported when one is drawn, and no global figure is touched."""
+"""Draws the pictures of a run's report. matplotlib is imported when one is drawn, and no global figure is touched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ABOVE: Mapping[str, Any] = MappingProxyType({"textcoords": "offset points", "ha
 
 
 def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training and evaluation loss over steps.
+    """Draw training and evaluation loss over steps.
 
     Args:
         metrics: lines of ``metrics.jsonl``.
@@ -64,7 +64,7 @@ def loss_curve(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
-    """What a rank sends per optimizer step in each domain, measured and by ZeRO-3's formula, stacked by phase.
+    """Draw the bytes a rank sends per optimizer step in each domain, measured and of ZeRO-3, stacked by phase.
 
     Args:
         measured: the ``zero_topo`` part of a report.
@@ -98,7 +98,7 @@ def bytes_by_domain(measured: Mapping[str, Any]) -> Figure:
 
 
 def step_timeline(line: Mapping[str, Any]) -> Figure:
-    """When the host of a rank worked or waited for each phase of a step, and when for none.
+    """Draw when the host of a rank worked or waited for each phase of a step, and when for none.
 
     Args:
         line: of ``metrics.jsonl``, with ``step``, ``seconds`` and ``timeline``.
@@ -125,12 +125,12 @@ def step_timeline(line: Mapping[str, Any]) -> Figure:
 
 
 def say_under(figure: Figure, notes: str) -> None:
-    """Write what a picture is of under it, small, from its left edge."""
+    """Write notes under a picture, small, from its left edge."""
     figure.supxlabel(notes, fontsize=7, x=0.01, ha="left", parse_math=False)
 
 
 def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> str:
-    """For :func:`say_under`: the model, on how many ranks, and what an optimizer step is."""
+    """Return the notes for :func:`say_under`: the model, the number of ranks, and the size of an optimizer step."""
     counts, batches = (", ".join(f"{n:,}" for n in sorted(set(numbers))) for numbers in (ranks, micro_batches))
     model, each = job.model, f"{job.micro_batch} x {job.model.sequence:,} tokens"
     of = f"{model.name} ({format_count(model.params)} parameters)"
@@ -138,5 +138,5 @@ def job_line(job: Job, ranks: Iterable[int], micro_batches: Iterable[int]) -> st
 
 
 def decimal_unit(largest: float) -> tuple[int, str]:
-    """The decimal unit in which ``largest`` bytes reads well."""
+    """Return the decimal unit in which ``largest`` bytes reads well."""
     return next(((size, name) for size, name in ((GB, "GB"), (MB, "MB")) if largest >= size), (KB, "KB"))

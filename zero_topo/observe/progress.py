@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How far a run is: a line now and then, nothing on ranks other than 0."""
+"""Prints the progress of a run: a line now and then, nothing on ranks other than 0."""
 
 from __future__ import annotations
 

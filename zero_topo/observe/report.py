@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The report of a run: what was sent and held, beside the formulas and beside ZeRO-3 on the same machine.
+"""Builds the report of a run: bytes sent and stored, compared with the formulas and with ZeRO-3 on that machine.
 
-``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` beside the run's
-``metrics.jsonl``; ``render`` of ``tables.py`` gives its tables as text, then or any time later.
+``build_report`` writes ``report.json``, ``report.html``, ``loss.png`` and ``bytes.png`` next to the run's
+``metrics.jsonl``. ``render`` of ``tables.py`` returns its tables as text, at once or later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_topo.versions import used
 
 
 class RunStats(Protocol):
-    """What the report reads of ``zero_topo.stats(engine)``."""
+    """Defines the part of ``zero_topo.stats(engine)`` that the report reads."""
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -53,9 +53,9 @@ class RankBytes:
     """One rank's measurements.
 
     Attributes:
-        sent: (phase, domain) -> bytes it sent in the last optimizer step.
-        memory: role -> bytes it holds.
-        peak: bytes of its device at the peak, on a CPU of its process.
+        sent: (phase, domain) -> bytes sent in the last optimizer step.
+        memory: role -> bytes stored.
+        peak: peak memory of the device in bytes; on a CPU, of the process.
     """
 
     sent: Mapping[Key, int]
@@ -65,7 +65,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Run:
-    """What was run.
+    """Describes a run.
 
     Attributes:
         title: one line about model and data.
@@ -87,10 +87,10 @@ def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence
         folder: the run's folder, with its ``metrics.jsonl`` if there is one.
         run: what was run.
         stats: of this rank's engine; None for a run under stock ZeRO-3.
-        ranks: measurements in rank order, of every rank or of rank 0 alone; empty for stock ZeRO-3.
+        ranks: measurements in rank order, of every rank or only of rank 0; empty for stock ZeRO-3.
 
     Returns:
-        What ``report.json`` holds.
+        The content of ``report.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
@@ -124,7 +124,7 @@ def build_report(folder: Path, run: Run, stats: RunStats | None, ranks: Sequence
 
 
 def measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
-    """The ``zero_topo`` part of a report; of one rank alone if only that is given."""
+    """Return the ``zero_topo`` part of a report, of all given ranks."""
     config, work = stats.config, stats.work
     zero3 = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), config.topology)
     peaks = [rank.peak for rank in ranks]
@@ -150,7 +150,7 @@ def measurements(stats: RunStats, ranks: Sequence[RankBytes]) -> dict[str, Any]:
 def _sent_rows(
     measured: Sequence[Mapping[Key, int]], formula: Mapping[Key, int], zero3: Mapping[Key, int]
 ) -> list[dict[str, Any]]:
-    """One row for each phase and domain that appears anywhere; bytes per rank and optimizer step."""
+    """Return one row for each phase and domain that appears anywhere; bytes per rank and optimizer step."""
     seen = {key for table in (*measured, formula, zero3) for key in table}
     order = {key: place for place, key in enumerate((phase, domain) for domain in LINKED_DOMAINS for phase in PHASES)}
     rows = []
@@ -162,7 +162,7 @@ def _sent_rows(
 
 
 def _memory_rows(stats: RunStats, zero3: ResolvedConfig, measured: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
-    """One row for each role, bytes per rank; the formula is for Adam and includes the padding it names."""
+    """Return one row for each role, bytes per rank; the formula is for Adam and includes the padding it lists."""
     itemsizes = stats.accumulation_itemsize, stats.optimizer_itemsize
     formula = memory_bytes(stats.config, stats.work, *itemsizes)
     padding = padding_bytes(stats.config, stats.work, *itemsizes)

@@ -3,9 +3,9 @@
 
 A line of a step holds ``step`` (from 1), ``lr``, ``seconds``, ``loss`` if it is known and, with zero_topo, ``sent``:
 bytes rank 0 sent since the step before, as ``{"phase/domain": bytes}``, and as far as they are known rank 0's
-``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation count in the step after it. A line of an evaluation
-holds ``step`` and ``eval_loss``; one line of the last step, with zero_topo, ``step``, ``seconds`` and ``timeline``:
-when rank 0's host worked or waited for which phase of it.
+``tokens_per_s``, ``tflops`` and ``mfu``. Gathers of an evaluation count toward the step after it. A line of an
+evaluation holds ``step`` and ``eval_loss``; one line of the last step, with zero_topo, ``step``, ``seconds`` and
+``timeline``: when rank 0's host worked or waited for which phase of it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class RunLog:
             step: its number, from 1.
             loss: mean over micro-batches, or None if it is not known.
             lr: learning rate after it.
-            seconds: that it took.
-            sent: (phase, domain) -> bytes rank 0 sent in it; None where nothing is metered.
+            seconds: duration of the step.
+            sent: (phase, domain) -> bytes rank 0 sent in it; None if nothing is metered.
             pace: tokens/s, TFLOP/s and MFU of rank 0.
         """
         line: dict[str, Any] = {"step": step, "lr": lr, "seconds": round(seconds, 6), **pace}
@@ -127,7 +127,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's log.
 
     Raises:
-        ValueError: if the folder has no log, or a line that is none of a log's.
+        ValueError: if the folder has no log, or a line that is not a log line.
     """
     path = folder / METRICS
     if not path.is_file():

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Predicted speed over ranks as a picture. matplotlib is imported when it is drawn."""
+"""Draws predicted speed over ranks. matplotlib is imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ APART = 1.015
 
 
 def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figure:
-    """TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of micro-batches.
+    """Draw TFLOP/s per rank over ranks: a colour for each scheme, a style for each number of micro-batches.
 
     A thin bar at each point, drawn a little apart from the others', is the range of its prediction.
 
@@ -56,7 +56,7 @@ def scaling(points: Sequence[Mapping[str, Any]], title: str, notes: str) -> Figu
 
 
 def _lines(points: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
-    """The points of each scheme and number of micro-batches."""
+    """Group the points by scheme and number of micro-batches."""
     found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for point in points:
         found.setdefault((point["scheme"], point["micro_batches"]), []).append(point)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A run's report as tables of plain text; each fits 80 columns."""
+"""Renders a run's report as tables of plain text; each fits 80 columns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
 
 
 def render(folder: Path) -> str:
-    """The report of the run in ``folder`` as text.
+    """Return the report of the run in ``folder`` as text.
 
     Raises:
         ValueError: if there is none.
@@ -62,7 +62,7 @@ def render(folder: Path) -> str:
 
 
 def measured_text(measured: Mapping[str, Any]) -> str:
-    """Bytes, memory and times of a report's ``zero_topo`` part."""
+    """Return bytes, memory and times of a report's ``zero_topo`` part as text."""
     return "\n".join([*map(str, (sent_table(measured), memory_table(measured))), *last_step_lines(measured)])
 
 
@@ -123,7 +123,7 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
 
 
 def _who(measured: Mapping[str, Any]) -> str:
-    """Whose measurements these are: of all ranks, or of one that wrote the report alone."""
+    """Return which ranks were measured: all, or the one that wrote the report alone."""
     return "one rank" if measured.get("ranks") == 1 < measured["config"]["world_size"] else "each rank"
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Draws the machine as a tree with what each rank holds, as SVG.
+"""Draws the machine as a tree with the shards that each rank stores, as SVG.
 
-Each bar is the whole model cut into one world shard per rank; filled pieces are what the rank above it holds. What is
-filled comes from the plan's own index arithmetic, so the picture cannot disagree with the engine. Of more than 16 ranks
-the first 8 are drawn, or whole nodes of them, and what a rank holds as one part of its bar.
+Each bar is the whole model, cut into one world shard per rank; the filled shards are those that the rank above stores.
+The plan's index arithmetic determines them, so the picture always agrees with the engine. Of more than 16 ranks only
+the first 8 are drawn, or whole nodes of them, and a rank's shards are one part of its bar.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Tree:
-    """What is drawn; ranks in tree order.
+    """Holds what is drawn; ranks in tree order.
 
     Attributes:
-        plan: who holds what.
+        plan: the shards of each rank.
         topology: the machine.
-        wire: how "weights" and "gradients" travel, such as "int8/256", and the mode of "sync"; None is 16 bits.
+        wire: wire formats of "weights" and "gradients", such as "int8/256", and the mode of "sync"; None is 16 bits.
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ def _domains(tree: Tree) -> Iterator[str]:
 
 
 def _bars(tree: Tree) -> Iterator[str]:
-    """For each role and rank the model as a bar, with what the rank holds filled."""
+    """For each role and rank the model as a bar, with the shards that the rank stores filled."""
     plan = tree.plan
     for row, (role, degree) in enumerate(plan.degrees().items()):
         y = TOP + row * ROW + 4
@@ -128,7 +128,7 @@ def _bars(tree: Tree) -> Iterator[str]:
 
 
 def _collectives(tree: Tree) -> Iterator[str]:
-    """Under the tree: a bracket over the ranks each collective spans, and what travels there."""
+    """Draw, under the tree, a bracket over the ranks of each collective, with its wire format."""
     plan = tree.plan
     y = TOP + ROW * len(ROLES) + 34
     rows = [

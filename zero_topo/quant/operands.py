@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What operators read and write: strided views of tensors, tables of messages, INT8 weights.
+"""Defines the operands of the operators: strided views of tensors, tables of messages, INT8 weights.
 
 Note [Views]
-    A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads the shard where it lies
-    and writes it where it belongs, so no pass over memory interleaves it (``zt_piece`` in ``csrc/zt_kernels.h``).
+    A nested shard of a parameter is every k-th row of a matrix. A kernel that takes views reads and writes the shard in
+    place, so no extra pass over memory interleaves it (``zt_piece`` in ``csrc/zt_kernels.h``).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.nn.functional import pad
 from zero_topo.quant.spec import BlockSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""A config's names of the types in which values are kept and travel."""
+"""Config name -> dtype in which values are stored and sent."""
 
 FLOATS = tuple(DTYPES.values())
 
 
 @dataclass(eq=False)
 class View:
-    """A part of one message, or of the messages of all members of a group alike.
+    """Describes a part of one message, or the equal parts of the messages of all members of a group.
 
-    The message of member ``m`` gets ``rows x columns`` values in row-major order; that at ``(r, c)`` is the element
+    The message of member ``m`` gets ``rows x columns`` values in row-major order. The value at ``(r, c)`` is
     ``flat[m * member_stride + r * stride + c]``.
 
     Attributes:
-        flat: 1-D, floating, unit stride. Begins with the first element; what lies beyond its end reads as zero and is
-            never written: the padding of a parameter's last shards.
+        flat: 1-D, floating, unit stride, from the first element on. Elements beyond its end, the padding of a
+            parameter's last shards, read as zero and are never written.
         rows: number of rows.
         columns: values per row.
         stride: elements from one row to the next, at least ``present``.
-        members: messages that have such a part.
-        member_stride: elements from one member's part to the next one's.
-        present: columns that exist; the others read as zero and are never written, and fill a row up to whole blocks.
-            None is all.
+        members: number of messages that have such a part.
+        member_stride: elements from one member's part to that of the next.
+        present: columns that exist; None is all. The others pad a row to whole blocks: they read as zero and are never
+            written.
         width: columns that exist.
-        numel: values that each message gets, those that do not exist included.
+        numel: values that each message gets, padding included.
         shape: the numbers that operators take: rows, columns, columns that exist, row stride, member stride.
 
     Raises:
@@ -74,24 +74,24 @@ class View:
             raise ValueError(f"{self.rows} rows of {width} elements, {self.stride} apart, are not a view")
 
     def member(self, index: int) -> View:
-        """What the message of one member gets."""
+        """Return the view of one member's message."""
         begin = min(index * self.member_stride, self.flat.numel())
         return replace(self, flat=self.flat[begin:], members=1, member_stride=0)
 
     def _table(self, flat: Tensor) -> Tensor:
-        """``[members, rows, width]``: the elements, in a tensor that holds all of them."""
+        """Return the elements of ``flat``, a tensor without missing elements, as ``[members, rows, width]``."""
         strides = (self.member_stride, self.stride, 1)
         return flat.as_strided((self.members, self.rows, self.width), strides)
 
     def _missing(self) -> int:
-        """Elements between the end of ``flat`` and that of the last row."""
+        """Return the number of elements between the end of ``flat`` and the end of the last row."""
         if not (self.members and self.rows and self.width):
             return 0
         extent = (self.members - 1) * self.member_stride + (self.rows - 1) * self.stride + self.width
         return max(0, extent - self.flat.numel())
 
     def read(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, ``[members, numel]``, a copy."""
+        """Return a copy of the values, ``[members, numel]``."""
         out = torch.zeros(self.members, self.rows, self.columns, dtype=dtype, device=self.flat.device)
         missing = self._missing()
         flat = pad(self.flat, (0, missing)) if missing else self.flat
@@ -99,7 +99,7 @@ class View:
         return out.view(self.members, self.numel)
 
     def write(self, values: Tensor) -> None:
-        """Take over values ``[members, numel]``, rounded to the dtype of ``flat``."""
+        """Write values ``[members, numel]``, rounded to the dtype of ``flat``."""
         values = values.reshape(self.members, self.rows, self.columns)[..., : self.width]
         missing = self._missing()
         if not missing:
@@ -111,11 +111,11 @@ class View:
 
 
 def view_of(tensor: Tensor, block: int = 1) -> View:
-    """A tensor as one view, without a copy.
+    """Return a tensor as one view, without a copy.
 
     Args:
-        tensor: contiguous or a matrix of adjacent columns, of one message; or ``[members, rows, columns]``.
-        block: rows of three dimensions are filled up to whole blocks of so many elements.
+        tensor: contiguous or a matrix of adjacent columns, for one message; or ``[members, rows, columns]``.
+        block: the rows of a 3-D tensor are padded to whole blocks of this many elements.
 
     Raises:
         ValueError: for a dtype that cannot be quantized, or strides that rows and columns cannot express.
@@ -135,13 +135,13 @@ Views = Tensor | Sequence[View]
 
 
 def described(x: Views) -> tuple[list[Tensor], list[int], int, int]:
-    """A tensor, or views one after the other, as operators take them.
+    """Convert a tensor, or a sequence of views, to the arguments that operators take.
 
     Returns:
-        Their tensors, their shapes, how many members they have, and the values of one member's message.
+        The tensors, their shapes, the number of members, and the number of values in one member's message.
 
     Raises:
-        ValueError: if the views do not have the same members, or the tensor is no view.
+        ValueError: if the views do not have the same members, or the tensor cannot be expressed as a view.
     """
     views = [view_of(x)] if isinstance(x, Tensor) else x
     flats: list[Tensor] = []
@@ -157,12 +157,12 @@ def described(x: Views) -> tuple[list[Tensor], list[int], int, int]:
 
 
 def total_numel(views: Sequence[View]) -> int:
-    """Values of a message that holds these views."""
+    """Return the number of values in a message that holds these views."""
     return sum(view.numel for view in views)
 
 
 def at_blocks(views: Sequence[View], block: int) -> list[View]:
-    """The views, with values that do not exist between them, so that each begins a block and none is of two views."""
+    """Return the views with padding between them, so that each begins a block and no block spans two views."""
     parts: list[View] = []
     begin = 0
     for view in views:
@@ -174,12 +174,12 @@ def at_blocks(views: Sequence[View], block: int) -> list[View]:
 
 
 def read_all(views: Sequence[View], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The concatenated values, ``[members, numel]``, a copy."""
+    """Return a copy of the concatenated values, ``[members, numel]``."""
     return torch.cat([view.read(dtype) for view in views], dim=1)
 
 
 def write_all(values: Tensor, views: Sequence[View]) -> None:
-    """Take over concatenated values ``[members, numel]``, each rounded to the dtype of its view."""
+    """Write concatenated values ``[members, numel]``, each rounded to the dtype of its view."""
     for view, part in zip(views, values.split([view.numel for view in views], dim=1), strict=True):
         view.write(part)
 
@@ -188,7 +188,7 @@ Range = tuple[int, int]
 
 
 def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
-    """The same columns in fewer ranges: neighbours are one where a block ends between them."""
+    """Merge neighbouring ranges of columns wherever a block ends between them."""
     fewer: list[Range] = []
     for begin, end in ranges:
         if fewer and fewer[-1][1] == begin and (fewer[-1][1] - fewer[-1][0]) % block == 0:
@@ -198,20 +198,20 @@ def merged(ranges: Iterable[Range], block: int = 1) -> tuple[Range, ...]:
 
 
 def packed_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The columns of a table that holds these ranges one after the other."""
+    """Return the ranges of columns in a table that stores these ranges consecutively."""
     return tuple(pairwise(accumulate((end - begin for begin, end in ranges), initial=0)))
 
 
 def range_views(rows: Tensor, ranges: Iterable[Range], block: int = 1) -> list[View]:
-    """Some columns of some rows, range by range, each row and range filled up to whole blocks.
+    """Return views of ranges of columns, range by range, each row and range padded to whole blocks.
 
-    Blocks that share a scale then never hold values of two parameters, and what is in them does not depend on which
-    ranges travel together.
+    No block then holds values of two parameters, and the content of a block does not depend on which ranges are sent
+    together.
 
     Args:
-        rows: ``[members, r, F]``, or ``[r, F]`` of one member; columns adjacent.
-        ranges: of columns.
-        block: elements of a block; 1 fills nothing up.
+        rows: ``[members, r, F]``, or ``[r, F]`` for one member; columns adjacent.
+        ranges: ranges of columns.
+        block: elements of a block; 1 adds no padding.
     """
     rows = rows if rows.dim() == 3 else rows[None]
     return [view_of(rows[..., begin:end], block) for begin, end in ranges]
@@ -219,7 +219,7 @@ def range_views(rows: Tensor, ranges: Iterable[Range], block: int = 1) -> list[V
 
 @dataclass(frozen=True)
 class Messages:
-    """What several sources say to several members.
+    """Holds a table of packed buffers (messages), one per (source, member).
 
     Attributes:
         table: uint8 ``[sources, outer, inner, bytes]``, the bytes of each message adjacent, the rest of any strides.
@@ -234,42 +234,42 @@ class Messages:
 
     @property
     def members(self) -> int:
-        """How many members there are."""
+        """Return the number of members."""
         return self.table.shape[1] * self.table.shape[2]
 
     def kept(self) -> list[int]:
-        """The members but the one left out."""
+        """Return all members except the one left out."""
         return [m for m in range(self.members) if m != self.without_member]
 
     def of(self, member: int) -> list[Tensor]:
-        """Messages to a member of each source but the one left out."""
+        """Return the messages to a member from each source except the one left out."""
         outer, inner = divmod(member, self.table.shape[2])
         return [t[outer, inner] for s, t in enumerate(self.table) if s != self.without_source]
 
 
 def to_members(messages: Tensor, without: int = -1) -> Messages:
-    """One message for each member: ``[bytes]``, ``[members, bytes]`` or ``[outer, inner, bytes]``."""
+    """Wrap one message for each member: ``[bytes]``, ``[members, bytes]`` or ``[outer, inner, bytes]``."""
     assert messages.dim() <= 3
     return Messages(messages[(None,) * (4 - messages.dim())], without_member=without)
 
 
 def from_sources(messages: Tensor, without: int = -1) -> Messages:
-    """Messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for several members."""
+    """Wrap messages to be summed: ``[sources, bytes]``, or ``[sources, members, bytes]`` for several members."""
     assert messages.dim() in (2, 3)
     return Messages(messages[:, None, None] if messages.dim() == 2 else messages[:, None], without_source=without)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes and scales of some parameters ("slots"), as a gather sends them.
+    """Stores the INT8 weights (codes) and scales of some parameters ("slots"), as an all-gather sends them.
 
-    A slot of ``rows`` rows of ``blocks`` blocks lies in ``held`` as one INT8 message of the wire format
+    A slot of ``rows`` rows of ``blocks`` blocks is stored in ``held`` as one INT8 message of the wire format
     (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their scales. Blocks never cross rows.
 
     Attributes:
         held: uint8, 1-D.
-        slots: int64 ``[slots, 6]``, on the device: bytes at which a slot's codes and scales begin, blocks of a row, the
-            first of its block columns, its first column in the table of masters, its columns.
+        slots: int64 ``[slots, 6]``, on the device: byte offsets of a slot's codes and scales, blocks per row, its
+            first block column, its first column in the table of masters, its number of columns.
         slot_of: int32 ``[block columns]``, on the device: the slot of each block column.
         block: values of a block.
     """
@@ -281,13 +281,13 @@ class Codes:
 
     @classmethod
     def build(cls, columns: Sequence[tuple[int, int]], rows: int, block: int, device: torch.device) -> Codes:
-        """Codes of zeros.
+        """Allocate codes that are all zero.
 
         Args:
-            columns: of each slot: its first column in the table of masters, and how many it has.
-            rows: of the shard.
+            columns: for each slot, its first column in the table of masters and its number of columns.
+            rows: rows of the shard.
             block: values of a block.
-            device: where they are.
+            device: device of the codes.
         """
         wire, at, before = BlockSpec(8, block), 0, 0
         slots, slot_of = [], []
@@ -304,12 +304,12 @@ class Codes:
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks of which one message speaks: those of some block columns, row by row.
+    """Selects the blocks of one message: a range of block columns, row by row.
 
     Attributes:
-        begin, end: block columns.
+        begin, end: the range of block columns.
         rows: rows of one member.
-        members: members of the hop; row ``r`` of member ``m`` is row ``m + r * members`` of the shard.
+        members: ranks of the process group; row ``r`` of member ``m`` is row ``m + r * members`` of the shard.
     """
 
     begin: int
@@ -319,18 +319,18 @@ class Part:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a message."""
+        """Return the number of blocks in a message."""
         return self.rows * (self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class Masters:
-    """FP32 masters of one member's rows.
+    """Holds the FP32 masters of one member's rows.
 
     Attributes:
         table: ``[rows, columns]``, columns adjacent.
-        first: the column of :attr:`Codes.slots` that its first column is.
-        member: whose rows.
+        first: the column, counted as in :attr:`Codes.slots`, of the first column of ``table``.
+        member: the member that owns the rows.
     """
 
     table: Tensor
@@ -340,13 +340,13 @@ class Masters:
 
 @dataclass(frozen=True)
 class Change:
-    """What a publish is about to do to the codes of a part.
+    """Describes what a publish is about to change in the codes of a part.
 
     Attributes:
-        scales: FP32 ``[blocks]``: each block's from now on.
-        escaped: bool ``[blocks]``.
+        scales: FP32 ``[blocks]``: the new scale of each block.
+        escaped: bool ``[blocks]``: whether a block is sent whole.
         order: int64 ``[blocks]``: the blocks that do not escape, then those that do, each ascending.
-        count: int64 ``[1]``: how many escape.
+        count: int64 ``[1]``: the number of blocks that escape.
     """
 
     scales: Tensor

@@ -1,11 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The operators ``torch.ops.zero_topo``: schemas, fake kernels, and which backend's kernels serve a device.
+"""Registers the operators ``torch.ops.zero_topo``: schemas, fake kernels, and the backend of each device.
 
 Note [Operators]
-    torch finds a kernel by the device of the arguments, names it in profiles and runs the fake one for FakeTensors. The
-    reference serves every device that no other backend serves. An operator writes only to arguments that its schema
-    marks, and returns nothing or a fresh tensor: torch forbids to return an alias of an argument. Indexes that leave
-    out a source or a member are -1 for none. A process has one backend per device type: the last one selected.
+    torch selects a kernel by the device of the arguments, names it in profiles and runs the fake one for FakeTensors.
+    The reference serves every device that no other backend serves. An operator writes only to arguments that its schema
+    marks, and returns nothing or a new tensor: torch forbids returning an alias of an argument. An index that leaves
+    out a source or a member is -1 for none. A process has one backend per device type: the last one selected.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ SCHEMAS = (
 
 
 class BackendUnavailable(Exception):
-    """A backend cannot serve a device here; the message says why, in one line."""
+    """Raised if a backend cannot serve a device on this machine; the message gives the reason, in one line."""
 
 
 def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
-    """The kernels, by operator, of a backend that is a Python module with the functions of ``reference.py``."""
+    """Return operator -> kernel of a backend: a Python module with the functions of ``reference.py``."""
 
     def quantize(flats: list[Tensor], shapes: list[int], code: list[int], table: Tensor, member: int) -> None:
         messages = Messages(table, -1, member)
@@ -86,7 +86,7 @@ def kernels_of(backend: Any) -> dict[str, Callable[..., Any]]:
 
     def codes_emit(masters: Tensor, own: list[int], *arguments: Any) -> None:
         *held, scales, order, count, message = arguments
-        change = Change(scales, order.new_empty(0), order, count)  # backends do not read which blocks escape
+        change = Change(scales, order.new_empty(0), order, count)  # backends do not read `escaped`
         backend.codes_emit(Masters(masters, *own), *_coded(*held), change, message)
 
     def codes_apply(table: Tensor, member: int, *held: Any) -> None:
@@ -113,7 +113,7 @@ def _views(flats: Sequence[Tensor], shapes: Sequence[int], messages: Messages) -
     return views
 
 
-_LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")  # registrations end when it is collected
+_LIBRARY = torch.library.Library("zero_topo", "FRAGMENT")  # kept alive: registrations end when it is garbage-collected
 
 
 def _define() -> None:
@@ -127,7 +127,7 @@ def _define() -> None:
 
 
 def _nothing(*arguments: Any) -> None:
-    """The fake kernel of operators that only write to their arguments."""
+    """Do nothing: the fake kernel of operators that only write to their arguments."""
 
 
 def _number(x: Tensor, *arguments: Any) -> Tensor:
@@ -137,7 +137,7 @@ def _number(x: Tensor, *arguments: Any) -> Tensor:
 _define()
 
 Serve = Callable[[str], Callable[[], object]]
-"""Registers kernels for a dispatch key, and returns what takes them back."""
+"""Registers kernels for a dispatch key, and returns a function that unregisters them."""
 
 
 def _native(device: torch.device) -> Serve:
@@ -154,7 +154,7 @@ def _native(device: torch.device) -> Serve:
 
 
 def serve_native(module: Any, key: str) -> Callable[[], object]:
-    """Have a module of ``csrc/zt_binding.cpp`` register its kernels."""
+    """Register the kernels of a module built from ``csrc/zt_binding.cpp``."""
     module.serve(key)
     return partial(module.serve, "")
 
@@ -179,7 +179,7 @@ def _serve_python(backend: Any, key: str) -> Callable[[], object]:
 
 
 def _reference(device: torch.device) -> Serve:
-    return lambda key: lambda: None  # it serves wherever nothing else does
+    return lambda key: lambda: None  # it serves every device that no other backend serves
 
 
 # Best first.
@@ -189,17 +189,17 @@ BACKENDS: Mapping[str, Callable[[torch.device], Serve]] = MappingProxyType(
 
 
 class _Serving:
-    """Which backend serves each type of device, and what takes its kernels back; the reference at first."""
+    """Records the backend of each device type and how to unregister its kernels; the initial one is the reference."""
 
     def __init__(self) -> None:
         self._by_type: dict[str, tuple[str, Callable[[], object]]] = {}
         self._lock = Lock()
 
     def use(self, name: str, device: torch.device) -> str:
-        """Have a backend serve a type of device, for the whole process; returns the one that served it before.
+        """Make a backend serve a device type, for the whole process; return the previous backend.
 
         Raises:
-            BackendUnavailable: if it cannot; the one before goes on.
+            BackendUnavailable: if it cannot; the previous backend stays.
         """
         with self._lock:
             before, withdraw = self._by_type.get(device.type, ("reference", lambda: None))
@@ -214,10 +214,10 @@ use = _Serving().use
 
 
 def select(device: torch.device = CPU, env: Mapping[str, str] = os.environ) -> str:
-    """Use the best backend that loads for a device, or the one ``ZERO_TOPO_QUANT`` forces; logs one line for either.
+    """Select the best backend that loads for a device, or the one that ``ZERO_TOPO_QUANT`` names, and log one line.
 
     Returns:
-        Its name.
+        The name of the backend.
 
     Raises:
         ValueError: if ``ZERO_TOPO_QUANT`` names a backend that does not exist or does not load.

@@ -1,19 +1,21 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Block quantization: arguments are checked here, then torch calls the backend that serves their device.
+"""Checks the arguments of block quantization; torch then calls the backend that serves their device.
 
-All functions take any number of members at once, in one launch: what goes to, or came from, each rank of a group.
-Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of messages are uint8, the bytes of
-each message adjacent. ``without`` is a member or source whose message is left out, -1 for none.
+All functions take any number of members at once, in one launch. A member is a rank of a group: each sends or
+receives one packed buffer, the message. Values are FP32, FP16 or BF16, a tensor or views (``operands.py``). Tables of
+messages are uint8, the bytes of each message adjacent. ``without`` is a member or source whose message is left out; -1
+leaves out none.
 
 Note [Codes]
-    The codes of a block are ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``, in the
-    owner's copy and in every other, after every publish. ``top`` being the largest ``|x|`` of a block, its scale stays
-    while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite; else it becomes ``(top * 1.0625) / 127``, and
-    the block escapes. A ``top`` below 2**-100 has scale 0 and codes 0; one that is NaN, or whose scale would not be
-    finite, has scale NaN and codes 0, so that gathered weights show it. Every step is one FP32 operation, correctly
-    rounded. A block that does not escape goes one step towards these codes at most, by the digits that are sent: all
-    copies stay equal even if a master is edited between :func:`assess_changes` and :func:`encode_changes`. So blocks
-    change their scales rarely, and a code changes only when its weight has moved by about a whole code.
+    Codes are INT8 weights. After every publish, each copy of a block holds the codes
+    ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``. Let ``top`` be the largest ``|x|``
+    of a block. Its scale stays while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite. Otherwise it
+    becomes ``(top * 1.0625) / 127``, and the block escapes: it is sent whole. A ``top`` below 2**-100 gives scale 0 and
+    codes 0. If ``top`` is NaN, or the scale would not be finite, the scale is NaN and the codes are 0, so that gathered
+    weights become NaN. Every step is one FP32 operation, correctly rounded. In a block that does not escape, a code
+    changes by at most one, according to the digit that is sent. All copies therefore stay equal even if a master is
+    edited between :func:`assess_changes` and :func:`encode_changes`. As a result, scales change rarely, and a code
+    changes only when its weight has moved by about one quantization step.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ Target = TypeVar("Target", bound=Views)
 
 
 def cast_to(dtype: torch.dtype) -> Cast:
-    """The format of values that travel uncompressed in a type."""
+    """Return the format of values that are sent uncompressed in a dtype."""
     return Cast(FLOAT_NAMES[FLOATS.index(dtype)])
 
 
 def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -1) -> Tensor:
-    """Quantize values into one message for each member; returns ``out``.
+    """Quantize values into one message for each member, and return ``out``.
 
     Args:
-        x: a tensor's elements are taken in row-major order; one of three dimensions is ``[members, rows, columns]``.
-        spec: bits and block size, or a float's type.
+        x: a tensor, read in row-major order, or views; three dimensions are ``[members, rows, columns]``.
+        spec: bits and block size, or a float dtype.
         out: ``[nbytes]``, ``[members, nbytes]`` or ``[outer, inner, nbytes]`` with ``nbytes = spec.nbytes(numel)``;
             allocated if None.
         without: a member whose message is not written.
@@ -66,11 +68,11 @@ def dequantize(
     """Dequantize one message of each member into ``out``, and return it.
 
     Args:
-        messages: shaped as ``out`` of :func:`quantize`.
-        spec: their format.
-        out: takes the values.
+        messages: shaped like ``out`` of :func:`quantize`.
+        spec: format of the messages.
+        out: receives the values.
         factor: multiplies the values, unless it is 1; rounded to FP32.
-        accumulate: add the values to those of ``out`` instead of overwriting these.
+        accumulate: add the values to those of ``out`` instead of overwriting them.
         without: a member whose message is not read.
 
     Raises:
@@ -86,8 +88,8 @@ def dequantize_reduce(
 
     Args:
         messages: ``[sources, nbytes]``, or ``[sources, members, nbytes]``.
-        spec: their format.
-        out: takes the sum; the sum itself is FP32, rounded once when it is written.
+        spec: format of the messages.
+        out: receives the sum, which is computed in FP32 and rounded once when it is written.
         factor: multiplies the sum, unless it is 1; rounded to FP32.
         accumulate: add the sum to the values of ``out`` instead of overwriting them.
         without: a source whose messages are left out.
@@ -99,11 +101,11 @@ def dequantize_reduce(
 
 
 def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tensor:
-    """Sum the dequantized messages and quantize the sum, without a detour through memory; returns ``out``.
+    """Sum the dequantized messages and quantize the sum without storing it in memory; return ``out``.
 
     Args:
         messages: ``[sources, nbytes]`` or ``[sources, members, nbytes]``, each of ``numel`` values.
-        spec: their format, and that of ``out``.
+        spec: format of the messages and of ``out``.
         out: ``[nbytes]``, or ``[members, nbytes]``.
         numel: values of a message.
 
@@ -147,12 +149,12 @@ def _check(table: Tensor, spec: Format, numel: int, nbytes: int, members: int, w
 
 
 def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
-    """What publishing these masters would change; nothing is changed yet.
+    """Return what publishing these masters would change, without changing anything.
 
     Args:
-        masters: of a member's rows.
-        codes: all that is held.
-        part: the blocks.
+        masters: masters of one member's rows.
+        codes: all stored INT8 weights.
+        part: the blocks to publish.
     """
     _check_masters(masters, part)
     device = codes.held.device
@@ -164,13 +166,13 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
 
 
 def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, nbytes: int) -> Tensor:
-    """Change the codes of the masters' rows, and say it in a message.
+    """Change the codes of the masters' rows, and encode the changes in a message.
 
     Args:
-        masters: as for :func:`assess_changes`.
-        codes: changed.
-        part: as there.
-        change: of :func:`assess_changes`.
+        masters: masters of one member's rows.
+        codes: all stored INT8 weights; changed in place.
+        part: the blocks to publish.
+        change: the result of :func:`assess_changes`.
         nbytes: bytes of the message, at least those of :class:`~zero_topo.quant.spec.TritSpec`.
 
     Returns:
@@ -193,11 +195,11 @@ def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, n
 
 
 def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> None:
-    """Change the codes of all members' rows as their messages say.
+    """Apply the changes in all members' messages to the codes of their rows.
 
     Args:
         messages: uint8 ``[outer, inner, nbytes]``, one of each member.
-        codes: changed.
+        codes: all stored INT8 weights; changed in place.
         part: the blocks of each message.
         without: a member whose rows are up to date, -1 for none.
     """
@@ -227,7 +229,7 @@ def _code_arguments(codes: Codes, part: Part) -> tuple[Tensor, Tensor, Tensor, l
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Booleans ``[n]`` -> uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
+    """Pack booleans ``[n]`` into uint8 ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``.
 
     Raises:
         ValueError: if ``mask`` is not 1-D bool and contiguous.
@@ -240,7 +242,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, numel: int) -> Tensor:
-    """The inverse of :func:`pack`.
+    """Unpack the result of :func:`pack`.
 
     Raises:
         ValueError: if ``bits`` is not the packed mask of ``numel`` elements.
@@ -253,7 +255,7 @@ def unpack(bits: Tensor, numel: int) -> Tensor:
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """How many ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
+    """Count the elements with ``|x[i]| >= threshold``, compared in FP32; int64 ``[1]`` on the device of ``x``.
 
     Raises:
         ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16.
@@ -263,14 +265,14 @@ def count_above(x: Tensor, threshold: float) -> Tensor:
 
 
 def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Those elements, at most ``room`` of them, in ascending order of index.
+    """Return the elements with ``|x[i]| >= threshold``, at most ``room`` of them, in ascending order of index.
 
     Returns:
-        Indices, int64 ``[room]``, and values ``[room]`` in the vector's dtype, of which only the first elements are
-        written; and how many elements there are, even if there was no room for all, int64 ``[1]``.
+        Indices, int64 ``[room]``, and values ``[room]`` in the dtype of ``x``; only the first entries are written.
+        Then the number of such elements, even if there was no room for all, int64 ``[1]``.
 
     Raises:
-        ValueError: as :func:`count_above`, and for a negative ``room``.
+        ValueError: if ``x`` is not 1-D, contiguous, FP32, FP16 or BF16, or ``room`` is negative.
     """
     _check_vector("x", x, FLOATS)
     if room < 0:
@@ -281,14 +283,14 @@ def compact_above(x: Tensor, threshold: float, room: int) -> tuple[Tensor, Tenso
 
 
 def row_largest(x: Tensor, k: int) -> Tensor:
-    """The columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
+    """Return the columns of the ``k`` largest magnitudes of each row, ascending, int64 ``[rows, k]``.
 
     Args:
-        x: FP32 ``[rows, n]``, contiguous; NaN is larger than all, and of equal ones the first are taken.
+        x: FP32 ``[rows, n]``, contiguous. NaN counts as the largest; among equal magnitudes the first are taken.
         k: at most ``n``.
 
     Raises:
-        ValueError: for another dtype or layout, or a ``k`` that a row does not have.
+        ValueError: for another dtype or layout, or if ``k`` is not in the range of a row.
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     if x.dim() != 2 or not 1 <= k <= x.shape[1]:
@@ -300,12 +302,12 @@ def row_largest(x: Tensor, k: int) -> Tensor:
 
 
 def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
-    """The count sketches of the rows of ``x``; those of one seed and size add up.
+    """Return the count sketches of the rows of ``x``; sketches of one seed and size can be summed.
 
     Args:
-        x: FP32 ``[members, n]``, or ``[n]`` of one; contiguous.
-        seed: of the hash.
-        rows: of a sketch.
+        x: FP32 ``[members, n]``, or ``[n]`` for one member; contiguous.
+        seed: seed of the hash.
+        rows: rows of a sketch.
 
     Returns:
         FP32 ``[members, rows, 1024]``, or ``[rows, 1024]``.
@@ -325,13 +327,13 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
     """Recover a vector from its sketch and the packed mask of its non-zero elements.
 
     Args:
-        sketch: FP32 ``[rows, 1024]``; used up.
-        bits: as :func:`pack` makes them.
-        seed: that of :func:`sketch`.
+        sketch: FP32 ``[rows, 1024]``; overwritten.
+        bits: the mask as packed by :func:`pack`.
+        seed: the seed given to :func:`sketch`.
         numel: elements of the vector.
 
     Returns:
-        The vector, FP32 ``[numel]``, and how many elements are only estimates, int64 ``[1]``.
+        The vector, FP32 ``[numel]``, and the number of elements that are only estimates, int64 ``[1]``.
 
     Raises:
         ValueError: for tensors of other shapes or dtypes.

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The arithmetic contract in plain torch: the oracle every other backend equals bit for bit.
+"""Implements the operations in plain torch: the reference that every other backend equals bit for bit.
 
 Note [Arithmetic contract]
-    ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still fires
+    ``absmax`` of a block: if it is Inf or NaN, scale = NaN and q = 0, so overflow detection still works
     after dequantization; if it is below 2**-100, scale = 0 and q = 0; else ``scale = absmax / L``,
     ``inv = L / absmax``, ``q = clamp(round_half_even(x * inv), -L, L)``. Divisions are correctly rounded: two tensors
     are divided, never a Python scalar by a tensor. Dequantized value: ``q * scale`` in FP32, one rounding to the output
@@ -10,10 +10,10 @@ Note [Arithmetic contract]
 
 Note [Count sketch]
     A vector is cut into blocks of 1024 elements; a sketch has ``rows`` rows of 1024 lanes, in three thirds. Block ``b``
-    is added into one row of each third, chosen and signed by a hash of ``(seed, b, third)``; an element's lane stays.
-    Sketches of several ranks add up to the sketch of their sum (TAGC, EuroMLSys 2025, after lossless homomorphic
+    is added into one row of each third, chosen and signed by a hash of ``(seed, b, third)``. An element stays in its
+    lane. Sketches of several ranks add up to the sketch of their sum (TAGC, EuroMLSys 2025, after lossless homomorphic
     compression). Given which elements are non-zero, peeling inverts it: an element alone in a row of its lane is known,
-    and is taken out of its other two rows. What peeling leaves gets the median of its three rows.
+    and is subtracted from its other two rows. Each remaining element gets the median of its three rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
 def dequantize_reduce(
     messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
 ) -> None:
-    """Sum of each member's dequantized messages, in order of the sources, into its views."""
+    """Write the sum of each member's dequantized messages, in order of the sources, to its views."""
     for member in messages.kept():
         own = [view.member(member) for view in views]
         total = _sum(messages.of(member), spec, total_numel(own), factor)
@@ -62,7 +62,7 @@ def dequantize_reduce(
 def requantize(
     messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
 ) -> None:
-    """Sum of each member's dequantized messages, quantized again into one message."""
+    """Sum each member's dequantized messages, and quantize the sum into one message."""
     for member in out.kept():
         _encode(_sum(messages.of(member), source, numel, factor), spec, *out.of(member))
 
@@ -143,7 +143,7 @@ def _clear_padding(out: Tensor, begin: int, end: int) -> None:
 
 
 def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Each block's scale from now on, and whether it escapes."""
+    """Compute each block's new scale, and whether it escapes."""
     x = _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
@@ -152,7 +152,7 @@ def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, esc
 
 
 def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
-    """Scales of blocks whose largest ``|x|`` and scales so far are given, FP32 each."""
+    """Return the new scales of blocks from their largest ``|x|`` and their old scales, FP32 each."""
     fresh = (top * HEADROOM).div_(torch.full_like(top, INT8_LEVELS))
     fresh = fresh.masked_fill_(top < SMALLEST, 0.0).masked_fill_(~torch.isfinite(fresh), torch.nan)
     fits = (top >= old * KEPT_FROM) & (top <= old * KEPT_TO) & torch.isfinite(top)  # the product may be Inf
@@ -161,7 +161,7 @@ def scales_from_now(top: Tensor, old: Tensor) -> Tensor:
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-    """Bring codes and scales up to date, and write scales, codes and trits of the message."""
+    """Update codes and scales, and write the scales, codes and trits of the message."""
     spec, n, block = TritSpec(codes.block), part.blocks, codes.block
     new, old = _coded(_masters_in_blocks(masters, codes, part), change.scales), _stored(codes, part, masters.member)[0]
     changes = (new - old).clamp_(-1, 1).nan_to_num_(0.0)
@@ -181,7 +181,7 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
-    """Bring the rows of all members but the one left out up to date."""
+    """Update the rows of all members except the one left out."""
     for member in messages.kept():
         old, scales = _stored(codes, part, member)
         _store(codes, part, member, *_decoded(messages.of(member)[0], codes.block, old, scales))
@@ -210,21 +210,21 @@ def _powers(device: torch.device) -> Tensor:
 
 
 def _coded(x: Tensor, scales: Tensor) -> Tensor:
-    """FP32 ``[blocks, block]`` and their scales -> codes, as FP32."""
+    """Return the codes, as FP32, of values ``[blocks, block]`` with given scales."""
     usable = (scales > 0)[:, None]  # neither 0 nor NaN
     inverse = torch.ones_like(scales).div_(scales)[:, None]
     return torch.where(usable, x * inverse, 0.0).round_().clamp_(-INT8_LEVELS, INT8_LEVELS)
 
 
 def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
-    """Of each block column: the six numbers of its slot, and which of the slot's columns it is."""
+    """Return for each block column the six numbers of its slot, and its index among the slot's columns."""
     slot = codes.slots[codes.slot_of[part.begin : part.end].long()]
     here = torch.arange(part.begin, part.end, device=slot.device) - slot[:, 3]
     return (*slot.unbind(1), here)
 
 
 def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
-    """Bytes at which each block's codes and scale are."""
+    """Return the byte offsets of each block's codes and scale."""
     codes_at, scales_at, blocks, *_, here = _columns(codes, part)
     rows = torch.arange(member, part.rows * part.members, part.members, device=here.device)[:, None]
     index = (rows * blocks + here).view(-1)
@@ -233,7 +233,7 @@ def _offsets(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
 
 
 def _stored(codes: Codes, part: Part, member: int) -> tuple[Tensor, Tensor]:
-    """Codes as FP32 ``[blocks, block]``, and scales: copies."""
+    """Return copies of the codes, as FP32 ``[blocks, block]``, and of the scales."""
     codes_at, scales_at = _offsets(codes, part, member)
     stored = codes.held[codes_at[:, None] + torch.arange(codes.block, device=codes_at.device)]
     return stored.view(torch.int8).to(torch.float32), codes.held.view(torch.float32)[scales_at // 4]
@@ -247,7 +247,7 @@ def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -
 
 
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
-    """FP32 ``[blocks, block]``, zero beyond a slot's columns."""
+    """Return the masters as FP32 ``[blocks, block]``, zero beyond a slot's columns."""
     _, _, _, _, first, width, here = _columns(codes, part)
     inside = here[:, None] * codes.block + torch.arange(codes.block, device=here.device)
     exists = inside < width[:, None]
@@ -259,7 +259,7 @@ def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
 
 
 def mask_pack(mask: Tensor, bits: Tensor) -> None:
-    """Booleans ``[n]`` -> bytes ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
+    """Pack booleans ``[n]`` into bytes ``[ceil(n / 8)]``; element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
     padded = mask.new_zeros(8 * bits.numel())
     padded[: mask.numel()] = mask
     weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=mask.device)
@@ -267,21 +267,21 @@ def mask_pack(mask: Tensor, bits: Tensor) -> None:
 
 
 def mask_unpack(bits: Tensor, mask: Tensor) -> None:
-    """The inverse of :func:`mask_pack`, into booleans ``[n]``."""
+    """Unpack the result of :func:`mask_pack` into booleans ``[n]``."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     mask.copy_(((bits[:, None] >> places) & 1).view(-1)[: mask.numel()])
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """How many ``|x[i]| >= threshold`` (FP32 comparison; NaN always does), int64 ``[1]``."""
+    """Count the elements with ``|x[i]| >= threshold`` (FP32 comparison; NaN counts), int64 ``[1]``."""
     return _above(x, threshold).sum().view(1)
 
 
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
-    """Indices (int64) and values of those elements in ascending order, as many as there is room for.
+    """Write the indices (int64) and values of the elements with ``|x[i]| >= threshold``, ascending, up to the room.
 
     Returns:
-        How many there are, int64 ``[1]``; the rest of ``indices`` and ``values`` is left as it was.
+        The number of such elements, int64 ``[1]``; the rest of ``indices`` and ``values`` is unchanged.
     """
     reaching = _above(x, threshold).nonzero()[:, 0]
     kept = reaching[: indices.numel()]
@@ -291,9 +291,9 @@ def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) 
 
 
 def row_largest(x: Tensor, indices: Tensor) -> None:
-    """Of each row of ``x`` (FP32 ``[rows, n]``) the columns of the ``k`` largest magnitudes, int64 ``[rows, k]``.
+    """Write the columns of the ``k`` largest magnitudes of each row of ``x`` (FP32 ``[rows, n]``), int64 ``[rows, k]``.
 
-    Ascending; NaN is larger than all, and of equal ones the first are taken.
+    Columns are ascending. NaN counts as the largest; among equal magnitudes the first are taken.
     """
     size, k = x.view(torch.int32) & 0x7FFFFFFF, indices.shape[1]
     kth = size.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
@@ -305,7 +305,7 @@ def row_largest(x: Tensor, indices: Tensor) -> None:
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with those of ``x`` (FP32 ``[members, n]``).
+    """Overwrite ``sketch`` (FP32 ``[members, rows, 1024]``) with the sketches of ``x`` (FP32 ``[members, n]``).
 
     See Note [Count sketch].
     """
@@ -316,15 +316,15 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
-    """Recover ``out`` (FP32 ``[n]``) from its sketch (used up) and the packed mask of its non-zero elements.
+    """Recover ``out`` (FP32 ``[n]``) from its sketch (overwritten) and the packed mask of its non-zero elements.
 
     Returns:
-        How many elements peeling did not reach, int64 ``[1]``.
+        The number of elements that peeling did not resolve, int64 ``[1]``.
     """
     blocks = -(-out.numel() // LANES)
     present = torch.zeros(blocks * LANES, dtype=torch.bool)
     mask_unpack(bits.cpu(), present[: out.numel()])
-    # All lanes side by side: a lane does not depend on the others.
+    # All lanes in parallel: a lane does not depend on the others.
     table, unresolved, values = sketch.cpu(), present.view(blocks, LANES), torch.zeros(blocks, LANES)
     places = [_hashed_rows(seed, block, len(table)) for block in range(blocks)]
     counts = torch.zeros(table.shape, dtype=torch.int32)
@@ -333,7 +333,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
             counts[row] += unresolved[block]
 
     def visit(block: int) -> bool:
-        """Resolve what is alone in one of its rows, by the first such row; whether there was anything."""
+        """Resolve each element alone in one of its rows, from the first such row; return whether there was any."""
         three = places[block]
         alone = torch.stack([counts[row] == 1 for row, _ in three]) & unresolved[block]
         resolved = alone.any(dim=0)
@@ -350,7 +350,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
 
     while any([visit(block) for block in range(blocks)]):
         pass
-    for block, three in enumerate(places):  # the median of its three rows for whatever is left
+    for block, three in enumerate(places):  # the remaining elements get the median of their three rows
         guess = torch.stack([sign * table[row] for row, sign in three]).median(dim=0).values
         values[block] = torch.where(unresolved[block], guess, values[block])
     out.copy_(values.view(-1)[: out.numel()])
@@ -368,7 +368,7 @@ def _mix(z: int) -> int:
 
 
 def _hashed_rows(seed: int, block: int, rows: int) -> list[tuple[int, float]]:
-    """The row in each third of the sketch, and the sign."""
+    """Return the row of a block in each third of the sketch, and its sign."""
     three = []
     for j in range(3):
         mixed = _mix((seed + 0x9E3779B97F4A7C15 * (3 * block + j + 1)) & _MASK)

@@ -1,18 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The formats of messages, every offset and size; without torch: block-quantized values, and changes of INT8 weights.
+"""Defines the message formats with all offsets and sizes, without torch: quantized values, changes of INT8 weights.
 
-One message carries values and scales, so one collective moves both::
+One message holds values and scales, so one collective sends both::
 
     [values: ceil(n / B) blocks of B, tail zero-padded; padded to 128 bytes]
     [scales: fp32, one per block; padded to 128 bytes]
 
 INT4 packs two values a byte, the low nibble is the even element; values are two's complement. Cost model, meter and
-collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` is the same arithmetic for the kernels.
+collectives all use :meth:`BlockSpec.nbytes`. ``csrc/zt_wire.h`` has this arithmetic for the kernels.
 
 Note [Trits]
-    A message says how the INT8 weights of ``n`` blocks of ``B`` values became what they are. Most change by -1, 0 or
+    A message encodes the changes of the INT8 weights of ``n`` blocks of ``B`` values. Most weights change by -1, 0 or
     +1, and five such trits fit into a byte (3**5 = 243): 1.6 bits a value. A block in which one weight changes by more,
-    or whose scale changes, is sent whole. One bit a block says which; ``E`` blocks are sent whole::
+    or whose scale changes, is sent whole. One bit per block marks it; ``E`` blocks are sent whole::
 
         [E: uint32; padded to 128 bytes]
         [mask: a bit per block, block i is bit i % 8 of byte i / 8, zero-padded to 64 blocks; padded to 128 bytes]
@@ -22,8 +22,8 @@ Note [Trits]
         [trits: B bytes for five of the other blocks, in order; padded to 128 bytes]
 
     Byte ``j`` of five blocks is the sum of ``(change + 1) * 3**k`` of value ``j`` of block ``k``; blocks that are
-    missing from the last five count as 0. ``before`` lets any block be decoded by itself. ``csrc/zt_trits.h`` is the
-    same arithmetic for the kernels.
+    missing from the last five count as 0. With ``before``, any block can be decoded alone. ``csrc/zt_trits.h`` has
+    this arithmetic for the kernels.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SCALE_BYTES = 4
 FLOAT_NAMES = ("fp32", "fp16", "bf16")
 GROUP = 5  # blocks whose trits share their bytes
 CHUNK = 64  # blocks with one count of those before them that are sent whole
-HEADROOM = 1.0625  # a new scale leaves room for a sixteenth more
-KEPT_FROM, KEPT_TO = 90.0, 127.49  # times the scale: a block's largest value in between keeps the scale it has
+HEADROOM = 1.0625  # headroom of a new scale: its largest code may still grow by a sixteenth
+KEPT_FROM, KEPT_TO = 90.0, 127.49  # range, in scales, of a block's largest value that keeps its scale
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """How a tensor is quantized.
+    """Defines how a tensor is quantized.
 
     Attributes:
         bits: 8 or 4 per value.
@@ -67,21 +67,21 @@ class BlockSpec:
 
     @property
     def levels(self) -> int:
-        """Largest value ``L``, 127 or 7; the smallest is ``-L``."""
+        """Return the largest value ``L``, 127 or 7; the smallest is ``-L``."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's values."""
+        """Return the bytes of one block's values."""
         return self.block_size * self.bits // 8
 
     @cached_property
     def code(self) -> tuple[int, int, int]:
-        """The format as operators take it: bits, block size, type of floats."""
+        """Return the format as operators take it: bits, block size, type of floats."""
         return self.bits, self.block_size, 0
 
     def blocks(self, numel: int) -> int:
-        """Blocks that hold ``numel`` values."""
+        """Return the number of blocks that hold ``numel`` values."""
         return -(-numel // self.block_size)
 
     def scales_offset(self, numel: int) -> int:
@@ -100,7 +100,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Cast:
-    """Values that travel as floats: no blocks, no scales, no padding.
+    """Defines values that are sent as floats: no blocks, no scales, no padding.
 
     Attributes:
         dtype: "fp32", "fp16" or "bf16".
@@ -112,12 +112,12 @@ class Cast:
 
     @property
     def bits(self) -> int:
-        """Bits of a value."""
+        """Return the bits of a value."""
         return 32 if self.dtype == "fp32" else 16
 
     @cached_property
     def code(self) -> tuple[int, int, int]:
-        """The format as operators take it: bits, block size, place in ``FLOAT_NAMES``."""
+        """Return the format as operators take it: bits, block size, index in ``FLOAT_NAMES``."""
         return self.bits, 1, FLOAT_NAMES.index(self.dtype)
 
     def nbytes(self, numel: int) -> int:
@@ -129,28 +129,28 @@ class Cast:
 
 
 Format = BlockSpec | Cast
-"""How values travel."""
+"""The format in which values are sent."""
 
 
 def format_of(code: Sequence[int]) -> Format:
-    """The format that has this code."""
+    """Return the format that has this code."""
     bits, block_size, dtype = code
     return Cast(FLOAT_NAMES[dtype]) if block_size == 1 else BlockSpec(bits, block_size)
 
 
 def padded(nbytes: int) -> int:
-    """Bytes rounded up to the alignment of every plane."""
+    """Round bytes up to the alignment of every plane of a message."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class TritSpec:
-    """Sizes of a message of changes of blocks of ``block_size`` values; see Note [Trits]."""
+    """Computes the sizes of a message with changes of blocks of ``block_size`` values; see Note [Trits]."""
 
     block_size: int
 
     def before_offset(self, blocks: int) -> int:
-        """Byte at which the counts begin; the mask begins at 128."""
+        """Return the byte at which the counts begin; the mask begins at 128."""
         return padded(1) + padded(-(-blocks // CHUNK) * CHUNK // 8)
 
     def scales_offset(self, blocks: int) -> int:
@@ -158,13 +158,13 @@ class TritSpec:
         return self.before_offset(blocks) + padded(-(-blocks // CHUNK) * 4)
 
     def codes_offset(self, blocks: int, escaped: int) -> int:
-        """Byte at which the codes of ``escaped`` blocks begin."""
+        """Return the byte at which the codes of ``escaped`` blocks begin."""
         return self.scales_offset(blocks) + padded(escaped * SCALE_BYTES)
 
     def trits_offset(self, blocks: int, escaped: int) -> int:
-        """Byte at which the trits begin."""
+        """Return the byte at which the trits begin."""
         return self.codes_offset(blocks, escaped) + escaped * self.block_size
 
     def nbytes(self, blocks: int, escaped: int) -> int:
-        """Bytes of a message; grows with the number that escaped, so that the largest holds all."""
+        """Return the bytes of a message. They grow with ``escaped``, so a buffer for the largest count fits all."""
         return padded(self.trits_offset(blocks, escaped) + -(-(blocks - escaped) // GROUP) * self.block_size)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The operations as Triton kernels: for GPUs without a compiler, and for CPU tensors under ``TRITON_INTERPRET=1``."""
+"""Implements the operations in Triton: for GPUs without a compiler, and CPU tensors under ``TRITON_INTERPRET=1``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_topo.quant.triton_sparse import (  # noqa: F401
 
 
 def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
-    """The concatenated views of each member -> its message."""
+    """Quantize the concatenated views of each member into its message."""
     if isinstance(spec, Cast):
         for view, values in _parts(views, spec, out):
             _quantize(view, spec, values)
@@ -51,7 +51,7 @@ def quantize(views: Sequence[View], spec: Format, out: Messages) -> None:
 def dequantize_reduce(
     messages: Messages, spec: Format, views: Sequence[View], factor: float = 1.0, accumulate: bool = False
 ) -> None:
-    """The sum of each member's messages -> its views."""
+    """Write the sum of each member's messages to its views."""
     if isinstance(spec, Cast):
         for view, values in _parts(views, spec, messages):
             if view.flat.numel():
@@ -69,7 +69,7 @@ def dequantize_reduce(
 def requantize(
     messages: Messages, source: Format, spec: Format, out: Messages, numel: int, factor: float = 1.0
 ) -> None:
-    """The sum of each member's messages -> one message."""
+    """Quantize the sum of each member's messages into one message."""
     work, programs = _worked(replace(messages, without_member=out.without_member), numel, factor)
     tables = _described(out, spec, numel), _described(messages, source, numel)
     launch(requantize_tile, programs, *tables, numel, work, source, spec)
@@ -89,20 +89,20 @@ def _reduce(messages: Messages, spec: Format, view: View, factor: float, accumul
 
 
 def _parts(views: Sequence[View], spec: Cast, messages: Messages) -> Iterator[tuple[View, Messages]]:
-    """Each view, and what messages of floats hold of it."""
+    """Return each view with its part of messages that hold floats."""
     parts = messages.table.split([spec.nbytes(view.numel) for view in views], dim=-1)
     return ((view, replace(messages, table=part)) for view, part in zip(views, parts, strict=True) if view.numel)
 
 
 def _copy(views: Sequence[View], cast: Cast, room: Messages) -> None:
-    """Pieces into the room for them, one launch each; where none of a view's values exist the room is zero already."""
+    """Copy views into their buffers, one launch each; the buffer of a view without elements is zero already."""
     for view, values in _parts(views, cast, room):
         if view.flat.numel():
             _quantize(view, cast, values)
 
 
 def _room(views: Sequence[View]) -> tuple[View, Cast, Messages]:
-    """Room for several views side by side, as a block may begin in one and end in another; and as messages."""
+    """Allocate a buffer for the concatenated views, since a block may span two; return it as a view and as messages."""
     dtypes = {view.flat.dtype for view in views}
     name = next((name for name, dtype in DTYPES.items() if {dtype} == dtypes), "fp32")
     members, numel = views[0].members, total_numel(views)
@@ -123,7 +123,7 @@ def _placed(view: View, spec: Format) -> tuple[Place, Fold]:
 
 
 def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, int]:
-    """What is to be done, and by how many programs."""
+    """Return the arguments of a launch, and its number of programs."""
     tiles, sources, members = -(-numel // TILE.value), messages.table.shape[0], messages.members
     skipped = members if messages.without_member < 0 else messages.without_member
     hole = sources if messages.without_source < 0 else messages.without_source
@@ -133,10 +133,10 @@ def _worked(messages: Messages, numel: int, factor: float = 1.0) -> tuple[Work, 
 
 
 def _described(messages: Messages, spec: Format, numel: int) -> Table:
-    """The messages as kernels take them.
+    """Return the messages as kernels take them.
 
     Raises:
-        ValueError: if they begin where kernels cannot read or write them.
+        ValueError: if they are not aligned for the kernels.
     """
     table = messages.table
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]

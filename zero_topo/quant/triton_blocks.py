@@ -1,20 +1,20 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The kernels of block quantization in Triton, and what they take.
+"""Implements the kernels of block quantization in Triton, and defines their arguments.
 
 Note [Tiles]
-    A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. Whether all of a tile exists is one
-    scalar comparison. Only the other tiles are moved with masks, which keep a thread from moving 16 bytes at once.
+    A program works on ``TILE`` values, whole blocks: ``[blocks, block_size]``. One scalar comparison tests whether all
+    values of a tile exist. Only the other tiles use masks, which prevent loads and stores of 16 bytes per thread.
 
 Note [Addresses]
-    A message's address is a base and steps for its source and its member, so one compiled kernel serves any number of
-    either; a tuple of pointers would need a kernel for each number, a table of pointers a copy to the device for each
-    call. Programs of all members are on one axis of the grid: the others end at 65,535.
+    A message's address is a base plus strides for its source and its member, so one compiled kernel serves any number
+    of sources and members. A tuple of pointers would need a kernel for each number, and a table of pointers a copy to
+    the device for each call. Programs of all members are on the first axis of the grid: the others end at 65,535.
 
 Note [Integers in floats]
-    Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even, hence rounds a small
+    Between ``2**23`` and ``2**24`` floats are 1 apart. Adding ``1.5 * 2**23``, which is even, therefore rounds a small
     number to an integer, half to even, and leaves that integer in the sum's low bits, in two's complement. Subtracting
-    a power of two undoes the like exactly, so neither way needs a conversion instruction. There is no clamp, because
-    rounding is monotone: ``|x * inverse| < L + 1/2``.
+    a power of two reverses this exactly, so neither direction needs a conversion instruction. There is no clamp,
+    because rounding is monotone: ``|x * inverse| < L + 1/2``.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)
 ROUNDER = tl.constexpr(1.5 * 2**23)
 TINY = tl.constexpr(2.0**-100)
-# The interpreter does not round to bfloat16 as GPUs do, half to even.
+# The interpreter does not round to bfloat16 half to even, as GPUs do.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Place(NamedTuple):
-    """A view as kernels take it; columns and stride are 0 if it is flat, lest each size has its own kernel.
+    """Describes a view to kernels. Columns and stride are 0 if it is flat, so that sizes share one kernel.
 
     Attributes:
-        data: its elements.
+        data: elements of the view.
         numel: values of a message.
-        columns: of a row.
-        present: columns that exist; if it is flat, values.
-        stride: from row to row.
-        member_stride: from member to member.
+        columns: columns of a row.
+        present: columns that exist; values that exist if the view is flat.
+        stride: elements from row to row.
+        member_stride: elements from member to member.
         limit: elements of ``data``.
     """
 
@@ -61,13 +61,13 @@ class Place(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """How a view's rows meet the blocks, which is compiled in.
+    """Describes how a view's rows map to blocks; these values are compiled in.
 
     Attributes:
-        flat: there is but one row.
-        narrow: a block may meet more than two rows.
-        group: so many values are adjacent, as rows are multiples of it.
-        warps: more where each value has an offset of its own, in registers.
+        flat: whether there is only one row.
+        narrow: whether a block may span more than two rows.
+        group: number of values that are always adjacent, since rows are multiples of it.
+        warps: warps of a program; more if each value has its own offset, which takes registers.
     """
 
     flat: bool
@@ -77,7 +77,7 @@ class Fold(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Messages as kernels take them: steps in bytes, and where the scales of each begin and end; Note [Addresses]."""
+    """Describes messages to kernels: strides in bytes, and the scales' begin and end; see Note [Addresses]."""
 
     data: Tensor
     source_step: int
@@ -89,14 +89,14 @@ class Table(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is to be done. Numbers are times 4 plus 2: for 1 and for multiples of 16, Triton compiles other kernels.
+    """Holds the arguments of a launch. Integers are stored as ``4 n + 2``: Triton specializes on 1 and on 16 n.
 
     Attributes:
-        tiles: of each member.
-        skipped: the member left out, or how many there are.
+        tiles: tiles of each member.
+        skipped: the member left out, or the number of members.
         sources: messages of a sum.
-        hole: the source left out of it, or how many there are.
-        factor: multiplies it.
+        hole: the source left out of the sum, or the number of sources.
+        factor: multiplies the sum.
     """
 
     tiles: int
@@ -108,19 +108,19 @@ class Work(NamedTuple):
 
 @triton.constexpr_function
 def size_of(spec: Format) -> int:
-    """Values of a block, or that take the like's place where there are none."""
+    """Return the values of a block; 256 for floats, which have no blocks."""
     return 256 if isinstance(spec, Cast) else spec.block_size
 
 
 @triton.constexpr_function
 def _float(spec: Cast) -> tl.dtype:
-    """What values are cast to."""
+    """Return the dtype to which values are cast."""
     return {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}[spec.dtype]
 
 
 @triton.jit
 def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr) -> None:
-    """A tile of a view -> its blocks of the message."""
+    """Quantize a tile of a view into its blocks of the message."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     x = widened(loaded(place.data + offsets, exists, whole)).reshape(TILE // size_of(SPEC), size_of(SPEC))
@@ -131,7 +131,7 @@ def quantize_tile(message: Table, place: Place, work: Work, SPEC: tl.constexpr, 
 def reduce_tile(
     place: Place, messages: Table, work: Work, SPEC: tl.constexpr, FOLD: tl.constexpr, ACCUMULATE: tl.constexpr
 ) -> None:
-    """A tile of the messages' sum -> its values in the view."""
+    """Write a tile of the messages' sum to its values in the view."""
     tile, member = _mine(work)
     offsets, exists, whole = _find(place, tile, member, SPEC, FOLD)
     total = _sum(messages, work, place.numel, SPEC).reshape(offsets.shape)
@@ -145,7 +145,7 @@ def reduce_tile(
 def requantize_tile(
     message: Table, messages: Table, numel: int, work: Work, SOURCE: tl.constexpr, SPEC: tl.constexpr
 ) -> None:
-    """A tile of the messages' sum -> its blocks of another message."""
+    """Quantize a tile of the messages' sum into its blocks of another message."""
     tile, _ = _mine(work)
     total = _sum(messages, work, numel, SOURCE)
     _encode(tl.where(_index(tile, SPEC) < numel, total, 0.0), message, work, numel, SPEC)
@@ -153,7 +153,7 @@ def requantize_tile(
 
 @triton.jit
 def _mine(work: Work) -> tl.tuple:
-    """The program's tile, int64, and member."""
+    """Return the program's tile, int64, and member."""
     tiles, skipped = work.tiles >> 2, work.skipped >> 2
     member = tl.program_id(0) // tiles
     tile = tl.program_id(0) - member * tiles
@@ -162,7 +162,7 @@ def _mine(work: Work) -> tl.tuple:
 
 @triton.jit
 def address(table: Table, source: int, member: int) -> tl.tensor:
-    """Where a message begins."""
+    """Return the address at which a message begins."""
     outer = member // table.inner
     inner = tl.cast(member - outer * table.inner, tl.int64)
     begin = tl.cast(source, tl.int64) * table.source_step + tl.cast(outer, tl.int64) * table.outer_step
@@ -171,20 +171,20 @@ def address(table: Table, source: int, member: int) -> tl.tensor:
 
 @triton.jit
 def _blocks(tile: int, SPEC: tl.constexpr) -> tl.tensor:
-    """A tile's blocks, int64 ``[blocks]``."""
+    """Return the indices of a tile's blocks, int64 ``[blocks]``."""
     COUNT: tl.constexpr = TILE // size_of(SPEC)
     return tile * COUNT + tl.arange(0, COUNT)
 
 
 @triton.jit
 def _index(tile: int, SPEC: tl.constexpr) -> tl.tensor:
-    """A tile's values, int64 ``[blocks, size]``."""
+    """Return the indices of a tile's values, int64 ``[blocks, size]``."""
     return _blocks(tile, SPEC)[:, None] * size_of(SPEC) + tl.arange(0, size_of(SPEC))[None, :]
 
 
 @triton.jit
 def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.constexpr) -> tl.tuple:
-    """Offsets of the tile's values, ``[blocks, groups, group]``; which of them exist; whether all do."""
+    """Return the offsets of the tile's values, ``[blocks, groups, group]``, which exist, and whether all exist."""
     first = _blocks(tile, SPEC)[:, None] * size_of(SPEC)
     within = tl.arange(0, size_of(SPEC) // FOLD.group)[None, :] * FOLD.group
     group = tl.arange(0, FOLD.group)[None, None, :]
@@ -212,7 +212,7 @@ def _find(place: Place, tile: int, member: int, SPEC: tl.constexpr, FOLD: tl.con
 
 @triton.jit
 def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> None:
-    """Write what exists, rounded; the counterpart of `loaded`."""
+    """Round and store the existing elements; the counterpart of `loaded`."""
     rounded = _rounded(x, pointers.dtype.element_ty)
     if whole:
         tl.store(pointers, rounded)
@@ -222,7 +222,7 @@ def _stored(pointers: tl.tensor, x: tl.tensor, exists: tl.tensor, whole: tl.tens
 
 @triton.jit
 def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
-    """Write all that the member's message has of a tile ``[blocks, size]``."""
+    """Write a tile ``[blocks, size]`` to the member's message."""
     tile, member = _mine(work)
     message = address(messages, 0, member)
     if SPEC.block_size == 1:
@@ -235,7 +235,7 @@ def _encode(x: tl.tensor, messages: Table, work: Work, numel: int, SPEC: tl.cons
 
 @triton.jit
 def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, numel: int, SPEC: tl.constexpr) -> None:
-    """Quantize blocks and write them, the message's padding included."""
+    """Quantize blocks and write them, with the message's padding."""
     tile, _ = _mine(work)
     block = _blocks(tile, SPEC)
     bits = x.to(tl.int32, bitcast=True)
@@ -254,16 +254,16 @@ def _encode_blocks(x: tl.tensor, message: tl.tensor, planes: Table, work: Work, 
     tl.store(message + place, q.to(tl.uint8), mask=place < planes.scales)
     scales = (message + planes.scales).to(tl.pointer_type(tl.float32))
     tl.store(scales + block, scale, mask=block * SPEC.block_size < numel)
-    if tile == (work.tiles >> 2) - 1:  # the member's last program: less than 32 zeros follow the scales
+    if tile == (work.tiles >> 2) - 1:  # the last program writes the padding: fewer than 32 zeros
         end = tl.cast((planes.end - planes.scales) // 4 - 32, tl.int64) + tl.arange(0, 32)
         tl.store(scales + end, tl.zeros((32,), tl.float32), mask=end * SPEC.block_size >= numel)
 
 
 @triton.jit
 def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tensor:
-    """The messages' values of the tile, FP32 ``[blocks, size]``, added up in order, times the factor."""
+    """Return the sum of the messages' tiles, FP32 ``[blocks, size]``, in order, times the factor."""
     tile, member = _mine(work)
-    # -0 + x is x, whatever x; but -0.0 for a number would be taken for 0.
+    # The sum starts at -0, since -0 + x is x for every x; Triton would turn a literal -0.0 into 0.
     total = tl.full((TILE // size_of(SPEC), size_of(SPEC)), -(2**31), tl.int32).to(tl.float32, bitcast=True)
     for number in tl.range(work.sources >> 2):
         message = address(messages, number + (number >= (work.hole >> 2)), member)
@@ -278,7 +278,7 @@ def _sum(messages: Table, work: Work, numel: int, SPEC: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.constexpr) -> tl.tensor:
-    """One message's values of the tile."""
+    """Return one message's values of the tile."""
     WORDS: tl.constexpr = SPEC.block_bytes // 4
     block = _blocks(tile, SPEC)
     present = block * SPEC.block_size < numel
@@ -290,7 +290,7 @@ def _decode(message: tl.tensor, planes: Table, tile: int, numel: int, SPEC: tl.c
 
 @triton.jit
 def _unpack(words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.constexpr) -> tl.tensor:
-    """The integers at bits AT, AT + STEP, ... of each word, as floats, in new last dimensions of 2."""
+    """Return the integers at bits AT, AT + STEP, ... of each word, as floats, in new last dimensions of 2."""
     HALF: tl.constexpr = SPEC.levels + 1
     SHIFT: tl.constexpr = AT % 16
     MASK: tl.constexpr = (2 * SPEC.levels + 1) << SHIFT
@@ -304,7 +304,7 @@ def _unpack(words: tl.tensor, AT: tl.constexpr, STEP: tl.constexpr, SPEC: tl.con
 
 @triton.jit
 def _rounded(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """FP32 -> another dtype, to nearest, half to even."""
+    """Round FP32 to another dtype, to nearest, half to even."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)

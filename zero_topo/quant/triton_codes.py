@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Weights held as codes, as Triton kernels; Note [Codes] in ``ops.py`` says what they are.
+"""Implements the operations on INT8 weights (codes) as Triton kernels; Note [Codes] in ``ops.py`` defines codes.
 
-A program works on whole blocks, ``[blocks, block]``. What blocks lie where is read from tables on the device, so no
-size of a model is compiled in.
+A program works on whole blocks, ``[blocks, block]``. It reads the placement of the blocks from tables on the device, so
+no size of a model is compiled in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATIOS = tl.constexpr((HEADROOM, KEPT_FROM, KEPT_TO))
 
 
 class _Weights(NamedTuple):
-    """Codes and a part of them; numbers are times 4 plus 2, as those of `triton_blocks.Work`."""
+    """Holds codes and a part of them. Integers are stored as ``4 n + 2``, see `triton_blocks.Work`."""
 
     data: Tensor
     slots: Tensor
@@ -38,7 +38,7 @@ class _Weights(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Masters of one member; numbers but the step are times 4 plus 2."""
+    """Holds the masters of one member. Integers except the step are stored as ``4 n + 2``."""
 
     data: Tensor
     step: int
@@ -48,7 +48,7 @@ class _Own(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """A message, the `Change` that it is made from, how long it is, and where its scales begin."""
+    """Holds a message, the `Change` it encodes, its length in bytes, and the offset of its scales."""
 
     message: Tensor
     scales: Tensor
@@ -59,7 +59,7 @@ class _Changes(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Members' tiles, and where the planes of each message begin that do not depend on how many blocks escape."""
+    """Holds the tiles per member, and the offsets in a message that do not depend on how many blocks escape."""
 
     tiles: int
     skipped: int
@@ -69,17 +69,17 @@ class _Sizes(NamedTuple):
 
 
 def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Each block's scale from now on, and whether it escapes."""
+    """Compute each block's new scale, and whether it escapes."""
     if part.blocks:
         programs = triton.cdiv(part.blocks, _tile(codes))
         launch(_assess, programs, scales, escaped, _weights(codes, part), _own(masters), codes.block)
 
 
 def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, message: Tensor) -> None:
-    """Bring codes and scales up to date, and write scales, codes and trits of the message.
+    """Update codes and scales, and write the scales, codes and trits of the message.
 
     Raises:
-        ValueError: if the message begins where kernels cannot write it, or is too small for any.
+        ValueError: if the message is not aligned for the kernels, or is too small for any change.
     """
     spec, n = TritSpec(codes.block), part.blocks
     if message.numel() < spec.nbytes(n, 0) or message.data_ptr() % ALIGNED.value:
@@ -92,10 +92,10 @@ def codes_emit(masters: Masters, codes: Codes, part: Part, change: Change, messa
 
 
 def codes_apply(messages: Messages, codes: Codes, part: Part) -> None:
-    """Bring the rows of all members but the one left out up to date.
+    """Update the rows of all members except the one left out.
 
     Raises:
-        ValueError: if messages begin where kernels cannot read them, or are too small for any.
+        ValueError: if messages are not aligned for the kernels, or are too small for any change.
     """
     table, spec, n = messages.table, TritSpec(codes.block), part.blocks
     steps = [table.stride(i) if table.shape[i] > 1 else 0 for i in range(3)]
@@ -119,7 +119,7 @@ def _tile(codes: Codes) -> int:
 
 
 def _groups(codes: Codes) -> int:
-    """Groups of five blocks that a program emits."""
+    """Return the number of groups of five blocks that a program emits."""
     return max(1, 1024 // codes.block)
 
 
@@ -135,7 +135,7 @@ def _own(masters: Masters) -> _Own:
 
 @triton.jit
 def _places(weights: _Weights, block: tl.tensor, member: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
-    """Of blocks ``[blocks]``: bytes at which codes and scales are; row, first master and how many there are."""
+    """Return for ``[blocks]``: byte offsets of codes and scales, row, first master, and number of masters left."""
     width = weights.width >> 2
     row = block // width
     column = block - row * width + (weights.begin >> 2)
@@ -154,13 +154,13 @@ def _floats(at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _bytes(at: tl.tensor, block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Pointers ``[blocks, block]`` to signed bytes from offsets ``[blocks]`` on."""
+    """Return pointers ``[blocks, block]`` to signed bytes, from offsets ``[blocks]`` on."""
     return at.to(tl.pointer_type(tl.int8)) + (block[:, None] + tl.arange(0, SIZE)[None, :])
 
 
 @triton.jit
 def _values(own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """Masters ``[blocks, block]``, zero where there are none."""
+    """Load the masters ``[blocks, block]``, zero where there are none."""
     inside = tl.arange(0, SIZE)[None, :]
     at = (first - (own.first >> 2))[:, None] + inside
     exists = (inside < left[:, None]) & (at >= 0) & (at < (own.columns >> 2))
@@ -169,7 +169,7 @@ def _values(own: _Own, row: tl.tensor, first: tl.tensor, left: tl.tensor, SIZE: 
 
 @triton.jit
 def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Codes of values, as FP32."""
+    """Return the codes of values, as FP32."""
     usable = scale > 0
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     code = tl.where(usable[:, None], x * inverse[:, None], 0.0)
@@ -178,7 +178,7 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own, SIZE: tl.constexpr) -> None:
-    """A tile of blocks."""
+    """Compute the new scales of a tile of blocks, and which of them escape."""
     n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
@@ -199,7 +199,7 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own,
 
 @triton.jit
 def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
-    """Some groups of five blocks that do not escape, or as many blocks that do; programs walk on."""
+    """Emit groups of five blocks that do not escape, or as many blocks that do; each program loops over such units."""
     n = tl.cast(weights.blocks >> 2, tl.int64)
     escaped = tl.minimum(tl.maximum(tl.load(changes.escaped), 0), n)
     groups = (n - escaped + FIVE - 1) // FIVE
@@ -221,9 +221,9 @@ def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, G
 def _renewed(
     changes: _Changes, weights: _Weights, own: _Own, at: tl.tuple, WHOLE: tl.constexpr, SIZE: tl.constexpr
 ) -> tl.tuple:
-    """Bring codes in these places of the order up to date: codes or steps, their scales and where these are.
+    """Update the codes at some places of the order; return codes or steps, their scales and the scales' offsets.
 
-    Codes that are not sent whole go one step towards their masters, which may have been edited since `_assess`.
+    Codes that are not sent whole move by at most one towards their masters, which may have been edited since `_assess`.
     """
     place, exists = at
     block = tl.load(changes.order + place, mask=exists, other=0)
@@ -272,7 +272,7 @@ def _emit_whole(
 
 @triton.jit
 def _ones(bits: tl.tensor) -> tl.tensor:
-    """How many bits of words of 32 are set."""
+    """Return the number of set bits of 32-bit words."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int64)
@@ -280,7 +280,7 @@ def _ones(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _third(packed: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """Bytes by 3^k, ``[blocks, block]`` and ``[blocks]``: no error of the product reaches 1 / 3^5."""
+    """Divide bytes ``[blocks, block]`` by 3^k, ``[blocks]``, rounding down: the product's error is below 1 / 3^5."""
     factor = tl.where(k == 0, 65536, tl.where(k == 1, 21846, tl.where(k == 2, 7282, 2428)))
     factor = tl.where(k < 4, factor, tl.where(k == 4, 810, 270))
     return (packed * factor.to(tl.int32)[:, None]) >> 16
@@ -288,7 +288,7 @@ def _third(packed: tl.tensor, k: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _apply(messages: Table, weights: _Weights, sizes: _Sizes, SIZE: tl.constexpr) -> None:
-    """A tile of a member's blocks; what its message does not hold stays as it is."""
+    """Update a tile of a member's blocks; blocks that its message does not hold stay unchanged."""
     n, nbytes, tiles, skipped = weights.blocks >> 2, sizes.nbytes >> 2, sizes.tiles >> 2, sizes.skipped >> 2
     member = tl.program_id(0) // tiles
     mine = (tl.program_id(0) - member * tiles).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The sparse modes' operations as Triton kernels, and what all Triton kernels here share."""
+"""Implements the sparse modes' operations as Triton kernels, and helpers that all Triton kernels here share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 CHUNK = tl.constexpr(2048)
 LANES = tl.constexpr(1024)
-# Lanes of a program that peels, by one wave of 32 or 64 threads. The interpreter takes as long for more of them.
+# Lanes of a peeling program, which is one warp of 32 or 64 threads. The interpreter is not slower with more lanes.
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
 
 
 class _Places(NamedTuple):
-    """Rows (int32) and signs (FP32) of a sketch's blocks, ``[3, blocks]``."""
+    """Holds the rows (int32) and signs (FP32) of a sketch's blocks, ``[3, blocks]``."""
 
     rows: Tensor
     signs: Tensor
@@ -25,42 +25,42 @@ class _Places(NamedTuple):
 
 
 def launch(kernel: Any, programs: int, target: Tensor | tuple[Any, ...], *arguments: object, warps: int = 4) -> None:
-    """Start programs on the device of their first argument, a tensor or what begins with one.
+    """Start programs on the device of their first argument, a tensor or a tuple that begins with one.
 
-    Products and sums are not contracted.
+    Products and sums are not contracted to FMA.
     """
     with torch.cuda.device_of(target if isinstance(target, Tensor) else target[0]):
         kernel[(programs,)](target, *arguments, num_warps=warps, enable_fp_fusion=False)
 
 
 def mask_pack(mask: Tensor, bits: Tensor) -> None:
-    """Booleans ``[n]`` -> bytes ``[ceil(n / 8)]``."""
+    """Pack booleans ``[n]`` into bytes ``[ceil(n / 8)]``."""
     n = mask.numel()
     launch(_mask_pack, triton.cdiv(n, CHUNK.value), bits, mask.view(torch.uint8), n)
 
 
 def mask_unpack(bits: Tensor, mask: Tensor) -> None:
-    """And back."""
+    """Unpack bytes ``[ceil(n / 8)]`` into booleans ``[n]``."""
     n = mask.numel()
     launch(_mask_unpack, triton.cdiv(n, CHUNK.value), mask.view(torch.uint8), bits, n)
 
 
 def count_above(x: Tensor, threshold: float) -> Tensor:
-    """How many ``|x[i]| >= threshold``, int64 ``[1]``."""
+    """Count the elements with ``|x[i]| >= threshold``, int64 ``[1]``."""
     return _counts(x, threshold).sum().view(1)
 
 
 def compact_above(x: Tensor, threshold: float, indices: Tensor, values: Tensor) -> Tensor:
-    """Their indices and values, as many as there is room for; how many there are, int64 ``[1]``."""
+    """Write the indices and values of large elements, up to the room; return their number, int64 ``[1]``."""
     ends = _counts(x, threshold).cumsum(0)
     launch(_compact_above, ends.numel(), values, indices, ends, x, x.numel(), threshold, indices.numel())
     return ends[-1:]
 
 
 def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
-    """FP32 ``[members, n]`` -> count sketches ``[members, rows, 1024]``; a launch for each member.
+    """Compute the count sketches ``[members, rows, 1024]`` of FP32 ``[members, n]``; one launch for each member.
 
-    A program sums one row. Which blocks go there it reads from a list, sorted, so that sums have the reference's order.
+    A program sums one row. It reads the row's blocks from a sorted list, so sums have the reference's order.
     """
     rows = sketch.shape[1]
     places = _places(x[0], seed, rows)
@@ -71,9 +71,9 @@ def sketch_insert(x: Tensor, seed: int, sketch: Tensor) -> None:
 
 
 def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
-    """And back, given the mask; how many elements were only estimated, int64 ``[1]``.
+    """Recover a vector from its sketch and mask; return the number of elements only estimated, int64 ``[1]``.
 
-    A program peels ``PART`` lanes, block after block as the reference does; lanes know nothing of one another.
+    A program peels ``PART`` lanes, block after block like the reference; lanes are independent.
     """
     places = _places(out, seed, sketch.shape[0])
     unresolved = torch.zeros(places.blocks * LANES.value, dtype=torch.uint8, device=out.device)
@@ -85,7 +85,7 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
 
 
 def _counts(x: Tensor, threshold: float) -> Tensor:
-    """Of each chunk, int64 ``[chunks]``."""
+    """Count the large elements of each chunk, int64 ``[chunks]``."""
     counts = torch.empty(triton.cdiv(x.numel(), CHUNK.value), dtype=torch.int64, device=x.device)
     launch(_count_above, counts.numel(), counts, x, x.numel(), threshold)
     return counts
@@ -102,13 +102,13 @@ def _places(x: Tensor, seed: int, rows: int) -> _Places:
 
 @triton.jit
 def loaded(pointers: tl.tensor, exists: tl.tensor, whole: tl.tensor) -> tl.tensor:
-    """What exists, zero elsewhere; without masks, which keep loads from taking 16 bytes at once, if all does."""
+    """Load existing elements, zero elsewhere. If all exist, no mask is used, as masks prevent 16-byte loads."""
     return tl.load(pointers) if whole else tl.load(pointers, mask=exists, other=0)
 
 
 @triton.jit
 def widened(x: tl.tensor) -> tl.tensor:
-    """FP32, exactly; bfloat16 is its upper half."""
+    """Convert exactly to FP32, of which bfloat16 is the upper half."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -117,7 +117,7 @@ def widened(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _mask_pack(bits: tl.tensor, mask: tl.tensor, n: int) -> None:
-    """A chunk of bytes 0 or 1 -> bits."""
+    """Pack a chunk of bytes 0 or 1 into bits."""
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     byte = begin // 8 + tl.arange(0, CHUNK // 8)
     bit = tl.arange(0, 8)[None, :]
@@ -128,7 +128,7 @@ def _mask_pack(bits: tl.tensor, mask: tl.tensor, n: int) -> None:
 
 @triton.jit
 def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
-    """Bits -> a chunk of bytes 0 or 1."""
+    """Unpack bits into a chunk of bytes 0 or 1."""
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     byte = begin // 8 + tl.arange(0, CHUNK // 8)
     bit = tl.arange(0, 8)[None, :]
@@ -143,7 +143,7 @@ def _mask_unpack(mask: tl.tensor, bits: tl.tensor, n: int) -> None:
 
 @triton.jit
 def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
-    """A chunk's elements: indices, values, and which have a large magnitude, as int32; NaN always has."""
+    """Return a chunk's indices and values, and as int32 which magnitudes are large; NaN counts as large."""
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     element = begin + tl.arange(0, CHUNK)
     values = loaded(x + element, element < n, begin + CHUNK <= n)
@@ -153,7 +153,7 @@ def _above(x: tl.tensor, n: int, threshold: float) -> tl.tuple:
 
 @triton.jit
 def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> None:
-    """A chunk's count."""
+    """Count the large elements of a chunk."""
     _, _, large = _above(x, n, threshold)
     tl.store(counts + tl.program_id(0), tl.sum(large, axis=0))
 
@@ -162,7 +162,7 @@ def _count_above(counts: tl.tensor, x: tl.tensor, n: int, threshold: float) -> N
 def _compact_above(
     kept: tl.tensor, indices: tl.tensor, ends: tl.tensor, x: tl.tensor, n: int, threshold: float, room: int
 ) -> None:
-    """A chunk's large elements, to where those of the chunks before end; ``ends`` are the running counts."""
+    """Write a chunk's large elements after those of earlier chunks; ``ends`` are the running counts."""
     element, values, large = _above(x, n, threshold)
     begin = tl.load(ends + tl.program_id(0)) - tl.sum(large, axis=0)
     place = begin + tl.cumsum(large, axis=0) - 1
@@ -173,7 +173,7 @@ def _compact_above(
 
 @triton.jit
 def _mix(z: tl.tensor) -> tl.tensor:
-    """The finalizer of MurmurHash3, uint64."""
+    """Apply the finalizer of MurmurHash3, uint64."""
     z = (z ^ (z >> 33)) * 0xFF51AFD7ED558CCD
     z = (z ^ (z >> 33)) * 0xC4CEB9FE1A85EC53
     return z ^ (z >> 33)
@@ -181,7 +181,7 @@ def _mix(z: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["seed"])
 def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) -> None:
-    """Row and sign of each block in each third of the sketch."""
+    """Compute the row and sign of each block in each third of the sketch."""
     index = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     third, block = index // blocks, index % blocks
     steps = (3 * block + third + 1).to(tl.uint64)
@@ -196,7 +196,7 @@ def _hash(at: tl.tensor, signs: tl.tensor, blocks: int, rows: int, seed: int) ->
 def _sketch_insert(
     sketch: tl.tensor, x: tl.tensor, n: int, places: _Places, order: tl.tensor, starts: tl.tensor
 ) -> None:
-    """One row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
+    """Compute one row: the sum of its blocks ``order[starts[row] : starts[row + 1]]``, ascending."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float32)
@@ -211,9 +211,9 @@ def _sketch_insert(
 def _sketch_peel(
     sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, left: tl.tensor, places: _Places
 ) -> None:
-    """Some lanes: count what is unresolved in each row, resolve in passes, estimate the rest.
+    """Peel some lanes: count unresolved elements in each row, resolve them in passes, estimate the rest.
 
-    A barrier after each block: the next may share its rows, and a lane may change its thread.
+    A barrier follows each block: the next block may share its rows, and a lane may move to another thread.
     """
     lane = _lanes()
     for block in tl.range(places.blocks):
@@ -242,9 +242,9 @@ def _sketch_peel(
 def _visit(
     sketch: tl.tensor, counts: tl.tensor, unresolved: tl.tensor, values: tl.tensor, places: _Places, block: int
 ) -> tl.tensor:
-    """Resolve what is alone in one of its rows, by the first such row, and take it out of them all; 1 if any is.
+    """Resolve elements alone in one of their rows and subtract them from all their rows; return 1 if there is any.
 
-    The row that gave the value is not read again, so it does not matter that the value is taken out of it too.
+    The value comes from the first such row, which is not read again: subtracting the value from it too is harmless.
     """
     lane = _lanes()
     element = tl.cast(block, tl.int64) * LANES + lane
@@ -268,27 +268,27 @@ def _visit(
 
 @triton.jit
 def _lanes() -> tl.tensor:
-    """The program's lanes, ``[PART]``."""
+    """Return the program's lanes, ``[PART]``."""
     return tl.program_id(0) * PART + tl.arange(0, PART)
 
 
 @triton.jit
 def _cell(places: _Places, third: int, block: int) -> tl.tuple:
-    """Where a block lies in a third of the sketch: offsets ``[PART]``, and its sign."""
+    """Return the offsets ``[PART]`` of a block in a third of the sketch, and its sign."""
     place = tl.cast(block, tl.int64) + third * places.blocks
     return tl.load(places.rows + place).to(tl.int64) * LANES + _lanes(), tl.load(places.signs + place)
 
 
 @triton.jit
 def _says(sketch: tl.tensor, places: _Places, third: int, block: int) -> tl.tensor:
-    """The value of an element by one row, ``[PART]``."""
+    """Return the value of an element according to one row, ``[PART]``."""
     cell, sign = _cell(places, third, block)
     return sign * tl.load(sketch + cell)
 
 
 @triton.jit
 def _middle(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    """The median; NaN if one is."""
+    """Return the median of three values; NaN if one is NaN."""
     ALL: tl.constexpr = tl.PropagateNan.ALL
     upper = tl.minimum(tl.maximum(a, b, propagate_nan=ALL), c, propagate_nan=ALL)
     return tl.maximum(tl.minimum(a, b, propagate_nan=ALL), upper, propagate_nan=ALL)

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""All sources of device trees, in order of trust: asked on this node, or read from captured output."""
+"""Lists all sources of device trees, the most trusted first: tools run on this node, or captured output."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from zero_topo.topology.devices import DeviceTree, merge
 from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
 
 TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
-"""Asked in this order, until one knows the packages."""
+"""Queried in this order, until one reports the packages."""
 
 COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
-"""Asked for what is still unknown; they know no packages, so never without a tool."""
+"""Queried for fields that are still unknown; they report no packages, so they only complete a tool's tree."""
 
 FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL)
-"""Whose output can be captured, the most trusted first."""
+"""Tools whose output can be captured, the most trusted first."""
 
 CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the tools of this node said: the devices or None, and which tools failed and why."""
+    """Holds the answers of this node's tools: the devices or None, and which tools failed and why."""
 
     tree: DeviceTree | None = None
     notes: tuple[str, ...] = ()
@@ -33,12 +33,12 @@ Ask = Callable[[], Asked]
 
 
 def ask_nobody() -> Asked:
-    """For descriptions of another machine: no tool of this one is run."""
+    """Return no devices, without running a tool: for descriptions of another machine."""
     return Asked()
 
 
 def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing: Sequence[Tool] = COMPLETING) -> Asked:
-    """Ask the device tools of this node, each once and for at most 10 s; a missing or failing one is passed over."""
+    """Query the device tools of this node, each once for at most 10 s; missing or failing ones are skipped."""
     trees: list[DeviceTree] = []
     notes: list[str] = []
     for tool in (*tools, *completing):
@@ -56,13 +56,13 @@ def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing:
 
 
 def recognise(text: str) -> Tool | None:
-    """The tool whose output a captured text is, or None."""
+    """Return the tool that printed a captured text, or None."""
     text = clean(text)
     return next((tool for tool in FORMATS if tool.matches and tool.matches(text)), None)
 
 
 def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
-    """The devices in captured outputs, the most trusted tool first and completed by the others.
+    """Return the devices in captured outputs, from the most trusted tool, completed by the others.
 
     Args:
         texts: ``(name, text)``; the name is for errors.

@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One node's devices as a device tool sees them, and the part of a topology that follows from them.
+"""Describes one node's devices as a device tool reports them, and derives the part of a topology they determine.
 
 Note [Packages]
     A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an AMD MI250X, are the
-    ranks of one gpu domain. Tools do not say so. On an MI250X every pair of GCDs reports the type XGMI, one hop and
-    often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
+    ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports the type XGMI, one
+    hop and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from zero_topo.topology.model import Link, Topology
 from zero_topo.topology.ring import ring_bandwidth
 
 PCI_KINDS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Ways through PCIe, from the closest to the farthest: one switch, several, a host bridge, a NUMA node, the system."""
+"""Kinds of PCIe paths, from the closest to the farthest: a switch, several, a host bridge, a NUMA node, the system."""
 
 KINDS = ("NVLINK", "XGMI", *PCI_KINDS, "PCIE", "NONE")
-"""Kinds of a link: "PCIE" is some way through PCIe, "NONE" no direct link though the devices share a fabric."""
+"""Kinds of a link: "PCIE" is any path through PCIe, "NONE" no direct link though the devices share a fabric."""
 
 ASSUMED_LATENCY = 3.4e-6
-"""Seconds; NCCL's tuning table for rings of the Simple protocol in a node, as in the presets. No tool reports it."""
+"""Latency in seconds, from NCCL's tuning table for rings of the Simple protocol in a node; no tool reports it."""
 
 FIELDS = ("packages", "links", "numa", "bus_ids")
-"""The fields of a :class:`DeviceTree` that a tool may leave unknown and another one complete."""
+"""The fields of a :class:`DeviceTree` that one tool may leave unknown and another may complete."""
 
 
 @dataclass(frozen=True)
 class DeviceLink:
-    """What joins two devices.
+    """Describes the link of two devices.
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -52,12 +52,12 @@ class DeviceLink:
 
 @dataclass(frozen=True)
 class DeviceTree:
-    """The devices of one node, numbered from 0 as the tool does.
+    """Describes the devices of one node, numbered from 0 as the tool does.
 
     Attributes:
-        tool: who says so, for example "rocm-smi".
+        tool: the source, for example "rocm-smi".
         count: number of devices.
-        packages: package number of each device, or None if the tool cannot tell.
+        packages: package number of each device, or None if the tool does not report it.
         links: ``(i, j)`` with ``i < j`` -> link; absent pairs are unknown.
         numa: NUMA node of each device, None where unknown.
         bus_ids: PCI address of each device as :func:`normal_bus_id` writes it, or None.
@@ -88,11 +88,11 @@ class DeviceTree:
         object.__setattr__(self, "sources", MappingProxyType({"count": self.tool, **said, **self.sources}))
 
     def link(self, a: int, b: int) -> DeviceLink | None:
-        """The link of two devices, in whichever order; None if unknown."""
+        """Return the link of two devices, in any order; None if unknown."""
         return self.links.get((min(a, b), max(a, b)))
 
     def groups(self) -> list[list[int]]:
-        """The devices of each package, packages in order of their first device; singles where packages are unknown."""
+        """Return the devices of each package, ordered by first device; single devices if packages are unknown."""
         packages = self.packages or tuple(range(self.count))
         members: dict[int, list[int]] = {}
         for device, package in enumerate(packages):
@@ -100,10 +100,10 @@ class DeviceTree:
         return list(members.values())
 
     def shape(self) -> tuple[int, int]:
-        """``(gpus_per_node, ranks_per_gpu)``.
+        """Return ``(gpus_per_node, ranks_per_gpu)``.
 
         Raises:
-            ValueError: if packages have unequally many devices, naming the odd device.
+            ValueError: if packages differ in their number of devices, naming the odd device.
         """
         groups = self.groups()
         usual = max(map(len, groups))
@@ -118,14 +118,14 @@ class DeviceTree:
         return len(groups), usual
 
     def places(self) -> tuple[int, ...]:
-        """Tree place inside the node of each device, ``[count]``: package by package, by their first device."""
+        """Return each device's tree place in the node, ``[count]``: package by package, by their first device."""
         ordered = [device for group in self.groups() for device in group]
         return tuple(sorted(range(self.count), key=ordered.__getitem__))
 
     def node_links(self) -> dict[str, Link]:
-        """Links of the domains "gpu" and "node", as far as bandwidths are known; latencies are assumed.
+        """Return the links of "gpu" and "node", as far as bandwidths are known; latencies are assumed.
 
-        Of a package it is its slowest link; of the node, what the best ring through all devices sustains.
+        A package has the bandwidth of its slowest link, the node that of the best ring through all devices.
         """
         groups = self.groups()
         inside = [self._bandwidth(a, b) for group in groups for a in group for b in group if a < b]
@@ -140,7 +140,7 @@ class DeviceTree:
         return (link.bandwidth if link else None) or 0.0
 
     def select(self, devices: Sequence[int]) -> DeviceTree:
-        """The tree of some of the devices, numbered anew in the given order.
+        """Return the tree of some of the devices, renumbered in the given order.
 
         Raises:
             ValueError: if one is named twice or does not exist.
@@ -159,17 +159,17 @@ class DeviceTree:
         )
 
     def topology(self, nodes: int = 1) -> Topology:
-        """A topology of ``nodes`` such nodes with a rank on every device, in tree order.
+        """Return a topology of ``nodes`` such nodes with a rank on every device, in tree order.
 
         Raises:
-            ValueError: as :meth:`shape`.
+            ValueError: if packages differ in their number of devices.
         """
         gpus, dies = self.shape()
         links = self.node_links()
         return Topology(self.tool, nodes, gpus, dies, links=links, sources=self.origins(links))
 
     def origins(self, links: Mapping[str, Any]) -> dict[str, str]:
-        """Sources of the topology's fields that follow from the devices."""
+        """Return the sources of the topology's fields that follow from the devices."""
         packages = self.sources.get("packages", f"{self.tool} does not say: every device is taken for a GPU")
         told = {"gpus_per_node": packages, "ranks_per_gpu": packages}
         if links:
@@ -177,7 +177,7 @@ class DeviceTree:
         return told
 
     def warnings(self) -> list[str]:
-        """What a person should know before trusting the tree."""
+        """Return warnings about the reliability of the tree."""
         if self.packages is None and any(link.kind == "XGMI" for link in self.links.values()):
             return [
                 f"{self.tool} shows XGMI links but no bandwidths, so dies of one GPU cannot be told: every device is "
@@ -187,10 +187,10 @@ class DeviceTree:
 
 
 def normal_bus_id(text: str) -> str:
-    """A PCI address as ``"0000:c1:00.0"``: four digits of domain, lower case (NVML writes eight, rocm-smi upper case).
+    """Normalize a PCI address to ``"0000:c1:00.0"``: four domain digits (NVML: eight), lower case (rocm-smi: upper).
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is not a PCI address.
     """
     head, _, function = text.strip().lower().rpartition(".")
     parts = head.split(":")
@@ -202,12 +202,12 @@ def normal_bus_id(text: str) -> str:
 
 
 def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
-    """Complete the first tree with what only later ones know; the first that knows a field is trusted.
+    """Complete the first tree with fields that only later ones have; the first tree with a field wins.
 
-    Devices are matched by bus id where both trees have them, else by number.
+    Devices are matched by bus id if both trees have them, else by number.
 
     Raises:
-        ValueError: if there is none, or the trees have different devices.
+        ValueError: if there is no tree, or the trees have different devices.
     """
     if not trees:
         raise ValueError("no tool described any device; name at least one")
@@ -221,7 +221,7 @@ def merge(trees: Sequence[DeviceTree]) -> DeviceTree:
 
 
 def _aligned(tree: DeviceTree, like: DeviceTree) -> DeviceTree:
-    """``tree`` with its devices in the order of ``like``, without those that ``like`` does not have."""
+    """Return ``tree`` with its devices in the order of ``like``, without devices that ``like`` lacks."""
     if tree.bus_ids and like.bus_ids:
         missing = [bus for bus in like.bus_ids if bus not in tree.bus_ids]
         if not missing:

@@ -1,9 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From the configuration's ``topology`` key, the device tools and the launcher's environment to a :class:`Topology`.
+"""Finds the :class:`Topology` from the config key ``topology``, the device tools and the launcher's environment.
 
-What the user states is trusted most, then a preset, then for packages and links a device tool and for ranks and hosts
-the launcher; each field's origin is kept in ``sources``. Tools run only where all else leaves packages open. The result
-does not depend on the rank that asks.
+The user's setting has priority, then a preset. Then follow a device tool for packages and links, and the launcher for
+ranks and hosts. ``sources`` records each field's origin. Tools run only if packages are otherwise unknown. The result
+is equal on every rank.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from zero_topo.topology.probes import LauncherView, slurm
 
 MEASURED = "measured"
 ALONE = "one process"
-"""Name of the machine where nothing says that there is more."""
+"""Name of the machine if no source reports more than one process."""
 
 INLINE_HINT = '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R} or {"emulated": {...}}'
 
 
 def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
-    """The topology that the launcher's environment and the node's device tools describe.
+    """Discover the topology from the launcher's environment and the node's device tools.
 
     GPU packages and links come from the preset whose Slurm cluster the job runs on, if its nodes have as many ranks;
-    otherwise from a device tool of the node, if there is one and it sees as many devices; otherwise every rank is taken
-    for a GPU of its own. Without any launcher there is one rank.
+    otherwise from a device tool of the node, if there is one that reports as many devices; otherwise every rank counts
+    as a separate GPU. Without any launcher there is one rank.
 
     Args:
         env: environment variables, usually ``os.environ``.
-        ask: asks the device tools; called once at most.
+        ask: queries the device tools; called at most once.
 
     Raises:
         ValueError: if the variables contradict each other or describe an irregular tree.
@@ -54,19 +54,19 @@ def discover(env: Mapping[str, str], ask: Ask = ask_tools) -> Topology:
 def resolve_topology(
     setting: str | Mapping[str, Any], env: Mapping[str, str], world_size: int | None = None, ask: Ask = ask_tools
 ) -> Topology:
-    """The topology that the configuration asks for, checked against the number of ranks.
+    """Return the topology that the configuration selects, checked against the number of ranks.
 
     Args:
         setting: "auto"; a preset's name; a path (ends in ``.json`` or has a slash) to a JSON file; or an inline object.
             File and object hold the fields of :class:`Topology`, or ``{"emulated": {"nodes", "gpus_per_node",
             "gcds_per_gpu"}}``. "measured" is not resolved here, see ``collectives/measure.py``.
         env: environment variables, usually ``os.environ``.
-        world_size: ranks of the job if the caller knows; otherwise what the launcher says counts.
-        ask: asks the device tools of this node; called at most once, and only for "auto".
+        world_size: ranks of the job, if known; None takes the launcher's number.
+        ask: queries the device tools of this node; called at most once, and only for "auto".
 
     Returns:
-        A topology of exactly as many ranks, equal on every rank. Where the setting does not say how ranks are placed,
-        the launcher's placement is used.
+        A topology of exactly as many ranks, equal on every rank. If the setting has no placement of ranks, the
+        launcher's placement is used.
 
     Raises:
         ValueError: if the setting is wrong or its number of ranks is not the job's.
@@ -102,7 +102,7 @@ def _launched_world(env: Mapping[str, str]) -> int | None:
 
 
 def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) -> Topology:
-    """Discover, and check or supply the world size."""
+    """Discover the topology, and check or supply the world size."""
     view = launcher_view(env)
     if view is None and world_size is not None and world_size > 1:
         caller = LauncherView("this job", world_size, origins={"world_size": "the process group"})
@@ -118,7 +118,7 @@ def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) ->
 
 
 def _from_object(data: Mapping[str, Any]) -> Topology:
-    """An inline object or a file's content."""
+    """Build a topology from an inline object or a file's content."""
     if set(data) == {"emulated"} and not isinstance(data["emulated"], bool):
         if not isinstance(data["emulated"], Mapping):
             raise ValueError(f"topology: emulated is {data['emulated']!r}; it must be an object such as {INLINE_HINT}")
@@ -167,7 +167,7 @@ def _fit(topology: Topology, what: str, env: Mapping[str, str], world_size: int 
 
 
 def _from_view(view: LauncherView, cluster: str | None, machine: Machine | None) -> Topology:
-    """Build the tree of a launcher's view, with GPUs and links of the machine where they fit."""
+    """Build the tree of a launcher's view, with GPUs and links of the machine if its nodes have as many ranks."""
     per_node = view.ranks_per_node or view.world_size
     sources = {"nodes": f"ranks ({view.origin('world_size')}) / ranks per node"}
     sources["gpus_per_node"] = view.origin("ranks_per_node")

@@ -1,18 +1,18 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""From measured times to a machine: a link from the times of messages, a tree from the links of pairs.
+"""Fits a machine to measured times: a link to the times of messages, a tree to the links of pairs.
 
 Note [Levels from pairs]
-    1. Sort the pairs' bandwidths; wherever neighbours differ by more than ``GAP``, a level of the machine begins.
+    1. Sort the pairs' bandwidths. A level of the machine begins wherever neighbours differ by more than ``GAP``.
     2. Ranks joined by links faster than the gap, directly or through others, are one unit (single linkage). Units are
-       nested by construction; a gap that joins nothing new is none.
-    3. Units of a level must be equally large, else the machine has no regular tree and the odd ranks are named.
+       nested by construction; a gap that joins no further ranks is ignored.
+    3. Units of a level must be equally large; else the tree is not regular, and the error names the odd ranks.
     4. A tree has two levels between rank and world. Where ranks are on several hosts, a host is a node, and of the
        levels inside the hosts the one with the widest gap is the GPU. On one host the two widest gaps give both.
-    5. Where bandwidths tell fewer levels than there is room for, latencies may tell more, if they differ by more than
-       ``LATENCY_GAP``, give regular units, and are shorter for all pairs inside them than for all others: a busy
-       machine delays small messages at random.
+    5. If bandwidths give fewer levels than the tree has, latencies may give more. They must differ by more than
+       ``LATENCY_GAP``, give regular units, and be shorter for all pairs inside units than for all others, because a
+       busy machine delays small messages at random.
 
-Levels that differ for neither a lone pair's bandwidth nor its latency are not found.
+Levels that change neither the bandwidth nor the latency of a single pair are not found.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zero_topo.topology.render import compress
 
 GAP = 1.4
 LATENCY_GAP = 3.0
-SHORTEST_S = 1e-7  # what is fitted below it is noise
-LONG = 32  # messages shorter than the longest by more than this say nothing of the bandwidth
+SHORTEST_S = 1e-7  # fitted values below this are noise
+LONG = 32  # messages shorter than the longest by more than this factor do not count for the bandwidth
 WAY_OUT = (
     "measure again if the machine was busy, start equally many ranks on every unit, or describe the machine: "
     '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
@@ -41,9 +41,9 @@ Units = tuple[tuple[int, ...], ...]
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> Link:
-    """The link whose ``latency + bytes / bandwidth`` is nearest to measured times.
+    """Fit a link, ``latency + bytes / bandwidth``, to measured times.
 
-    Of each size the shortest time counts: what disturbs a message only makes it longer. The bandwidth is the least
+    The shortest time of each size counts, because disturbances only make messages slower. The bandwidth is the least
     squares slope over the long messages, the latency the least squares of relative errors with that bandwidth.
 
     Args:
@@ -81,14 +81,14 @@ def _slope(points: Mapping[float, float]) -> float:
 
 @dataclass(frozen=True)
 class _Level:
-    """Units that a gap separates; ``gap`` is the factor by which links inside are better."""
+    """Holds units separated by a gap; ``gap`` is the factor by which links inside are better."""
 
     units: Units
     gap: float
 
 
 def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
-    """The tree in which links of pairs meet, without links of its own; see Note [Levels from pairs].
+    """Return the tree that explains the links of pairs, itself without links; see Note [Levels from pairs].
 
     Args:
         pairs: link of each measured pair of ranks. Either all pairs, or all inside each host and enough between hosts.
@@ -117,7 +117,7 @@ def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
 
 
 def _shape(inner: list[Units], home: Units) -> tuple[Units, Units]:
-    """The GPUs and the nodes, from the levels found, innermost first."""
+    """Return the GPUs and the nodes from the levels found, innermost first."""
     world_size = sum(map(len, home))
     ranks = _units(world_size, [])
     if len(inner) == 2:
@@ -146,18 +146,19 @@ def _tree(shape: tuple[Units, Units], home: Units, hosts: Sequence[str], pairs: 
         ranks_per_gpu=len(gpus[0]),
         order=None if order == tuple(range(len(order))) else order,
         hosts=tuple(hosts[unit[0]] for unit in nodes) if at_home else None,
-        emulated=not at_home,  # host names say nothing of such nodes
+        emulated=not at_home,  # host names do not identify such nodes
         sources=sources,
     )
 
 
 def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[str, float]) -> Topology:
-    """A measured tree with its links.
+    """Return a measured tree with its links.
 
     Args:
-        topology: of :func:`cluster`.
-        pairs: as there; the latency of a domain is the median of those of the pairs that meet in it.
-        shared: domain -> bytes/s of each rank when all ranks of the domain talk at once.
+        topology: the result of :func:`cluster`.
+        pairs: link of each measured pair; a domain's latency is the median over the pairs of which it is the smallest
+            common domain.
+        shared: domain -> bytes/s of each rank while all ranks of the domain send.
     """
     met = meeting(topology, pairs)
     links = {domain: Link(rate, median(link.latency for link in met[domain])) for domain, rate in shared.items()}
@@ -166,7 +167,7 @@ def with_links(topology: Topology, pairs: Mapping[Pair, Link], shared: Mapping[s
 
 
 def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Link]]:
-    """Domain -> links of the pairs of which it is the smallest domain that holds both."""
+    """Return domain -> links of the pairs of which it is the smallest common domain."""
     met: dict[str, list[Link]] = {domain: [] for domain in LINKED_DOMAINS}
     for (left, right), link in pairs.items():
         a, b = topology.position(left), topology.position(right)
@@ -177,7 +178,7 @@ def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Li
 
 
 def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list[_Level]:
-    """The levels between rank and world, innermost first; ``values`` are larger where ranks are closer."""
+    """Return the levels between rank and world, innermost first; ``values`` are larger for closer ranks."""
     found: list[_Level] = []
     for better, worse in pairwise(sorted(values.values(), reverse=True)):
         if better <= least * worse:
@@ -190,7 +191,7 @@ def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list
 
 
 def _units(world_size: int, joined: Iterable[Pair]) -> Units:
-    """Connected components, sorted."""
+    """Return the connected components, sorted."""
     root = list(range(world_size))
 
     def find(rank: int) -> int:
@@ -208,19 +209,19 @@ def _units(world_size: int, joined: Iterable[Pair]) -> Units:
 
 
 def _finer(units: Units, outer: Units) -> bool:
-    """Whether each unit lies in one of ``outer``."""
+    """Return whether each unit lies in one of ``outer``."""
     where: Callable[[int], int] = {rank: index for index, unit in enumerate(outer) for rank in unit}.__getitem__
     return all(len(set(map(where, unit))) == 1 for unit in units)
 
 
 def _fits(units: Units, others: Sequence[Units]) -> bool:
-    """Whether units are equally large, and nested with others without being the same."""
+    """Return whether units are equally large, and nested with others without being equal to them."""
     nested = all(units != other and (_finer(units, other) or _finer(other, units)) for other in others)
     return nested and len(set(map(len, units))) == 1
 
 
 def _apart(units: Units, values: Mapping[Pair, float]) -> bool:
-    """Whether the values of all pairs inside units are larger than all others."""
+    """Return whether the values of all pairs inside units are larger than all others."""
     where = {rank: index for index, unit in enumerate(units) for rank in unit}
     inside = [value for (left, right), value in values.items() if where[left] == where[right]]
     across = [value for (left, right), value in values.items() if where[left] != where[right]]

@@ -1,13 +1,13 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One view of the job out of everything the launchers left in the environment.
+"""Combines the environment variables of all launchers into one view of the job.
 
 Note [Launchers inside launchers]
     A process often carries the variables of several launchers: ``srun`` or ``mpirun`` starts a ``torchrun`` or
     ``deepspeed`` on each node, which starts the ranks; or ``srun`` starts the ranks and a script sets WORLD_SIZE from
-    Slurm's variables. The launcher closest to the process decides. A farther one either started the closer launchers
-    (it then has at most one task per node, and knows nothing of the ranks), or started the ranks itself (it then has
-    as many tasks as there are ranks, must agree in every number both give, and adds what it alone knows: hosts and
-    placement). Anything else is a contradiction, and an error.
+    Slurm's variables. The launcher closest to the process decides. A farther launcher has started either the closer
+    launchers or the ranks. In the first case it has at most one task per node, and no data on the ranks. In the second
+    it has as many tasks as there are ranks, must agree in every number that both give, and adds hosts and placement.
+    Anything else is a contradiction, and an error.
 
 Only the checks look at this process's own rank: the view's other fields come out equal on every rank.
 """
@@ -27,13 +27,13 @@ WAY_OUT = (
 
 
 def launcher_view(env: Mapping[str, str]) -> LauncherView | None:
-    """What the launchers together say, or None if there is none.
+    """Return the combined view of the launchers, or None if there is none.
 
     Raises:
-        ValueError: if they contradict each other, or this process's rank is not where they put it.
+        ValueError: if they contradict each other, or this process's rank does not match their placement.
     """
     view = _combine(probe(env, CLOSEST), probe(env, MPI))
-    # Outside a step Slurm describes the allocation; a launcher that knows its nodes may use any part of it.
+    # Outside a step Slurm describes the allocation; a launcher with its own list of nodes may use any part of it.
     if view is None or view.nodes is None or slurm.in_step(env):
         view = _combine(view, slurm.probe(env))
     if view is not None:
@@ -62,7 +62,7 @@ def _combine(closer: LauncherView | None, farther: LauncherView | None) -> Launc
                 f"two launchers disagree: {ours} {what} ({closer.origin(key)}) but {theirs} ({farther.origin(key)}); "
                 f"{WAY_OUT}"
             )
-    # LOCAL_RANK is often set by hand to a device index; the farther launcher knows the number on the node.
+    # LOCAL_RANK is often set by hand to a device index; the farther launcher has the rank's number on the node.
     local = farther if farther.local_rank is not None else closer
     known = {key: getattr(farther, key) for key in ("ranks_per_node", "hosts", "order", "rank", "node")}
     filled = {key: value for key, value in known.items() if getattr(closer, key) is None}

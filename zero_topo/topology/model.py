@@ -1,11 +1,11 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What the machine is: a regular tree of nodes, GPUs and ranks, and where each rank sits in it.
+"""Describes the machine: a regular tree of nodes, GPUs and ranks, and the placement of each rank in it.
 
 Note [Tree positions]
     The leaves of the tree are numbered ``t = (node * gpus_per_node + gpu) * ranks_per_gpu + die``, so that any domain
-    is a run of consecutive positions. ``order[rank] = t`` says where the launcher put each rank. Everything that
-    depends on the machine (who shares a shard, which link a message crosses) is a function of ``t``, never of the
-    rank, so block, cyclic and arbitrary placements need no code of their own.
+    is a run of consecutive positions. ``order[rank] = t`` is the launcher's placement of each rank. Everything
+    that depends on the machine (which ranks share a shard, which link a message crosses) is a function of ``t``, never
+    of the rank, so block, cyclic and arbitrary placements share one code path.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DOMAINS = ("rank", "gpu", "node", "world")
 """The domains, from the smallest to the largest; each is a set of ranks that share one unit of the machine."""
 
 MOST_RANKS = 1 << 20
-"""The most ranks that a topology has: what lists them all still fits into memory."""
+"""The maximal number of ranks of a topology: lists of all ranks still fit into memory."""
 
 LINKED_DOMAINS = DOMAINS[1:]
-"""The domains that have a link: the one over which their parts (ranks, GPUs, nodes) reach each other."""
+"""The domains that have a link, which connects their parts (ranks, GPUs, nodes)."""
 
 
 def _linked(domain: str) -> str:
@@ -143,16 +143,16 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks in each node."""
+        """Return the number of ranks in each node."""
         return self.gpus_per_node * self.ranks_per_gpu
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Return the total number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def degree(self, domain: str) -> int:
-        """Number of ranks in a domain.
+        """Return the number of ranks in a domain.
 
         Raises:
             ValueError: if ``domain`` is none of "rank", "gpu", "node", "world".
@@ -163,11 +163,11 @@ class Topology:
         return degrees[domain]
 
     def domain(self, degree: int) -> str:
-        """The smallest domain in which the aligned blocks of ``degree`` tree positions lie whole.
+        """Return the smallest domain that contains every aligned block of ``degree`` tree positions.
 
         A block of ``degree`` positions starting at a multiple of ``degree`` stays inside a domain if ``degree``
-        divides the domain's; 3 ranks of a world with 4 ranks per node are thus a matter of the world. Where domains
-        coincide (one rank per GPU, one node), the smaller name is given.
+        divides the domain's. For 3 ranks and 4 ranks per node the domain is therefore the world. If domains coincide
+        (one rank per GPU, one node), the smaller one is returned.
 
         Raises:
             ValueError: if ``degree`` is not from 1 to the world size.
@@ -177,7 +177,7 @@ class Topology:
         return next((name for name in DOMAINS[:-1] if self.degree(name) % degree == 0), "world")
 
     def position(self, rank: int) -> int:
-        """Tree position of a rank.
+        """Return the tree position of a rank.
 
         Raises:
             ValueError: if there is no such rank.
@@ -186,7 +186,7 @@ class Topology:
         return rank if self.order is None else self.order[rank]
 
     def rank_at(self, position: int) -> int:
-        """Rank at a tree position; the inverse of :meth:`position`.
+        """Return the rank at a tree position; the inverse of :meth:`position`.
 
         Raises:
             ValueError: if there is no such position.
@@ -196,7 +196,7 @@ class Topology:
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
-        """Rank at each tree position, for an explicit order."""
+        """Return the rank at each tree position, for an explicit order."""
         return tuple(sorted(range(self.world_size), key=self.order.__getitem__)) if self.order else ()
 
     def _check_index(self, what: str, index: int) -> None:
@@ -206,24 +206,24 @@ class Topology:
             )
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """``(node, gpu, die)`` of a rank: the node, the GPU inside the node, the die inside the GPU."""
+        """Return ``(node, gpu, die)`` of a rank: the node, the GPU in the node, the rank (GCD) in the GPU."""
         node, local = divmod(self.position(rank), self.ranks_per_node)
         return (node, *divmod(local, self.ranks_per_gpu))
 
     def node_ranks(self, node: int) -> list[int]:
-        """The ranks of a node in tree order."""
+        """Return the ranks of a node in tree order."""
         first = node * self.ranks_per_node
         return [self.rank_at(position) for position in range(first, first + self.ranks_per_node)]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object from which ``from_json`` builds an equal topology; fields at their default are left out."""
+        """Return a JSON object from which ``from_json`` builds an equal topology, without fields at their default."""
         return to_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
         """Build a topology from a JSON object with the fields of this class.
 
-        ``nodes``, ``gpus_per_node`` and ``ranks_per_gpu`` are required, the rest has the class's defaults.
+        ``nodes``, ``gpus_per_node`` and ``ranks_per_gpu`` are required; the other fields have the class's defaults.
 
         Raises:
             ValueError: if a key is unknown (the nearest known one is named), missing, or its value does not fit.

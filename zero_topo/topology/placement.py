@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The devices of a node put into the tree that a launcher describes: which local rank sits on which device.
+"""Puts the devices of a node into the tree that a launcher describes: which local rank uses which device.
 
 Note [Devices and launchers]
-    A launcher knows ranks, hosts and which rank is where; a device tool knows packages and links. They meet in the
-    local rank: ``devices[local rank]`` is read from ``--gpu-bind``, from a list of visible devices with one entry per
+    A launcher reports ranks, hosts and placement; a device tool reports packages and links. The local rank joins them:
+    ``devices[local rank]`` is read from ``--gpu-bind``, from a list of visible devices with one entry per
     local rank, or is the local rank itself if there are as many devices. Only variables that are equal on all ranks of
-    a node may be read, for all ranks must come to the same topology; so a rank's own single visible device says
-    nothing here (the ranks compare those at start-up, see ``seats.py``).
+    a node may be read, because all ranks must find the same topology. A rank's own single visible device is therefore
+    ignored here (the ranks compare those at start-up, see ``seats.py``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
     """Group the ranks of a topology without packages by the GPU packages that the device tools found.
 
     Args:
-        flat: one rank per GPU, as the launcher says.
-        asked: what the tools of this node said.
+        flat: the launcher's topology, with one rank per GPU.
+        asked: the answers of this node's tools.
         env: environment variables.
 
     Returns:
-        The topology with packages, links and order; or ``flat`` with a note in its sources if the tools know nothing
-        or contradict the launcher, which is then believed.
+        The topology with packages, links and order; or ``flat`` with a note in its sources if the tools report nothing
+        or contradict the launcher, which then has priority.
 
     Raises:
         ValueError: if the ranks fill the node and a device is missing from a package.
@@ -63,7 +63,7 @@ def with_devices(flat: Topology, asked: Asked, env: Mapping[str, str]) -> Topolo
 
 
 def local_devices(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[tuple[int, ...] | None, str]:
-    """The device of each local rank and where it was read; or None and why they are unknown.
+    """Return the device of each local rank and where it was read; or None and why they are unknown.
 
     Args:
         env: environment variables that are equal on all ranks of the node.
@@ -83,7 +83,7 @@ def local_devices(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tu
 
 
 def reorder(order: Sequence[int] | None, world_size: int, places: Sequence[int]) -> tuple[int, ...] | None:
-    """Tree positions after the local ranks of every node have moved to other places of it.
+    """Return the tree positions after the local ranks of every node have moved to other places of the node.
 
     Args:
         order: tree position of each rank with places equal to local ranks; None means the identity.
@@ -100,14 +100,14 @@ def reorder(order: Sequence[int] | None, world_size: int, places: Sequence[int])
 
 
 def _visible(env: Mapping[str, str], tree: DeviceTree, per_node: int) -> tuple[tuple[int, ...] | None, str]:
-    """Devices from a list of numbers or bus ids with one entry per local rank."""
+    """Read devices from a list of numbers or bus ids with one entry per local rank."""
     for name in VISIBLE:
         words = [word.strip() for word in env.get(name, "").split(",") if word.strip()]
         if len(words) != per_node:
             continue
         devices = [_device(word, tree) for word in words]
         if all(device is not None for device in devices):
-            # Not its value: nodes may use different devices, and still all ranks must come to equal topologies.
+            # Without its value: nodes may use different devices, and still all ranks must find equal topologies.
             return tuple(device for device in devices if device is not None), f"{name}, one entry per local rank"
     return None, ""
 
@@ -122,7 +122,7 @@ def _device(word: str, tree: DeviceTree) -> int | None:
 
 
 def _noted(topology: Topology, notes: Sequence[str]) -> Topology:
-    """The topology with notes about the device tools among its sources."""
+    """Return the topology with notes about the device tools among its sources."""
     if not notes:
         return topology
     return replace(topology, sources={**topology.sources, "device tools": "; ".join(notes)})

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Known machines (``presets/*.json``) and the topologies they make, plus the make-believe one for a single host."""
+"""Loads known machines (``presets/*.json``) and builds their topologies, and emulated ones for a single host."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Machine:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Ranks in each node; None means as many as a one-node world has."""
+        """Return the ranks in each node; None means as many as a one-node world has."""
         return None if self.gpus_per_node is None else self.gpus_per_node * self.ranks_per_gpu
 
     def origins(self, why: str = "") -> dict[str, str]:
-        """Sources of the topology fields that this machine supplies; ``why`` says how it was chosen."""
+        """Return the sources of the topology fields from this machine; ``why`` is the reason for its choice."""
         supplied = {
             "gpus_per_node": True,
             "ranks_per_gpu": True,
@@ -56,7 +56,7 @@ class Machine:
         return {key: f"preset {self.name}{why}" for key, known in supplied.items() if known}
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
-        """So many of its nodes, without sources."""
+        """Return a topology of ``nodes`` nodes of this machine, without sources."""
         return Topology(
             name=self.name,
             nodes=nodes,
@@ -68,7 +68,7 @@ class Machine:
 
 
 def preset_names() -> list[str]:
-    """Names of the known machines, sorted."""
+    """Return the names of the known machines, sorted."""
     return sorted(entry.name[:-5] for entry in _folder().iterdir() if entry.name.endswith(".json"))
 
 
@@ -76,7 +76,7 @@ def load_machine(name: str) -> Machine:
     """Read a preset.
 
     Raises:
-        ValueError: if there is none of that name; the nearest one is named.
+        ValueError: if there is no preset of that name; the error names the nearest one.
     """
     names = preset_names()
     if name not in names:
@@ -89,23 +89,23 @@ def load_machine(name: str) -> Machine:
 
 
 def machine_of_cluster(cluster: str) -> Machine | None:
-    """The machine whose Slurm cluster has this name, or None."""
+    """Return the machine whose Slurm cluster has this name, or None."""
     machines = (load_machine(name) for name in preset_names())
     return next((machine for machine in machines if cluster.lower() in machine.clusters), None)
 
 
 def assumptions(name: str) -> list[str]:
-    """The facts of a preset that are assumed and not published or measured; none for what is no preset."""
+    """Return the facts of a preset that are assumed, not published or measured; empty without such a preset."""
     sources = load_machine(name).sources if name in preset_names() else {}
     return [key.removeprefix("rates.") for key, said in sources.items() if said.startswith("assumed")]
 
 
 def load_preset(name: str, world_size: int) -> Topology:
-    """The topology of a known machine with as many nodes as ``world_size`` ranks fill.
+    """Return the topology of a known machine with as many nodes as ``world_size`` ranks fill.
 
     Args:
         name: one of :func:`preset_names`.
-        world_size: ranks in all.
+        world_size: total number of ranks.
 
     Raises:
         ValueError: if the name is unknown or the ranks do not fill whole nodes.
@@ -125,7 +125,7 @@ def load_preset(name: str, world_size: int) -> Topology:
 
 
 def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
-    """A make-believe machine, for trying a multi-node plan on one host; ``gcds_per_gpu`` ranks share a GPU.
+    """Build an emulated machine to try a multi-node plan on one host; ``gcds_per_gpu`` ranks share a GPU.
 
     Raises:
         ValueError: if a number is not a positive int.
@@ -159,5 +159,5 @@ def emulated_from_json(data: Mapping[str, Any]) -> Topology:
 
 
 def _folder() -> Any:
-    """The folder of preset files, also inside a zipped package."""
+    """Return the folder of preset files, also inside a zipped package."""
     return resources.files(__package__).joinpath("presets")

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How fast a rank of a machine computes, and how much of its links' rates collectives reach."""
+"""Describes how fast a rank of a machine computes, and which share of its links' rates collectives reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1), must_be("a share of the
 Spread = Annotated[float, Field(strict=True, ge=0, lt=1), must_be("a share, at least 0 and under 1")]
 Unknown = Literal["compute", "memory", "links", "latency"]
 UNKNOWN_SPREAD = 0.3
-"""Of what a machine's file gives no spread for: an assumption is thus good for a third, up or down."""
+"""Relative spread of rates for which a machine's file gives none."""
 
 Bytes = Annotated[int, Field(strict=True, ge=0), must_be("a whole number of bytes, not negative")]
 Collective = Literal["gather", "reduce"]
@@ -41,11 +41,11 @@ class Ring:
     spread: Share = 0.3
 
     def latency(self, ranks: int, message: float) -> float:
-        """Seconds of the steps of a ring of so many ranks, each with a message of so many bytes."""
+        """Return the seconds of the steps of a ring of ``ranks`` ranks, each with a message of ``message`` bytes."""
         return (ranks - 1) * (self.small_step or self.step if message <= self.small else self.step)
 
     def seconds(self, ranks: int, message: float) -> float:
-        """Seconds of an all-gather or reduce-scatter alone on the links: ``(P - 1) (step + message / bandwidth)``."""
+        """Return the seconds of one all-gather or reduce-scatter: ``(P - 1) (step + message / bandwidth)``."""
         return self.latency(ranks, message) + (ranks - 1) * message / self.bandwidth
 
 
@@ -86,15 +86,15 @@ class Rates:
 
     @property
     def flops(self) -> float:
-        """FLOP/s that layers reach."""
+        """Return the FLOP/s that layers reach."""
         return self.peak_flops * self.compute_efficiency
 
     @property
     def memory(self) -> float:
-        """Bytes/s of memory that is reached."""
+        """Return the memory bandwidth that is reached, in bytes/s."""
         return self.memory_bandwidth * self.memory_efficiency
 
     def with_rings(self, changed: Callable[[Ring], Ring]) -> Rates:
-        """The same with other rings."""
+        """Return these rates with ``changed`` applied to each ring."""
         rings = {kind: {name: changed(ring) for name, ring in of.items()} for kind, of in self.rings.items()}
         return replace(self, rings=rings)

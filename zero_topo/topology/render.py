@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""A topology as plain text: one line per level of the tree, for logs and the terminal."""
+"""Renders a topology as plain text: one line per level of the tree, for logs and the terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from zero_topo.topology.model import Topology
 from zero_topo.units import format_bytes, format_rate, format_seconds
 
 NODES_SHOWN = 4
-"""Nodes listed by name and ranks before the rest is summed up in one line."""
+"""Nodes listed by name and ranks; one line summarizes the others."""
 
 
 def render_tree(topology: Topology) -> str:
-    """Draw the tree with its links, then the nodes whose hosts or ranks are not plain, then where it all came from.
+    """Render the tree with its links, the nodes with named hosts or unusual ranks, and the sources of all fields.
 
-    A regular tree has equal branches on every level, so each level is one line that says how many there are::
+    A regular tree has equal branches on every level, so each level is one line with their number::
 
         frontier: 16 ranks
         world         16 ranks  12.50 GB/s per rank, 14.0 us
@@ -31,7 +31,7 @@ def render_tree(topology: Topology) -> str:
 
 
 def _sources(topology: Topology) -> list[tuple[str, str]]:
-    """The sources with the warning last, where it is read."""
+    """Return the sources with the warning last, where it is noticed."""
     return sorted(topology.sources.items(), key=lambda item: item[0] == "warning")
 
 
@@ -59,7 +59,7 @@ def _link(topology: Topology, domain: str) -> str:
 
 
 def _nodes(topology: Topology) -> list[str]:
-    """Hosts and ranks of the first nodes; nothing for unnamed nodes in block order, where both are plain."""
+    """Return hosts and ranks of the first nodes; nothing for unnamed nodes in block order."""
     if topology.hosts is None and topology.order is None:
         return []
     lines = []

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""One node's devices as plain text: the order in which to bind ranks, and which tool said what."""
+"""Renders one node's devices as plain text: the order in which to bind ranks, and the source of each field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VISIBLE: Mapping[str, str] = MappingProxyType({"amd-smi": "ROCR_VISIBLE_DEVICES"
 
 
 def render_devices(tree: DeviceTree) -> str:
-    """The order of the ranks as options and variables of launchers, the sources of the tree, and warnings."""
+    """Render the order of the ranks as options and variables of launchers, the sources of the tree, and warnings."""
     order = ",".join(map(str, recommended_order(tree)))
     lines = [
         f"node: {tree.count} devices in {len(tree.groups())} GPUs ({tree.tool})",
@@ -27,7 +27,7 @@ def render_devices(tree: DeviceTree) -> str:
 
 
 def recommended_order(tree: DeviceTree) -> tuple[int, ...]:
-    """Device of each local rank such that consecutive ranks share a GPU, then a NUMA node."""
+    """Return the device of each local rank such that consecutive ranks share a GPU, then a NUMA node."""
     numa = tree.numa or (None,) * tree.count
 
     def near(group: list[int]) -> tuple[int, int]:

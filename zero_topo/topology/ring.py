@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The bandwidth of the best ring through a set of devices: what ring collectives of all of them sustain."""
+"""Finds the bandwidth of the best ring through a set of devices, which limits ring collectives of all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 LARGEST = 16
-"""Devices for which every ring is considered; the work grows as 2^n."""
+"""Largest number of devices for which every ring is considered; the work grows as 2^n."""
 
 
 def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
-    """The largest bandwidth that every hop of some ring through all devices has.
+    """Return the largest bandwidth for which some ring through all devices has links at least that fast.
 
-    1. If all pairs are alike, that is it (switched NVLink).
+    1. If all pairs have one rate, return it (switched NVLink).
     2. Otherwise find the fastest rate, by halving, with a ring of links at least as fast. (Held and Karp's sets: which
        devices can end a path that starts at device 0 and visits a given set.)
 
@@ -35,7 +35,7 @@ def ring_bandwidth(rates: Sequence[Sequence[float]]) -> float:
 
 
 def _has_ring(rates: Sequence[Sequence[float]], least: float) -> bool:
-    """Whether links of at least ``least`` bytes/s join all devices (two or more) in a ring."""
+    """Return whether links of at least ``least`` bytes/s join all devices (two or more) in a ring."""
     n = len(rates)
     near = [sum(1 << b for b in range(n) if a != b and rates[a][b] >= least) for a in range(n)]
     ends = [0] * (1 << n)

@@ -1,10 +1,10 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Who talks to whom, and when, while a machine is measured: pairs first, then whole domains.
+"""Schedules which ranks exchange messages while a machine is measured: pairs first, then whole domains.
 
 Note [Sampling]
-    One pair at a time on each host, so that pairs do not share links. Up to ``ALL_PAIRS`` ranks, or on one host, every
-    pair is measured. In larger worlds all hosts measure their own pairs side by side, then first ranks of hosts at
-    distance 1, 2, 4, ... talk, disjoint pairs at once: as many rounds as the logarithm of the number of hosts.
+    Each host has one active pair at a time, so that pairs do not share links. Up to ``ALL_PAIRS`` ranks, or on one
+    host, every pair is measured. In larger worlds all hosts measure their own pairs in parallel. Then the first ranks
+    of hosts at distance 1, 2, 4, ... exchange messages, disjoint pairs at once, in a logarithmic number of rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_PAIRS = 16
 
 
 def tournament(members: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs in which each two members meet once (the circle method)."""
+    """Return rounds of disjoint pairs in which each two members meet once (the circle method)."""
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     half, rounds = len(seats) // 2, []
     for _ in range(len(seats) - 1):
@@ -30,7 +30,7 @@ def tournament(members: Sequence[int]) -> list[list[Pair]]:
 
 
 def pair_rounds(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs of ranks to measure, see Note [Sampling].
+    """Return rounds of disjoint pairs of ranks to measure, see Note [Sampling].
 
     Args:
         hosts: host name of each rank, ``[world_size]``.
@@ -60,15 +60,15 @@ def shared_domains(topology: Topology) -> list[str]:
 
 
 def inner_degree(topology: Topology, domain: str) -> int:
-    """Ranks of the next smaller domain."""
+    """Return the ranks of the next smaller domain."""
     return topology.degree(DOMAINS[DOMAINS.index(domain) - 1])
 
 
 def neighbours(topology: Topology, domain: str, rank: int) -> tuple[int, int]:
-    """The ranks to which a rank sends, and from which it receives, while all of its domain talk.
+    """Return the ranks to which a rank sends, and from which it receives, while all ranks of its domain send.
 
-    They are its counterparts in the units before and behind its own in the ring of the domain's units, so that all
-    that is sent crosses the links of the domain.
+    They are its counterparts in the neighbouring units in the ring of the domain's units, so that all messages cross
+    the links of the domain.
     """
     degree, step = topology.degree(domain), inner_degree(topology, domain)
     unit, place = divmod(topology.position(rank), degree)
@@ -77,7 +77,7 @@ def neighbours(topology: Topology, domain: str, rank: int) -> tuple[int, int]:
 
 
 def turns(topology: Topology, domain: str, hosts: Sequence[str]) -> list[list[int]]:
-    """Units of a domain, counted in tree order, that talk at the same time: one of each host in each turn."""
+    """Return in turns the units of a domain, in tree order, that exchange at the same time: one per host and turn."""
     degree = topology.degree(domain)
     on_host: dict[str, list[int]] = {}
     for unit in range(topology.world_size // degree):

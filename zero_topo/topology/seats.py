@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Where each rank really runs, as it sees it itself, held against the topology (pure).
+"""Checks the actual placement of each rank, as the rank reports it, against the topology (pure).
 
-The caller gathers one :class:`Seat` per rank, for example with ``all_gather_object``, and every rank then judges the
-same list, so all pass or all raise the same error.
+The caller gathers one :class:`Seat` per rank, for example with ``all_gather_object``. Every rank then checks the same
+list, so all pass or all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Seat:
-    """What one rank contributes.
+    """Holds the actual placement of one rank.
 
     Attributes:
         host: host name, for messages.
-        boot_id: tells machines apart whose names are alike ("localhost"); "" where unknown.
+        boot_id: distinguishes machines with equal names ("localhost"); "" if unknown.
         bus_id: PCI address of its device as :func:`normal_bus_id` writes it, or None (no device, or not known).
         package: number of its device's GPU package on the node, or None.
     """
@@ -37,12 +37,12 @@ class Seat:
 
     @property
     def machine(self) -> str:
-        """What tells the rank's machine from others."""
+        """Return an identifier of the rank's machine."""
         return self.boot_id or self.host
 
 
 def take_seat(host: str, bus_id: str | None, tree: DeviceTree | None) -> Seat:
-    """This rank's seat.
+    """Return the placement of this rank.
 
     Args:
         host: host name.
@@ -50,7 +50,7 @@ def take_seat(host: str, bus_id: str | None, tree: DeviceTree | None) -> Seat:
         tree: this node's devices, or None.
 
     Raises:
-        ValueError: if the bus id is none.
+        ValueError: if the bus id is not a PCI address.
     """
     address = None if bus_id is None else normal_bus_id(bus_id)
     packages = dict(zip(tree.bus_ids or (), tree.packages or (), strict=False)) if tree else {}
@@ -59,14 +59,14 @@ def take_seat(host: str, bus_id: str | None, tree: DeviceTree | None) -> Seat:
 
 
 def check_seats(topology: Topology, seats: Sequence[Seat]) -> None:
-    """Check that ranks share a host, and a GPU where that is known, exactly if the topology says so.
+    """Check that ranks share a host, and a GPU if it is known, exactly if they do in the topology.
 
     Args:
-        topology: what the configuration, the tools or the launcher said. An emulated one is not checked.
-        seats: of every rank, in rank order.
+        topology: topology from the configuration, the tools or the launcher. An emulated one is not checked.
+        seats: placement of every rank, in rank order.
 
     Raises:
-        ValueError: as :func:`check_hosts`, or naming two ranks and their host.
+        ValueError: raised by :func:`check_hosts`, or naming two ranks and their host.
     """
     names = Counter(host for host, _ in {(seat.host, seat.machine) for seat in seats})
     labels = [seat.host if names[seat.host] == 1 else f"{seat.host} ({seat.machine[:8]})" for seat in seats]
@@ -90,15 +90,15 @@ def check_seats(topology: Topology, seats: Sequence[Seat]) -> None:
 def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
     """Check that two ranks share a host exactly if the topology puts them on one node.
 
-    The names only have to tell hosts apart (a host name or a boot id); they are not compared with ``topology.hosts``,
+    The names only have to distinguish hosts (a host name or a boot id); they are not compared with ``topology.hosts``,
     because schedulers and hosts do not always agree on names. An emulated topology is not checked.
 
     Args:
-        topology: what the configuration or the launcher said.
-        hosts_by_rank: the host name each rank sees, ``[world_size]``, in rank order.
+        topology: topology from the configuration or the launcher.
+        hosts_by_rank: the host name that each rank reports, ``[world_size]``, in rank order.
 
     Raises:
-        ValueError: naming the odd host, and the way out.
+        ValueError: naming the odd host, and what to do.
     """
     if len(hosts_by_rank) != topology.world_size:
         raise ValueError(
@@ -126,7 +126,7 @@ def check_hosts(topology: Topology, hosts_by_rank: Sequence[str]) -> None:
 
 
 def _check_one_host(topology: Topology, node: int, placed: Sequence[tuple[int, str]]) -> str:
-    """The host of a node, from the ``(rank, host)`` pairs of its ranks.
+    """Return the host of a node from the ``(rank, host)`` pairs of its ranks.
 
     Raises:
         ValueError: if its ranks are on several hosts.

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What launchers tell the processes they start; ``slurm.py`` reads those of Slurm, ``variables.py`` of all others.
+"""Reads the environment variables of launchers: ``slurm.py`` those of Slurm, ``variables.py`` those of all others.
 
 A probe is a pure function of an environment mapping. It returns a :class:`LauncherView`, or None if that launcher did
 not start the process, and raises ValueError for variables that contradict each other.
@@ -16,19 +16,19 @@ from zero_topo.topology.model import MOST_RANKS
 
 @dataclass(frozen=True)
 class LauncherView:
-    """What one launcher says about the job and about this process.
+    """Holds what one launcher reports about the job and about this process.
 
     Attributes:
         source: the launcher, for example "slurm".
         world_size: ranks (for Slurm: tasks) it started.
-        rank: this process's rank, or None. Only ever used for checks: a topology must be equal on every rank.
-        local_rank: its number on its node, or None; for checks too.
-        node: its node's number, or None; for checks too.
-        ranks_per_node: ranks on each node, or None if it does not say.
+        rank: this process's rank, or None. Used only for checks: a topology must be equal on every rank.
+        local_rank: this process's rank on its node, or None; only for checks.
+        node: this process's node number, or None; only for checks.
+        ranks_per_node: ranks on each node, or None if the launcher does not report it.
         hosts: host name of each node, or None.
         order: tree position of each rank, or None for block order.
         origins: field -> where it was read, for example "slurm: SLURM_NTASKS".
-        doubt: a sentence on what was chosen where variables say different things, or None.
+        doubt: a warning that names the choice where variables differ, or None.
     """
 
     source: str
@@ -44,19 +44,19 @@ class LauncherView:
 
     @property
     def nodes(self) -> int | None:
-        """Number of nodes, or None if unknown."""
+        """Return the number of nodes, or None if unknown."""
         return None if self.ranks_per_node is None else self.world_size // self.ranks_per_node
 
     def origin(self, name: str) -> str:
-        """Where a field was read, or the launcher's name if nothing more is known."""
+        """Return where a field was read, or the launcher's name if the origin is unknown."""
         return self.origins.get(name, self.source)
 
 
 def read_int(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    """The whole number in a variable, or None if it is not set or blank.
+    """Read the integer in a variable; None if it is not set or blank.
 
     Raises:
-        ValueError: if it holds anything else, or a number below ``least``.
+        ValueError: if it has any other value, or a number below ``least``.
     """
     text = env.get(name, "").strip()
     if not text:
@@ -70,7 +70,7 @@ def read_int(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
 
 
 def first_int(env: Mapping[str, str], names: tuple[str, ...], least: int = 0) -> tuple[int | None, str]:
-    """The number in the first variable of ``names`` that is set, and that variable's name ("" if none is)."""
+    """Read the number in the first variable of ``names`` that is set; return it with its name ("" if none is)."""
     for name in names:
         value = read_int(env, name, least)
         if value is not None:

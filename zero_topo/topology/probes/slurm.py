@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Slurm: hosts, tasks per node and distribution of the step (``srun``) that started the process.
+"""Reads Slurm's variables: hosts, tasks per node and distribution of the step (``srun``) that started the process.
 
 ``srun`` describes the step in SLURM_STEP_* and, for older programs, again in SLURM_NTASKS and the like, which in a
 batch script describe the whole allocation instead; so the step's own variables are read first.
@@ -29,17 +29,17 @@ DISTRIBUTIONS = ("block", "cyclic", "plane", "arbitrary")
 
 
 def in_step(env: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started the process or one of its parents (in a batch script it did not)."""
+    """Return whether ``srun`` started the process or one of its parents (in a batch script it did not)."""
     return any(env.get(name) for name in STEP)
 
 
 def cluster(env: Mapping[str, str]) -> str | None:
-    """The name of the Slurm cluster, or None outside Slurm."""
+    """Return the name of the Slurm cluster, or None outside Slurm."""
     return env.get("SLURM_CLUSTER_NAME", "").strip() or None
 
 
 def probe(env: Mapping[str, str]) -> LauncherView | None:
-    """What Slurm says about the step's tasks, or None if it did not say how many there are.
+    """Return Slurm's view of the step's tasks, or None if their number is not set.
 
     Raises:
         ValueError: if its variables contradict each other, or the hosts have unequal numbers of tasks.
@@ -77,11 +77,11 @@ def expand_hosts(text: str, name: str, duplicates: bool = False) -> list[str]:
 
     Args:
         text: the list.
-        name: the variable it came from, for the error.
-        duplicates: keep a host that is named again.
+        name: the variable's name, for errors.
+        duplicates: keep repeated hosts.
 
     Raises:
-        ValueError: if it is no host list.
+        ValueError: if it is not a host list.
     """
     try:
         every = (host for part in _split(text) for host in _expanded(part))
@@ -97,7 +97,7 @@ def expand_hosts(text: str, name: str, duplicates: bool = False) -> list[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts of a host list: it is cut at commas outside brackets. An empty part names no host."""
+    """Split a host list at commas outside brackets. An empty part names no host."""
     start = 0
     for comma in re.finditer(r",(?![^\[]*\])|$", text):
         if part := text[start : comma.start()]:
@@ -106,7 +106,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _expanded(part: str) -> Iterator[str]:
-    """The hosts of one part, as ``"rack[1-2]node[01-16]"``: the last bracket counts fastest.
+    """Expand one part, such as ``"rack[1-2]node[01-16]"``; the last bracket varies fastest.
 
     Raises:
         ValueError: if the brackets do not hold ranges.
@@ -122,7 +122,7 @@ def _expanded(part: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers of ``"08-10,12"`` with their leading zeros: 08, 09, 10, 12."""
+    """Expand ``"08-10,12"`` to numbers with their leading zeros: 08, 09, 10, 12."""
     numbers: list[str] = []
     for written in ranges.split(","):
         first, _, last = written.partition("-")
@@ -137,7 +137,7 @@ def expand_tasks_per_node(text: str, name: str) -> list[int]:
     """Expand Slurm's tasks per node, for example ``"8(x2),4"`` -> ``[8, 8, 4]``.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text has another form.
     """
     shown = cut(text, SHOWN_CHARACTERS)
     parts = [_TASKS.fullmatch(part) for part in text.split(",")]
@@ -150,7 +150,7 @@ def expand_tasks_per_node(text: str, name: str) -> list[int]:
 
 
 def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
-    """Tree position of each task when ``plane`` tasks at a time are dealt to the nodes in turn.
+    """Return the tree position of each task if the nodes get ``plane`` tasks at a time in turn.
 
     Cyclic distribution is a plane of one, block distribution a plane of ``per_node``; a plane that does not divide
     ``per_node`` leaves a smaller last round (``_task_layout_plane`` in Slurm's ``slurm_step_layout.c``).
@@ -158,7 +158,7 @@ def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
     Args:
         nodes: number of nodes.
         per_node: tasks on each.
-        plane: tasks dealt at once; positive.
+        plane: tasks that a node gets at once; positive.
 
     Returns:
         A permutation, ``[nodes * per_node]``.
@@ -175,9 +175,9 @@ def placement(nodes: int, per_node: int, plane: int) -> tuple[int, ...]:
 def bound_devices(
     env: Mapping[str, str], per_node: int, numa: Sequence[int | None]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """The device of each local rank according to ``srun --gpu-bind``, and where it was read.
+    """Return the device of each local rank according to ``srun --gpu-bind``, and where it was read.
 
-    ``map`` lists devices by local rank, and starts again when the list ends. ``closest`` gives a task the device next
+    ``map`` lists devices by local rank, and repeats when the list ends. ``closest`` gives a task the device next
     to its cores: with one task per device, and tasks that fill NUMA nodes in order, as ``-c`` with the default binding
     does, devices are taken by NUMA node. On Frontier that is the order 4,5,2,3,6,7,0,1 (OLCF Frontier User Guide).
 
@@ -187,7 +187,7 @@ def bound_devices(
         numa: NUMA node of each device, None where unknown.
 
     Returns:
-        Devices by local rank and their origin; None where the binding says nothing of them.
+        Devices by local rank and their origin; None if the binding does not determine them.
 
     Raises:
         ValueError: if a ``map`` is broken.
@@ -204,7 +204,7 @@ def bound_devices(
 
 
 def _mapped(listed: str, origin: str) -> list[int]:
-    """Devices of ``map_gpu:4,5*2`` in order; ``*2`` repeats one."""
+    """Return the devices of ``map_gpu:4,5*2`` in order; ``*2`` repeats one."""
     devices: list[int] = []
     for word in listed.split(","):
         device, _, times = word.partition("*")
@@ -225,7 +225,7 @@ def _tasks_per_node(env: Mapping[str, str]) -> tuple[list[int] | None, str]:
 
 
 def _even_counts(env: Mapping[str, str], tasks: int, hosts: Sequence[str]) -> tuple[list[int], str]:
-    """Tasks per node where Slurm names only the totals: even, as far as one can know."""
+    """Return the tasks per node if Slurm gives only the totals: an even distribution is assumed."""
     nodes, name = first_int(env, NNODES, least=1)
     if nodes is None:
         nodes, name = (len(hosts), "host list") if hosts else (1, "one node, as no number of nodes is set")
@@ -263,7 +263,7 @@ def _check_counts(
 def _order(
     env: Mapping[str, str], nodes: int, per_node: int, hosts: Sequence[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """Tree position of each task and where it was read; None for block.
+    """Return the tree position of each task and where it was read; None for block order.
 
     SLURM_DISTRIBUTION is ``nodes[:sockets[:cores]][,Pack|NoPack]``; only its first part places tasks on nodes.
     """
@@ -294,7 +294,7 @@ def _order(
 
 
 def _arbitrary_order(env: Mapping[str, str], per_node: int, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Tree positions from the list of one host per task that ``srun`` makes of SLURM_HOSTFILE."""
+    """Return tree positions from the list of one host per task that ``srun`` makes of SLURM_HOSTFILE."""
     name = "SLURM_ARBITRARY_NODELIST"
     if not env.get(name) or not hosts:
         raise ValueError(

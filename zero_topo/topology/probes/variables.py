@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Launchers that number ranks node by node and pass plain numbers: torchrun, deepspeed and those of MPI.
+"""Reads the variables of launchers that number ranks node by node: torchrun, deepspeed and those of MPI.
 
 torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node part of the
 ``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_SIZE and, as
 CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes; ranks follow the hostfile node by node. Its MPICH
 and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, beside the variables of MPI.
 
-None of the MPI launchers says which node a rank is on unless the rank asks, so node-by-node numbering is assumed (their
+None of the MPI launchers reports the node of a rank in a variable, so node-by-node numbering is assumed (their
 default when the number of ranks per node is stated) and every rank checks it against its own local rank.
 """
 
@@ -20,11 +20,11 @@ from zero_topo.topology.probes import LauncherView, first_int
 
 @dataclass(frozen=True)
 class Variables:
-    """The names under which a launcher passes its numbers; of several names the first that is set counts.
+    """Holds the names of a launcher's variables; of several names the first that is set counts.
 
-    One that a launcher sets for each process it starts, if there is such a name, is ``always``. Beside ``others`` that
-    says nothing without a node's number: under the deepspeed launcher on CPUs Hugging Face's Accelerate sets
-    LOCAL_WORLD_SIZE to 1.
+    ``always`` is a variable that the launcher sets in every process it starts, if there is one. If ``others`` is set
+    too, ``always`` identifies the launcher only together with a node's number: under the deepspeed launcher on CPUs,
+    Hugging Face's Accelerate sets LOCAL_WORLD_SIZE to 1.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Variables:
     others: str = ""
 
     def started(self, env: Mapping[str, str]) -> bool:
-        """Whether this may be the launcher of a process with such an environment."""
+        """Return whether this launcher may have started a process with this environment."""
         foreign = self.others in env and not any(name in env for name in self.node)
         return not self.always or bool(env.get(self.always) and not foreign)
 
@@ -64,7 +64,7 @@ CLOSEST = (
     ),
     _TORCH,
 )
-"""Those that start Python themselves, and WORLD_SIZE, RANK and LOCAL_RANK as set by hand or by an unknown launcher."""
+"""Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an unknown launcher."""
 
 MPI = (
     Variables(
@@ -94,19 +94,19 @@ MPI = (
 
 
 def probe(env: Mapping[str, str], launchers: Sequence[Variables]) -> LauncherView | None:
-    """What the first of some launchers says that started the process and set a world size, or None."""
+    """Return the view of the first launcher that started the process and set a world size, or None."""
     views = (read_view(env, names) for names in launchers if names.started(env))
     return next((view for view in views if view is not None), None)
 
 
 def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
-    """Read a launcher that numbers ranks node by node, with equally many on each.
+    """Read the variables of a launcher that numbers ranks node by node, with equally many on each.
 
     Returns:
         Its view, or None if it did not set a world size.
 
     Raises:
-        ValueError: if a variable is no number, or the ranks do not spread evenly over the nodes.
+        ValueError: if a variable is not a number, or the ranks are not distributed evenly over the nodes.
     """
     world_size, world_name = first_int(env, names.world_size, least=1)
     if world_size is None:
@@ -117,7 +117,7 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
     node, node_name = first_int(env, names.node)
     nodes, nodes_name = first_int(env, names.nodes, least=1)
     alone = None
-    if world_size == 1:  # what else runs on this node, and on which device this process does, is not its job's
+    if world_size == 1:  # other processes on this node, and the device of this process, are no property of the job
         if per_node is not None and per_node > 1:
             alone = f"{world_name} is 1 but {per_node_name} {per_node} on this node: a rank of its own"
         per_node, per_node_name, nodes = 1, per_node_name or world_name, None

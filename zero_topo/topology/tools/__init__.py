@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What device tools tell of a node, each file one tool: how its output is recognised and parsed, and how it is run."""
+"""Reads a node's devices from device tools; each file runs one tool, and recognises and parses its output."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _JSON = re.compile(r"^[\[{]\s*(?:$|[\[{\"].*)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Tool:
-    """A source of device trees.
+    """Describes a source of device trees.
 
     Attributes:
-        name: what it is called in sources.
-        ask: asks it on this node: the tree, or None if it is not installed or sees no device. ValueError if it fails.
+        name: name in the sources of a topology.
+        ask: runs it on this node: the tree, or None if it is not installed or finds no device. ValueError if it fails.
         matches: whether a captured text is its output; None if its output cannot be captured.
         parse: the tree of a captured text. ValueError if the text is broken.
     """
@@ -44,7 +44,7 @@ def run_tool(command: tuple[str, ...]) -> str | None:
     """Run a tool if it is installed.
 
     Returns:
-        What it printed, or None if there is no such program.
+        Its output, or None if there is no such program.
 
     Raises:
         ValueError: if it fails or takes more than 10 s.
@@ -65,7 +65,7 @@ def run_tool(command: tuple[str, ...]) -> str | None:
 
 
 def asking(command: tuple[str, ...], parse: Callable[[str], DeviceTree]) -> Callable[[Runner], DeviceTree | None]:
-    """The ``ask`` of a tool that is a program."""
+    """Return the ``ask`` of a tool that is a program."""
 
     def ask(run: Runner) -> DeviceTree | None:
         text = run(command)
@@ -75,10 +75,10 @@ def asking(command: tuple[str, ...], parse: Callable[[str], DeviceTree]) -> Call
 
 
 def clean(text: str) -> str:
-    """What a tool printed, without what a terminal, a shell or a collecting program added.
+    """Return a tool's output without additions of a terminal, a shell or a collecting program.
 
-    Escapes, carriage returns, a prefix that every line has (``host: `` of pdsh, ``# `` of a comment), and around JSON
-    the lines of prompts and warnings.
+    These are escapes, carriage returns, a prefix that every line has (``host: `` of pdsh, ``# `` of a comment), and
+    around JSON the lines of prompts and warnings.
     """
     text = _ESCAPE.sub("", text).replace("\r", "")
     lines = [line for line in text.splitlines() if line.strip()]

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``nvidia-smi topo -m``: a table of GPUs and network adapters, with CPU and NUMA affinity in later columns.
+"""Parses ``nvidia-smi topo -m``: a table of GPUs and network adapters, with CPU and NUMA affinity in later columns.
 
 Versions differ: the NUMA columns are missing from old ones, blanks or tabs part the cells. A table that a paste damaged
 (wrapped lines, cells or labels that run into each other) is refused.
@@ -23,7 +23,7 @@ not say which generation it is. NVML does."""
 
 GRACE_GPUS, NVLINK_5_LINKS, NVLINK_5_RATE = 4, 18, 50 * GB
 """A node of four GPUs with 18 links each is a tray of GB200 or GB300, whose NVLink 5 has twice the rate; nodes of H100
-with 18 links have eight GPUs, as have those of B200, which the table does not tell from them."""
+with 18 links have eight GPUs, as have those of B200, which the table does not distinguish from them."""
 
 _GPU = re.compile(r"GPU(\d+)")
 _AFFINE = re.compile(r"\d[\d,-]*|N/A")

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """NVML by way of the ``pynvml`` module of the nvidia-ml-py package, if it is installed: NVLink with its generation.
 
-NVML tells link by link what is at the other end: a GPU, or a switch, behind which all GPUs with as many links are.
+NVML reports for each link what is at its other end: a GPU, or a switch, which connects all GPUs with as many links.
 """
 
 from __future__ import annotations

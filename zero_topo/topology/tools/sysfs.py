@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It knows neither packages nor links."""
+"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It has neither packages nor links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_sys(root: Path) -> DeviceTree | None:
     folder = root / "bus" / "pci" / "devices"
     places = sorted(folder.iterdir()) if folder.is_dir() else []
     gpus = sorted(device for place in places if (device := _read_gpu(place)) is not None)
-    if any(kind != VGA_CLASS for _, kind, _ in gpus):  # beside processors without a screen, a card with one is no GPU
+    if any(kind != VGA_CLASS for _, kind, _ in gpus):  # a display card next to accelerators
         gpus = [gpu for gpu in gpus if gpu[1] != VGA_CLASS]
     if not gpus:
         return None

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What AMD's tools tell of links, and the packages that follow.
+"""Derives links and packages from the output of AMD's tools.
 
-The driver gives each pair of devices that is joined directly ``min-max`` MB/s: of one link, and of all of them
-(``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The dies of an MI250X share 4 links, and no devices of
+For each directly linked pair of devices, the driver reports ``min-max`` MB/s: of one link, and of all of them
+(``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X share 4 links, and no devices of
 different packages do (OLCF Frontier User Guide). Hops are 1 over XGMI whether direct or not, and weights count hops,
 not links, so neither is read.
 """
@@ -23,7 +23,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fabric:
-    """Links by pair, the package of each device or None where that cannot be told, and how it was told."""
+    """Holds the links by pair, the package of each device or None if it is unknown, and how packages were found."""
 
     links: dict[Pair, DeviceLink]
     packages: tuple[int, ...] | None
@@ -31,7 +31,7 @@ class Fabric:
 
 
 def read_fabric(count: int, bandwidths: Mapping[Pair, str], types: Mapping[Pair, str]) -> Fabric:
-    """Make links and packages of the cells of both tables.
+    """Build links and packages from the cells of both tables.
 
     Args:
         count: number of devices.
