@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,14 +58,7 @@ def started(run: Job) -> Any:
     return engine
 
 
-@contextmanager
-def reference(run: Job) -> Iterator[Any]:
-    """Such an engine; destroyed at the end."""
-    engine = started(run)
-    try:
-        yield engine
-    finally:
-        close(engine)
+reference = partial(running, begin=started)
 
 
 def outputs(*engines: Any) -> list[Tensor]:

@@ -185,9 +185,9 @@ def train(job: Job) -> list[float]:
 
 
 @contextmanager
-def running(job: Job) -> Iterator[Any]:
-    """The engine of a run; destroyed at the end."""
-    engine = start(job)
+def running(job: Job, begin: Callable[[Job], Any] | None = None) -> Iterator[Any]:
+    """The engine of a run, or what else begins with it; destroyed at the end."""
+    engine = (begin or start)(job)
     try:
         yield engine
     finally:

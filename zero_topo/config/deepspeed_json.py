@@ -43,7 +43,14 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any]) -> dict[str, A
         return dict(within_limits(source, "DeepSpeed config"))
     path = Path(source)
     if _is_file(path):
-        return _parse_object(read_text(path, f"DeepSpeed config {path}", MOST_BYTES), f"DeepSpeed config {path}")
+        name = f"DeepSpeed config {path}"
+        config = _parse_object(read_text(path, name, MOST_BYTES), name)
+        if "distributed_type" in config:  # a key of every file of Accelerate, whose YAML often passes for Hjson
+            raise ValueError(
+                f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "
+                "deepspeed_config_file names, or write one: only there can the block stand"
+            )
+        return config
     # base64 may be shortened, a file name not; base64 has no dots or slashes
     shown = cut(f'"{source}"') if set("./") & set(str(source)) else as_json(str(source))
     try:
@@ -113,11 +120,6 @@ def _parse_object(text: str, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name}: must be a JSON object, got {as_json(within_limits(value, name))}")
-    if "distributed_type" in value:  # a key of all of Accelerate's, and YAML often passes for Hjson
-        raise ValueError(
-            f"{name}: a file of accelerate config, which is no DeepSpeed config; give the JSON that its "
-            "deepspeed_config_file names, or write one: only there can the block stand"
-        )
     return dict(within_limits(value, name))
 
 

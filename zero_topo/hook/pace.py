@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -24,15 +25,13 @@ class Pace:
         params: number of parameters of the model.
         peak_flops: published peak FLOP/s of this rank, or None if unknown.
 
-    Attributes:
-        last: ``tokens_per_s``, ``tflops`` and, with a peak, ``mfu`` of the last optimizer step; empty if the model's
-            input has no token ids.
     """
 
     def __init__(self, params: int, peak_flops: float | None) -> None:
         self._model, self._peak_flops = scaled(max(params, LEAST_PARAMS)), peak_flops
-        self._tokens, self._flops, self._began = 0, 0.0, time.perf_counter()
-        self.last: dict[str, float] = {}
+        # (sequences, their length) -> forward passes, of the step under way and of the last closed one.
+        self._passes: Counter[tuple[int, ...]] = Counter()
+        self._last_passes, self._last_seconds, self._began = self._passes, 0.0, time.perf_counter()
 
     def forward_begins(self, inputs: Iterable[object]) -> None:
         """Count a forward pass with gradients; its token ids are the first integer matrix of its (nested) inputs."""
@@ -41,20 +40,29 @@ class Pace:
         matrices = (value for value in _tensors(inputs) if value.dim() == 2)
         ids = next((value for value in matrices if value.dtype in (torch.int64, torch.int32, torch.uint8)), None)
         if ids is not None:
-            model = replace(self._model, sequence=max(1, ids.shape[1]))
-            self._tokens += ids.numel()
-            self._flops += 3 * sum(model.module_flops(ids.numel()))  # a backward pass takes twice a forward pass
+            self._passes[tuple(ids.shape)] += 1
 
     def end_step(self) -> None:
-        """Close an optimizer step and set :attr:`last`."""
+        """Close an optimizer step."""
         now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        self.last = {"tokens_per_s": self._tokens / seconds, "tflops": self._flops / seconds / TERA}
-        if self._peak_flops is not None:
-            self.last["mfu"] = self._flops / seconds / self._peak_flops
-        if not self._tokens:
-            self.last = {}
-        self._tokens, self._flops = 0, 0.0
+        self._last_seconds, self._began = now - self._began, now
+        self._last_passes, self._passes = self._passes, Counter()
+
+    @property
+    def last(self) -> dict[str, float]:
+        """``tokens_per_s``, ``tflops`` and, with a peak, ``mfu`` of the last optimizer step.
+
+        Empty if the model's input has no token ids.
+        """
+        tokens = sum(count * rows * length for (rows, length), count in self._last_passes.items())
+        if not tokens:
+            return {}
+        flops = sum(
+            3 * count * sum(replace(self._model, sequence=max(1, length)).module_flops(rows * length))
+            for (rows, length), count in self._last_passes.items()  # a backward pass takes twice a forward pass
+        )
+        speed = {"tokens_per_s": tokens / self._last_seconds, "tflops": flops / self._last_seconds / TERA}
+        return speed if self._peak_flops is None else {**speed, "mfu": flops / self._last_seconds / self._peak_flops}
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:

@@ -33,8 +33,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-import zero_topo
-from tests.e2e.programs.blocks import BLOCKS, STEPS
+from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
 from zero_topo.config.errors import ROOT
 from zero_topo.examples.hf_model import deepspeed_config, join
 from zero_topo.examples.hf_trainer import losses
@@ -207,11 +206,7 @@ def run(client: Callable[[dict[str, Any], Path], Any], folder: Path, block: dict
     set_seed(0)
     trainer = client(config, folder)
     trainer.train()
-    try:
-        steps = zero_topo.stats(trainer.model_wrapped).steps
-    except ValueError:
-        steps = None
-    found = {"losses": losses(trainer), "topo": steps}
+    found = {"losses": losses(trainer), "topo": steps_of_engine(trainer.model_wrapped)}
     trainer.accelerator.free_memory()
     return found
 

@@ -20,8 +20,7 @@ from lightning_fabric.plugins.environments import TorchElasticEnvironment
 from lightning_fabric.strategies import DeepSpeedStrategy
 from torch import nn
 
-import zero_topo
-from tests.e2e.programs.blocks import BLOCKS, STEPS
+from tests.e2e.programs.shared import BLOCKS, STEPS, steps_of_engine
 from zero_topo.hook.leaving import leave
 
 
@@ -85,10 +84,7 @@ def run(block: dict[str, Any] | None) -> dict[str, Any]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / ranks)
-    try:
-        return {"losses": losses, "topo": zero_topo.stats(model._forward_module).steps}
-    except ValueError:
-        return {"losses": losses, "topo": None}
+    return {"losses": losses, "topo": steps_of_engine(model._forward_module)}
 
 
 def main(folder: Path) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import zero_topo
+from tests.e2e.programs.shared import steps_of_engine
 from zero_topo.examples.hf_accelerate import Run, start
 from zero_topo.examples.hf_model import CONTEXT, Windows, deepspeed_config, join, llama
 from zero_topo.examples.hf_trainer import Settings, losses, train
@@ -54,14 +55,6 @@ def trained(settings: Settings) -> dict[str, Any]:
 def steps_of(trainer: Trainer) -> int | None:
     """Steps that zero_topo took of a Trainer's."""
     return steps_of_engine(trainer.model_wrapped)
-
-
-def steps_of_engine(engine: Any) -> int | None:
-    """Steps of zero_topo's engine; None if it is a stock one."""
-    try:
-        return zero_topo.stats(engine).steps
-    except ValueError:
-        return None
 
 
 def with_accelerate(folder: Path) -> dict[str, Any]:
