@@ -56,7 +56,13 @@ class ClusterBench:
         if self.steps < 2 or self.warmup < 1:
             raise ValueError(f"{self.steps} steps after {self.warmup} to warm up: measure at least 2 after at least 1")
         for scheme in self.schemes:
-            scheme.resolve(self.spec.topology())
+            config = scheme.resolve(self.spec.topology())
+            dense = 0 if config is None else getattr(config.sync, "start", 0) + getattr(config.sync, "warmup", 0)
+            if dense > self.warmup:
+                raise ValueError(
+                    f"scheme {scheme.name!r}: its first {dense} steps send more than the later ones, and only "
+                    f'{self.warmup} go before the measurement; set its "start" and "warmup" to 0'
+                )
             block = scheme.job_on(self.spec.topology_block())["block"]
             problems = deepspeed_problems(self.setup.deepspeed(block, 1, scheme.optimizer))
             if problems:

@@ -87,6 +87,8 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 "topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk", **SHARDED}}, optimizer="AgedAdamW"
             ),
             BenchScheme("topo-ternary", {"scheme": "topo", "sync": TERNARY}, optimizer="AgedAdamW"),
+            BenchScheme("topo-radius", {"scheme": "topo", "sync": {"mode": "radius"}}),
+            BenchScheme("topo-tagc", {"scheme": "topo", "sync": {"mode": "tagc", "ratio": 10}}),
             BenchScheme("topo-scape", {"scheme": "topo", **REPLICATED, "sync": {"mode": "scape"}}, optimizer="AdamS"),
             BenchScheme("node-ternary", {"scheme": "topo", **REPLICATED, "sync": TERNARY}, optimizer="AgedAdamW"),
             BenchScheme(

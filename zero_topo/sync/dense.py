@@ -21,7 +21,7 @@ class Dense(SyncMode):
 
     1. reduce over ``(G, N)``: each rank ends with its own world shard, summed in FP32 in tree order;
     2. gather back to the optimizer shard (nothing if O = N), or to the whole gradient shard for
-       ``"reduce": "all_reduce"`` (paper section III, step 4), most of which the optimizer then ignores.
+       ``"reduce": "all_reduce"`` (ZeRO-topo's paper, section V-C), most of which the optimizer then ignores.
 
     One owner sums each row and the others copy it, so replicated optimizer shards are bit-identical.
     """
