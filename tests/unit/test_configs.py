@@ -28,10 +28,20 @@ CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
 FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier-20b": 48}  # nodes
-JSON_TWIN = dict.fromkeys(FRONTIER, "frontier")  # the others have their JSON's name
-SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": "topo"}
+PAPERS_RUN = {"paper-10b": "frontier-10b", "paper-20b": "frontier-20b"}  # the model of each
+JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(
+    PAPERS_RUN, "paper-run"
+)  # the others have their JSON's name
+SCHEME_OF = {
+    "paper-run": "paper",
+    "zeropp": "zero++",
+    "demo": "topo",
+    "demo-zero3": "zero3",
+    "frontier": "topo",
+    "dgx-h100": "topo",
+}
 SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
-SCHEME_OF |= dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo")
+SCHEME_OF |= {**dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo"), "paper-run": "paper"}
 MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE
 TWO_NODES_OF_8 = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
 EIGHT_RANKS = TWO_NODES_OF_8 | {"WORLD_SIZE": "8"}
@@ -69,7 +79,7 @@ def test_there_is_a_config_for_every_scheme_and_two_machines() -> None:
     names = {SCHEME_OF.get(path.stem, path.stem) for path in CONFIGS if not path.stem.startswith("demo")}
     assert names >= set(SCHEMES)
     assert {"demo", "frontier", "dgx-h100", "laptop", *MODES} <= {path.stem for path in CONFIGS}
-    assert {*FRONTIER, *MODES, "zero3", "zeropp", "paper"} == {path.stem for path in TWINS}
+    assert {*FRONTIER, *PAPERS_RUN, *MODES, "zero3", "zeropp", "paper"} == {path.stem for path in TWINS}
 
 
 @by_stem(CONFIGS)
@@ -82,7 +92,8 @@ def test_configs_resolve_on_their_machine(path: Path) -> None:
     assert config.scheme == SCHEME_OF.get(path.stem, path.stem) or path.stem == "default"
     assert config.plan.world_size == int(environment(path)["WORLD_SIZE"])
     assert deepspeed_hints(given) == []
-    assert given["bf16"] == {"enabled": True} and given["gradient_clipping"] == 1.0
+    assert given.get("bf16") == {"enabled": True} or path.stem == "paper-run"  # the paper trains in FP16
+    assert given["gradient_clipping"] == 1.0
     assert environment(path) is not EIGHT_RANKS or given["optimizer"]["params"]["torch_adam"] is True
 
 
@@ -108,6 +119,21 @@ def test_frontier_configs_say_for_how_many_nodes_they_are(name: str, nodes: int)
     assert (plan.weights, plan.secondary, plan.gradients, plan.optimizer) == (2, None, 8, 8 * nodes)
 
 
+@pytest.mark.parametrize(("name", "model"), PAPERS_RUN.items())
+def test_the_papers_run_differs_in_layout_precision_and_attention(name: str, model: str) -> None:
+    """The model is that of Frontier's config of the same size; nothing but what the paper states is different."""
+    ours, theirs = neox_config(ROOT / f"neox_configs/{name}.yml"), neox_config(ROOT / f"neox_configs/{model}.yml")
+    assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} == {
+        "attention_config",
+        "precision",
+        "fp16",
+        "bf16",
+        "deepspeed_extra_args",
+    }
+    assert ours["attention_config"] == [[["flash"], ours["num_layers"]]]
+    assert ours["deepspeed_extra_args"]["zero_topo"] == {"topology": "frontier", "scheme": "paper"}
+
+
 @by_stem(TWINS)
 def test_neox_would_train_the_twins(path: Path) -> None:
     """`python -m zero_topo.neox check` is content, beside a model where the file names none.
@@ -117,7 +143,7 @@ def test_neox_would_train_the_twins(path: Path) -> None:
     pytest.importorskip("yaml")
     assert load_configs([str(path)]) == neox_config(path)
     assert deepspeed_hints(deepspeed_config(neox_config(path))) == []
-    model = [] if path.stem in FRONTIER else [str(MODELS[0])]
+    model = [] if path.stem in (*FRONTIER, *PAPERS_RUN) else [str(MODELS[0])]
     require(Options("check", [str(path), *model]))
 
 
@@ -170,6 +196,6 @@ def test_neox_twins_equal_their_json(path: Path) -> None:
     assert types[0] == types[1] or types == ("AdamW", "Adam")
     settings = neox["optimizer"]["params"] | {"weight_decay": neox["weight_decay"]}
     theirs = dict(ours["optimizer"]["params"])
-    if path.stem in FRONTIER:
+    if path.stem in (*FRONTIER, *PAPERS_RUN):
         theirs["lr"] = settings["lr"]
     assert settings == theirs
