@@ -345,7 +345,9 @@ class RadiusSync(SparseSync):
     """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
-    density: float = Field(0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects.")
+    density: float = Field(
+        0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects."
+    )
     value_dtype: Dtype = Field(
         "bf16", description="Type of the values on the wire; what rounding takes away is owed, with error feedback."
     )
