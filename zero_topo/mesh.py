@@ -50,9 +50,16 @@ class Mesh:
         plan: the degrees.
         topology: the machine, for the names of domains.
         pairs: the ``(lo, hi)`` that will be used, equal on every rank; groups are created for all hops of their routes.
+        hops: further ``(lo, hi)`` that will be used as one hop.
     """
 
-    def __init__(self, plan: Plan, topology: Topology, pairs: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        topology: Topology,
+        pairs: Iterable[tuple[int, int]],
+        hops: Iterable[tuple[int, int]] = (),
+    ) -> None:
         self.plan = plan
         self.topology = topology
         self.rank = dist.get_rank()
@@ -60,8 +67,8 @@ class Mesh:
         self._transport = transport.transport()
         self._splitter, self._timeout = _splitter(), _timeout()
         self.calls = 0
-        hops = dict.fromkeys(hop for pair in pairs for hop in plan.route(*pair))
-        self._hops = {hop: self._create(*hop) for hop in hops}
+        used = dict.fromkeys([*(hop for pair in pairs for hop in plan.route(*pair)), *hops])
+        self._hops = {hop: self._create(*hop) for hop in used}
         self._over_mpi: dict[tuple[int, int], Group] = {}
 
     def route(self, lo: int, hi: int) -> Route:

@@ -40,8 +40,12 @@ if TYPE_CHECKING:
 
 Degree = int | str
 
-PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "publish")
-"""The phases of communication, in the order of an optimizer step; "gather_exact" gathers persistent parameters."""
+PHASES = ("gather_forward", "gather_backward", "gather_exact", "scatter", "sync", "matrices", "publish")
+"""The phases of communication, in the order of an optimizer step.
+
+"gather_exact" gathers persistent parameters. "matrices" moves gradients and updates of Muon's matrices to and from the
+ranks that compute them.
+"""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class Plan:
             "gather_exact": (1, self.weights),
             "scatter": (1, self.gradients),
             "sync": (self.gradients, self.world_size),
+            "matrices": (1, self.optimizer),
             "publish": (self.weights, self.optimizer),
         }[phase]
 

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "param_nvme": (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "parameter offload", '"weights": "node"'),
     "optimizer_nvme": (zero(offload_optimizer={"device": "nvme"}), "NVMe offload", 'set it to "cpu"'),
     "zenflow": (zero(zenflow={"topk_ratio": 0.1}), "ZenFlow", "offload_optimizer"),
-    "muon": ({**GOOD, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "Muon", '"AdamW"'),
+    "muon": ({**topo(sync={"mode": "ternary"}), "optimizer": {"type": "Muon"}}, "Muon", '"quantized"'),
     "autotp": ({**GOOD, "tensor_parallel": {"autotp_size": 2}}, "AutoTP", "remove tensor_parallel"),
     "autoep": ({**GOOD, "expert_parallel": {"enabled": True}}, "AutoEP", "remove expert_parallel"),
     "deepcompile": ({**GOOD, "compile": {"deepcompile": True}}, "DeepCompile", "set it to false"),

@@ -36,17 +36,29 @@ def assert_equal(mine: Result, expected: Result, tolerance: float = 1e-5) -> Non
     torch.testing.assert_close(mine.seen, expected.seen, rtol=tolerance, atol=tolerance)
 
 
-def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Tensor]) -> Result:
-    """The same training by one process that sees every rank's data: AdamW, a parameter without gradient has zero.
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The harness's default optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def in_plain_torch(
+    job: Job,
+    forward: Callable[[nn.Module, Tensor, int, int], Tensor],
+    build: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    clip: float = 0.5,
+) -> Result:
+    """The same training by one process that sees every rank's data; a parameter without gradient has zero.
 
     Args:
-        job: FP32; its model, steps and micro-batches are used, with the harness's default optimizer.
+        job: FP32; its model, steps and micro-batches are used.
         forward: of (model, all ranks' inputs, step, micro-batch): the outputs.
+        build: of the model: its optimizer.
+        clip: norm that gradients are clipped to.
     """
     torch.manual_seed(0)
     model = job.model()
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    optimizer = build(model)
     losses = []
     for step in range(job.steps):
         parts = []
@@ -57,7 +69,7 @@ def in_plain_torch(job: Job, forward: Callable[[nn.Module, Tensor, int, int], Te
             loss = nn.functional.mse_loss(forward(model, x, step, micro), y)
             (loss / job.micro_batches).backward()
             parts.append(float(loss))
-        nn.utils.clip_grad_norm_(params, 0.5)
+        nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
         losses.append(sum(parts) / len(parts))
     return Result(losses, {name: param.detach().clone() for name, param in model.named_parameters()})

@@ -58,8 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(zero_optimization__offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio = 0.5", "remove ratio"),
     (changed(zero_optimization__zenflow={}), "zenflow = {}", "offload_optimizer"),
     (changed(zero_optimization__elastic_checkpoint=True), "elastic_checkpoint = true", "ds_to_universal"),
-    (changed(optimizer__type="Muon"), 'optimizer.type = "Muon"', '"AdamW"'),
-    (changed(optimizer__type="MUON"), 'optimizer.type = "MUON"', '"AdamW"'),
+    (changed(optimizer__type="MUON", zero_topo__sync={"mode": "ternary"}), 'type = "MUON": every', '"quantized"'),
     (changed(optimizer__type="AgedAdamW"), 'optimizer.type = "AgedAdamW": it divides', '"AdamW"'),
     (changed(optimizer__type="agedadamw", zero_topo__sync={"mode": "quantized"}), "nothing waits", "sparse"),
     (

@@ -98,7 +98,7 @@ def test_two_hops_go_through_the_node() -> None:
 @pytest.mark.parametrize(("weights", "secondary", "copy"), [(2, 4, 4), (2, None, 2), (1, 4, 1)])
 def test_each_phase_takes_its_hop(weights: int, secondary: int | None, copy: int) -> None:
     """Backward gathers from the secondary copy, if there is one of weights that are cut at all."""
-    hops = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (weights, 16)]
+    hops = [(1, weights), (1, copy), (1, weights), (1, 8), (8, 32), (1, 16), (weights, 16)]
     assert [Plan(32, weights, secondary, 8, 16).hop(phase) for phase in PHASES] == hops
 
 

@@ -10,7 +10,7 @@ from zero_topo.config.deepspeed_json import (
     load_deepspeed_config,
 )
 from zero_topo.config.models import AUTO, ZeroTopoConfig, json_schema
-from zero_topo.config.modes import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.parts import PublishConfig, QuantizeConfig
 from zero_topo.config.resolve import ROLES, ResolvedConfig, is_automatic, resolve_config
 from zero_topo.config.schemes import SCHEMES, Scheme
@@ -31,6 +31,7 @@ from zero_topo.config.tagc_config import TagcSync
 __all__ = [
     "AGED_REFUSED",
     "AUTO",
+    "MUON_REFUSED",
     "ROLES",
     "SCHEMES",
     "SPARSE_MODES",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_topo.config.errors import ROOT
-from zero_topo.config.modes import AGED_REFUSED, SPARSE_MODES, SYNC_MODES
+from zero_topo.config.modes import AGED_REFUSED, MUON_REFUSED, SPARSE_MODES, SYNC_MODES
 from zero_topo.config.stock_keys import ZERO, translate
 from zero_topo.config.stock_keys import on as _on
 from zero_topo.strict import MOST_DEEP, as_json, cut, read_text, within_limits
@@ -243,6 +243,8 @@ def _optimizer_of_the_mode(ds_config: Mapping[str, Any]) -> str | None:
     waits = keeps and any(mode == cls.MODE for cls in SPARSE_MODES)
     if str(found).lower() == "agedadamw" and not waits:
         return f"optimizer.type = {as_json(found)}: {AGED_REFUSED}"
+    if str(found).lower() == "muon" and any(mode == cls.MODE for cls in SPARSE_MODES):
+        return f"optimizer.type = {as_json(found)}: {MUON_REFUSED}"
     if wanted is None or found is _ABSENT or str(found).lower() == wanted.lower():
         return None
     said = f"optimizer.type = {as_json(found)}: sync.mode = {as_json(mode)} works with {wanted} alone"
@@ -300,12 +302,6 @@ CHECKS: tuple[Check, ...] = (
         "remove it and convert checkpoints with ds_to_universal",
     ),
     _optimizer_of_the_mode,
-    Refusal(
-        "optimizer.type",
-        _device("muon"),
-        "Muon needs whole gradient matrices that no rank holds",
-        'use "Adam" or "AdamW"',
-    ),
     Refusal("tensor_parallel.autotp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
     Refusal("tensor_parallel.tp.tp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
     Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),

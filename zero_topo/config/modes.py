@@ -39,6 +39,11 @@ AGED_REFUSED = (
     "sparse one with error_feedback"
 )
 """Why AgedAdamW does not work with a mode that keeps no residual, and the way out."""
+MUON_REFUSED = (
+    "every element of Muon's update depends on all gradients of its matrix, of which a sparse mode sends a few per "
+    'step; set sync.mode to "dense" or "quantized"'
+)
+"""Why Muon does not work with sparse modes, and the way out."""
 SYNC_MODES: tuple[type[SyncSettings], ...] = (DenseSync, QuantizedSync, *SPARSE_MODES)
 
 

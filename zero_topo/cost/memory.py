@@ -17,7 +17,7 @@ from zero_topo.cost.codes import codes_bytes
 from zero_topo.cost.volume import Columns, Workload
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
-VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS does not store
+VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store
 AGE_BYTES = 1  # per parameter: what AgedAdamW stores in addition to ADAM_BYTES
 ADAM_BYTES_FP32 = 8  # per parameter when the weights are FP32 and serve as their own master
 
@@ -46,6 +46,7 @@ def memory_bytes(
         "gradients": n // plan.gradients * columns * accumulation_itemsize,
         "optimizer": n // plan.optimizer * columns * optimizer_bytes,
     }
+    held["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
         still = replace(config, plan=replace(plan, optimizer=n))
         copied = _secondary_bytes(still, [plan.shard_numel(m) for m in work.frozen.numels], work.itemsize)
@@ -71,7 +72,7 @@ def padding_bytes(
         "weights": own + Fraction((true - coded) * work.itemsize + coded, plan.weights),
         "secondary": true * copied / Fraction(plan.secondary or 1),
         "gradients": Fraction(true * accumulation_itemsize, plan.gradients),
-        "optimizer": Fraction(true * optimizer_bytes, plan.optimizer),
+        "optimizer": Fraction(true * optimizer_bytes - sum(work.of_muon()) * VARIANCE_BYTES, plan.optimizer),
     }
     return {role: held[role] - int(even[role]) if held[role] else 0 for role in ROLES}
 

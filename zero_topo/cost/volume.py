@@ -65,6 +65,7 @@ class Workload:
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
+        whole: for each parameter, whether its update is Muon's, for which whole matrices are exchanged; empty if none.
 
     Raises:
         ValueError: if the lists differ in length, or a count or size is not positive.
@@ -83,6 +84,7 @@ class Workload:
     loss_scaled: bool = False
     frozen: Workload | None = None
     trains: bool = True
+    whole: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.numels) == len(self.persistent) == len(self.dims):
@@ -105,6 +107,10 @@ class Workload:
         sizes = tuple(numels)
         shapes, kept = (2,) * len(sizes) if dims is None else tuple(dims), (False,) * len(sizes)
         return cls(sizes, shapes, kept, itemsize, micro_batches, itemsize, itemsize, itemsize)
+
+    def of_muon(self) -> tuple[int, ...]:
+        """Return the elements of each parameter whose update is Muon's."""
+        return tuple(numel for numel, whole in zip(self.numels, self.whole, strict=False) if whole)
 
     def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
         """Return for each parameter whether it is stored as INT8."""
@@ -148,7 +154,7 @@ def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
 
 
 def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> dict[Key, int]:
-    """Return the bytes one rank sends per optimizer step, exactly as the meter counts them.
+    """Return the bytes one rank sends per optimizer step, as the meter counts them (for Muon: on average).
 
     Args:
         config: plan and wire formats.
@@ -173,6 +179,10 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
     add("scatter", slots, work.scatter_itemsize, work.micro_batches)
     for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
         add("sync", run, work.sync_itemsize)
+    # Each matrix's parts go to its owner and back. Owners send more back than others; this is the mean of the ranks.
+    parts = sum(plan.world_size // plan.optimizer * plan.shard_numel(numel) for numel in work.of_muon())
+    domain = config.topology.domain(plan.optimizer)
+    sent["matrices", domain] += 2 * parts * work.scatter_itemsize * (plan.optimizer - 1) // plan.optimizer
     for run in slot_runs(plan, work, [i for i in slots if not coded[i]], work.run_numel):
         add("publish", run, work.publish_itemsize)
     changed = slot_runs(plan, work, [i for i in slots if coded[i]], work.run_numel)

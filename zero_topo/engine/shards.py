@@ -100,11 +100,13 @@ class Layout:
             self._orders[device] = rank_at, rank_at.argsort()
         return self._orders[device]
 
+    def rows(self, flat: Tensor) -> Tensor:
+        """Return a flat parameter ``[numel]`` as world shards in tree order, zero-padded: ``[N, width]``."""
+        return rows_of(flat, self.plan, None if self.plan.order is None else self._order(flat.device)[0])
+
     def in_tree_order(self, flat: Tensor) -> Tensor:
         """Reorder a flat parameter ``[numel]``'s world shards to tree order; a no-op if ranks are placed in it."""
-        if self.plan.order is None:
-            return flat
-        return rows_of(flat, self.plan, self._order(flat.device)[0]).view(-1)
+        return flat if self.plan.order is None else self.rows(flat).view(-1)
 
     def flat_of(self, rows: Tensor, index: int) -> Tensor:
         """Return a parameter ``[numel]`` from its rows ``[N, width]`` in tree order; a view if the order allows."""

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_topo.collectives.meter import Meter
+from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import OrderedQueue
 from zero_topo.config import OkTopkSync, ResolvedConfig
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import Gradients
 from zero_topo.engine.masters import Masters
+from zero_topo.engine.matrices import Matrices
 from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, restore
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
@@ -54,6 +55,7 @@ class Stage3:
         weights: the shards from which weights are gathered, frozen ones too.
         gradients: the gradient shard and the mode of sync.
         masters: the layout of FP32 optimizer shards, ours or DeepSpeed's (:attr:`separate_masters`).
+        matrices: applies functions of whole matrices; exists if a parameter needs it.
         meter: bytes sent.
         run_numel: parameter elements per collective of sync; None for all.
         publish_dtype: the dtype in which publish sends weights that it does not quantize.
@@ -82,7 +84,9 @@ class Stage3:
         plans = [config.plan, *still]
         exact = [] if config.resident_spec is None else [(1, plan.optimizer) for plan in plans]
         pairs = [pair for plan in plans for pair in plan.hops()]
-        self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact])
+        whole = (1, config.plan.optimizer)
+        has_whole = any(p.whole for p in trained)
+        self.mesh = Mesh(config.plan, config.topology, [*pairs, *exact], [whole] if has_whole else [])
         select(like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
@@ -96,6 +100,9 @@ class Stage3:
         )
         self.gradients = self._build_gradients(loss_scale, moments)
         self.masters = Masters(self.layout, self.mesh, self.meter, like.device)
+        if has_whole:
+            group = self.mesh.hop(*whole).metered(Counted(self.meter, "matrices"))
+            self.matrices = Matrices(self.layout, group, bucket_numel, scatter_dtype)
 
     @property
     def separate_masters(self) -> bool:
@@ -281,11 +288,12 @@ class Stage3:
             escaped=self.weights.escaped,
             loss_scaled=self.like.dtype == torch.float16,
             trains=bool(self.parameters),
+            whole=tuple(p.whole for p in self.parameters),
         )
         if not self._frozen:
             return work
         numels, dims, kept = zip(*((p.numel, p.dims, p.persistent) for p in self._frozen), strict=True)
-        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None))
+        return replace(work, frozen=replace(work, numels=numels, dims=dims, persistent=kept, escaped=None, whole=()))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the shards on this rank, without the optimizer's."""

@@ -16,7 +16,8 @@ from zero_topo.sync import Parameter
 def described(param: Any, place: int, names: Mapping[Any, str]) -> Parameter:
     """Describe a DeepSpeed parameter for the engine; ``place`` is its position in the order in which it is needed."""
     name = str(names.get(param, param.ds_id))
-    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=bool(param.ds_persist), place=place)
+    persistent, whole = bool(param.ds_persist), bool(getattr(param, "use_muon", False))
+    return Parameter(name, param.ds_numel, len(param.ds_shape), persistent=persistent, place=place, whole=whole)
 
 
 def served(param: Any) -> bool:

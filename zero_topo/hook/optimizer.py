@@ -8,7 +8,7 @@ handling, ``state_dict`` and checkpoints remain DeepSpeed's code.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,9 +26,10 @@ from zero_topo.engine.masters import clean
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.engine.state_offload import HostCopies
 from zero_topo.hook.frozen import Frozen, described
+from zero_topo.hook.muon import check_muon, orthogonalized
 from zero_topo.hook.pace import Pace
 from zero_topo.hook.parameters import ParameterGathers
-from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward, has
+from zero_topo.hook.seam import Stock, at_boundary, empty_bucket, forget_backward
 from zero_topo.hook.start import meeting_place
 from zero_topo.hook.watch import watched
 from zero_topo.sync import AgedAdamW, Moment
@@ -79,7 +80,9 @@ class TopoStage3(Stock):
         # Forward passes with gradients since the last step; whether SEVERAL_BACKWARDS was logged (only once).
         self._forwards = 0
         self._hinted = False
-        super().__init__(*args, **kwargs)
+        # Stock rejects Muon with `reduce_scatter`; our scatter, which this key chooses, serves it too.
+        super().__init__(*args, **(kwargs | {"reduce_scatter": False}))
+        self.reduce_scatter = True
         self._host_copies = HostCopies(self.topo.like.device)
         self.recorder: Any = None
         self.predicted_memory: dict[str, int] = {}
@@ -93,8 +96,7 @@ class TopoStage3(Stock):
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
-        if has("use_muon") and self.use_muon:
-            raise ValueError("Muon needs whole gradient matrices that no rank of zero_topo holds; use Adam or AdamW")
+        check_muon(self.optimizer, self._topo_config.sync)
         for param in self.module.parameters():  # zero.Init stores them on the host if its config has offload_param
             param.ds_tensor.data = param.ds_tensor.data.to(get_accelerator().current_device_name())
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
@@ -314,6 +316,51 @@ class TopoStage3(Stock):
         else:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         weights.publish(range(slots[0], slots[-1] + 1))
+
+    # -- Muon ------------------------------------------------------------------------------------------------------
+
+    def _create_momentum_buffer(self, num_elements: int, i: int, ds_id: str) -> None:
+        """Do nothing: :meth:`_momentum` creates it, for all rows of the optimizer shard."""
+
+    def _momentum(self, sub_group: int) -> Tensor:
+        """Return the momentum of a sub-group, ``[N / O, columns]``, FP32, on the device of its masters."""
+        master = self.fp32_partitioned_groups_flat[sub_group]
+        state = self.optimizer.state[master]
+        found = state.get("momentum_buffer")
+        if found is None:
+            found = torch.zeros_like(master, dtype=torch.float32, requires_grad=False)
+        state["momentum_buffer"] = found.to(torch.float32)
+        return self.topo.masters.table(state["momentum_buffer"])
+
+    def _apply_muon_to_accumulated_grads(self) -> None:
+        """Replace synced gradients of Muon's matrices by the updates; stock calls this before it computes the norm."""
+        if not self.use_muon:
+            return
+        for i, ((begin, end), group) in enumerate(zip(self._sub_group_columns(), self.fp16_groups, strict=True)):
+            if self.sub_groups_using_muon[i]:
+                self.sub_groups_lacking_loss_scale.add(i)
+                self._apply_muon(i, self.topo.gradients.optimizer_rows()[:, begin:end], group)
+        if self.offload_optimizer:
+            self._copy_gradients_to_host()
+
+    def _apply_muon(self, sub_group: int, rows: Tensor, params: list[Any]) -> None:
+        """Replace gradients ``[N / O, columns]`` by Nesterov momentum, and each matrix of it by Muon's update."""
+        momentum, gradient = self._momentum(sub_group), rows.float()
+        momentum.lerp_(gradient.to(momentum.device), 1 - self.muon_beta)
+        blended = gradient.lerp(momentum.to(rows.device), self.muon_beta)
+        slots = {self.slots[param.ds_id]: param for param in params}
+        layout, first = self.topo.layout, self.topo.layout.begins[min(slots)]
+        parts = {
+            slot: blended[:, layout.begins[slot] - first : layout.begins[slot] - first + layout.widths[slot]]
+            for slot in slots
+        }
+
+        def update(owned: Sequence[int], matrices: Tensor) -> Tensor:
+            heads = [getattr(slots[slot], "muon_num_heads", None) for slot in owned]
+            return orthogonalized(matrices, heads, self.muon_ns_method)
+
+        self.topo.matrices.apply(parts, {slot: tuple(param.ds_shape) for slot, param in slots.items()}, update)
+        rows.copy_(blended)
 
     # -- masters edited by the user (safe_set_*) -------------------------------------------------------------------
 

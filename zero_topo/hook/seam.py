@@ -30,6 +30,7 @@ SINCE: Mapping[str, str] = MappingProxyType(
         "_backward_active_depth": "0.18.3",
         "use_muon": "0.18.9",
         "is_gradient_accumulation_boundary()": "0.19.5",
+        "_apply_muon_to_accumulated_grads": "0.19.8",
     }
 )
 """All differences between the supported releases: a later addition to :data:`Stock` -> the first release with it.

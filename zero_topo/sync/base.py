@@ -31,6 +31,7 @@ class Parameter:
         span: its columns in a gradient shard, set once the layout exists.
         persistent: whether it is a persistent parameter of DeepSpeed.
         place: its position in the order in which the model needs the parameters.
+        whole: whether the optimizer's update is a function of the whole matrix (Muon).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Parameter:
     span: Range = (0, 0)
     persistent: bool = False
     place: int = 0
+    whole: bool = False
 
 
 class ResidualOwners(NamedTuple):

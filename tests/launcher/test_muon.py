@@ -1,0 +1,116 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Muon on nested shards: the losses and weights of DeepSpeed's own, under stock ZeRO-3 and on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_topo
+from tests.launcher import checkpoints
+from tests.launcher.feature_jobs import small, zero
+from tests.launcher.models import Tied, partly_frozen
+from tests.launcher.parity import Result, assert_equal, in_plain_torch, run
+from tests.launcher.training import EMULATED, Job, advance, block, running
+from zero_topo.cost import memory_bytes, step_bytes
+
+PARAMS = {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.1, "adam_lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": PARAMS}}
+
+
+def muon(**keys: Any) -> dict[str, Any]:
+    """The DeepSpeed keys of a Muon training, as stock ZeRO-3 wants them."""
+    return {**MUON, **zero(reduce_scatter=False, **keys)}
+
+
+JOBS: dict[str, Callable[[], Job]] = {
+    "clipped": lambda: small(ds=muon()),
+    "accumulated": lambda: small(ds=muon(), micro_batches=3),
+    "sub-groups": lambda: small(ds=muon(sub_group_size=200)),
+    "tied": lambda: Job(model=Tied, steps=6, ds=muon()),
+    "frozen": lambda: Job(model=partly_frozen, steps=6, ds=muon()),
+    "partitioned as built": lambda: small(ds=muon(), zero_init=True),
+    "on the host": lambda: small(ds=muon(offload_optimizer={"device": "cpu"})),
+}
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """DeepSpeed compiles Muon's functions, which takes minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@cache
+def stock(name: str) -> Result:
+    """Trained once by unmodified ZeRO-3."""
+    return run(JOBS[name]())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [*(("topo", name) for name in JOBS), *((scheme, "sub-groups") for scheme in ("zero3", "hsdp")), ("hsdp", "tied")],
+)
+def test_losses_and_weights_are_stocks(scheme: str, name: str) -> None:
+    """Wherever the optimizer is sharded; clipping is of the updates' norm, as stock's is."""
+    assert_equal(run(JOBS[name]().under(block(scheme))), stock(name))
+
+
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+def test_one_rank_with_all_data_trains_the_same(scheme: str) -> None:
+    """DeepSpeed's Muon for a single device is the judge, without clipping: ZeRO-3 clips updates, and it gradients."""
+    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
+
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        hidden, other = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+        adam = {"lr": PARAMS["adam_lr"], "betas": PARAMS["betas"], "eps": PARAMS["eps"]}
+        own = {"lr": PARAMS["lr"], "momentum": PARAMS["momentum"]}
+        groups = [{"params": hidden, "use_muon": True, **own}, {"params": other, "use_muon": False, **adam}]
+        return SingleDeviceMuonWithAuxAdam([{**group, "weight_decay": PARAMS["weight_decay"]} for group in groups])
+
+    job = small(ds={**muon(), "gradient_clipping": 0.0})
+    alone = in_plain_torch(job, lambda model, x, step, micro: model(x), optimizer, clip=float("inf"))
+    assert_equal(run(job.under(block(scheme))), alone)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("topo", "topo"), ("hsdp", "hsdp"), ("hsdp", "topo"), ("", "topo")])
+def test_a_checkpoint_keeps_the_momentum(saving: str, loading: str, shared_path: Path) -> None:
+    """Of the same scheme, of another, or of stock ZeRO-3: training goes on as if it had not stopped."""
+    job = replace(checkpoints.job(None), ds=muon(), groups=None)
+    saved = checkpoints.save(job.under(block(saving) if saving else None), shared_path)
+    with checkpoints.loaded(job.under(block(loading)), shared_path) as engine:
+        losses = advance(job, engine, checkpoints.SAVED_AT, job.steps)
+    torch.testing.assert_close(losses, saved.losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["dense", "quantized"])
+def test_quantized_weights_and_gradients(mode: str) -> None:
+    """INT8 weights, INT4 gradients in the node and between nodes, BF16: all copies stay alike, the loss is near."""
+    quantized = {"topology": EMULATED, "scheme": "topo", "sync": {"mode": mode}, "debug_checks": True}
+    job = small(ds=muon(), dtype="bf16")
+    exact, found = run(job), run(job.under(quantized))
+    torch.testing.assert_close(found.losses, exact.losses, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["topo", "hsdp"])
+def test_bytes_and_memory_are_the_formulas(scheme: str) -> None:
+    """On the mean of the ranks; with the optimizer sharded over a node, no matrix crosses nodes."""
+    with running(small(ds=muon()).under(block(scheme))) as engine:
+        advance(small(ds=muon()), engine, 0, 2)
+        stats = zero_topo.stats(engine)
+        formula = {key: n for key, n in step_bytes(stats.config, stats.work).items() if key[0] == "matrices"}
+        sent = {key: n for key, n in stats.step_bytes.items() if key[0] == "matrices"}
+        assert sent.keys() == formula.keys() == {("matrices", "node" if scheme == "hsdp" else "world")}
+        total = torch.tensor([*sent.values()])
+        dist.all_reduce(total)
+        assert int(total) == dist.get_world_size() * sum(formula.values())
+        sizes = stats.accumulation_itemsize, stats.optimizer_itemsize
+        assert stats.memory["optimizer"] == memory_bytes(stats.config, stats.work, *sizes)["optimizer"]

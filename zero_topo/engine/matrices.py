@@ -1,0 +1,108 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Applies a function of whole matrices, such as Muon's, to matrices that are sharded like the optimizer states.
+
+Each matrix has one owner among the ``O`` ranks that together store the optimizer states once. Every rank sends its part
+to the owner, the owner applies the function, and every rank receives its part of the result. A rank computes ``1 / O``
+of the matrices and sends about ``2 / O`` of their elements. With the optimizer sharded over a node nothing crosses
+nodes, and every node computes all matrices. With the optimizer sharded over the world each matrix is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_topo.collectives.transport import Group, members
+from zero_topo.engine.shards import Layout
+from zero_topo.plan import packed_runs
+
+Update = Callable[[Sequence[int], Tensor], Tensor]
+"""Parameter indices, and their matrices ``[count, *shape]`` -> the updates, ``[count, *shape]``."""
+
+
+class _Exchange(NamedTuple):
+    """The matrices that are exchanged at once.
+
+    Attributes:
+        slots: parameter indices, ordered by owner.
+        own: those of which this rank is the owner.
+        sizes: elements of this rank's parts, by owner.
+    """
+
+    slots: list[int]
+    own: list[int]
+    sizes: list[int]
+
+
+class Matrices:
+    """Distributes matrices over the ranks that together store the optimizer states once.
+
+    Args:
+        layout: the shards.
+        group: these ranks, metered.
+        limit: elements of the matrices that are exchanged at once; at least one matrix for each rank is.
+        dtype: type of the values on the wire.
+    """
+
+    def __init__(self, layout: Layout, group: Group, limit: int, dtype: torch.dtype) -> None:
+        self._layout, self._group, self._limit, self._dtype = layout, group, limit, dtype
+        # By parameter indices, filled on first use: the exchanges of one step.
+        self._exchanges: dict[tuple[int, ...], list[_Exchange]] = {}
+
+    def apply(self, parts: Mapping[int, Tensor], shapes: Mapping[int, tuple[int, ...]], update: Update) -> None:
+        """Replace matrices by their updates, in place. Collective for the group.
+
+        Args:
+            parts: parameter index -> this rank's part of the matrix, ``[N / O, width]``.
+            shapes: parameter index -> shape of the matrix.
+            update: called once for each shape among the matrices that this rank owns.
+        """
+        key = tuple(parts)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._planned(shapes, key)
+        for exchange in self._exchanges[key]:
+            self._exchange(parts, shapes, exchange, update)
+
+    def _planned(self, shapes: Mapping[int, tuple[int, ...]], slots: Sequence[int]) -> list[_Exchange]:
+        """Assign matrices to owners in turn, large ones first, so that owners compute about equally much."""
+        layout, size = self._layout, self._group.size
+        rows = layout.plan.world_size // layout.plan.optimizer
+        ordered = sorted(slots, key=lambda slot: (-layout.numels[slot], shapes[slot], slot))
+        turns = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+        planned = []
+        for run in packed_runs([sum(layout.numels[slot] for slot in turn) for turn in turns], self._limit):
+            by_owner = [[turns[t][owner] for t in run if owner < len(turns[t])] for owner in range(size)]
+            sizes = [rows * sum(layout.widths[slot] for slot in owned) for owned in by_owner]
+            planned.append(
+                _Exchange([slot for owned in by_owner for slot in owned], by_owner[self._group.index], sizes)
+            )
+        return planned
+
+    def _exchange(
+        self,
+        parts: Mapping[int, Tensor],
+        shapes: Mapping[int, tuple[int, ...]],
+        exchange: _Exchange,
+        update: Update,
+    ) -> None:
+        layout, group, own, sizes = self._layout, self._group, exchange.own, exchange.sizes
+        same = [sizes[group.index]] * group.size
+        sent = torch.cat([parts[slot].reshape(-1) for slot in exchange.slots]).to(self._dtype)
+        received = group.scatter_known(sent, sizes, same).view(group.size, same[0])
+        # A member's rows interleave with those of the others, as in every shard: see `members`.
+        tables = received.split([parts[slot].numel() for slot in own], dim=1)
+        matrices: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        for slot, table in zip(own, tables, strict=True):
+            rows = table.unflatten(1, parts[slot].shape).transpose(0, 1).flatten(0, 1)
+            matrices.setdefault(shapes[slot], {})[slot] = layout.flat_of(rows, slot).view(shapes[slot]).float()
+        changed: dict[int, Tensor] = {}
+        for alike in matrices.values():
+            changed |= zip(alike, update(tuple(alike), torch.stack([*alike.values()])), strict=True)
+        replies = [members(layout.rows(changed[slot].reshape(-1)), group.size).flatten(1) for slot in own]
+        reply = torch.cat([*replies, received[:, :0]], dim=1).to(self._dtype)  # never an empty list
+        back = group.scatter_known(reply.view(-1), same, sizes)
+        for slot, values in zip(exchange.slots, back.split([parts[s].numel() for s in exchange.slots]), strict=True):
+            parts[slot].copy_(values.view(parts[slot].shape))

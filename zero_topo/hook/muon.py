@@ -1,0 +1,49 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Muon's update of whole matrices, by DeepSpeed's own functions; one of the files that use its private names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_topo.config import MUON_REFUSED, SPARSE_MODES, SyncSettings
+from zero_topo.hook.seam import SINCE, has
+
+APPLY = "_apply_muon_to_accumulated_grads"
+
+
+def check_muon(optimizer: Any, sync: SyncSettings) -> None:
+    """Raise ValueError if torch's optimizer is Muon and the mode of sync or this DeepSpeed does not support it.
+
+    Before :data:`APPLY` existed, DeepSpeed computed Muon's updates in its reduction, which is not used here.
+    """
+    if type(optimizer).__name__ != "MuonWithAuxAdam":
+        return
+    if isinstance(sync, SPARSE_MODES):
+        raise ValueError(f"optimizer Muon: {MUON_REFUSED}")
+    if not has(APPLY):
+        raise ValueError(f"Muon needs DeepSpeed {SINCE[APPLY]} or later under zero_topo; use Adam or AdamW")
+
+
+def orthogonalized(matrices: Tensor, heads: Sequence[int | None], method: str) -> Tensor:
+    """Return Muon's updates of matrices that have their momentum already, as stock computes them, scale included.
+
+    Args:
+        matrices: FP32 ``[count, rows, columns]``, or weights of convolutions ``[count, out, in, height, width]``.
+        heads: for each matrix, the number of attention heads that are computed separately; None for the whole.
+        method: "gram" or "standard".
+    """
+    # Imported here because importing Muon compiles its kernels.
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    # With a beta of zero `muon_update` neither reads nor blends the momentum that it is given.
+    if matrices.dim() == 3 and not any(heads):
+        return muon_update(matrices, torch.zeros_like(matrices), beta=0.0, ns_method=method, is_expert_group=True)
+    updates = [
+        muon_update(matrix, torch.zeros_like(matrix), beta=0.0, ns_method=method, num_heads=count)
+        for matrix, count in zip(matrices, heads, strict=True)
+    ]
+    return torch.stack([update.view(matrices.shape[1:]) for update in updates])
