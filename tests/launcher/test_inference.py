@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,3 +150,15 @@ def test_a_model_is_evaluated_before_it_is_trained() -> None:
     policy.train()
     assert advance(run, policy, 0, run.steps) == expected
     close(policy)
+
+
+def test_its_report_has_the_bytes_of_a_forward_pass(shared_path: Path) -> None:
+    """Of all ranks, beside the formula."""
+    with reference(job("topo", CODES)) as evaluation:
+        outputs(evaluation)
+        zero_topo.report(evaluation, shared_path)
+    if dist.get_rank() == 0:
+        found = json.loads((shared_path / "report.json").read_text())["zero_topo"]
+        assert found["ranks"] == dist.get_world_size()
+        assert {row["phase"] for row in found["sent"] if row["max"]} == {"gather_forward"}
+        assert all(row["min"] == row["max"] == row["formula"] for row in found["sent"])

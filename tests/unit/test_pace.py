@@ -38,6 +38,18 @@ def test_a_step_is_all_of_its_micro_batches(clock: list[float]) -> None:
     assert 5 * 125e6 * 1024 < flops < 6.5 * 125e6 * 1024  # the embedding takes none
 
 
+def test_frozen_weights_have_no_gradients(clock: list[float]) -> None:
+    """Adapters of a frozen model: the backward pass computes gradients of activations alone."""
+    found = []
+    for trained in (1.0, 0.0):
+        pace = Pace(125_000_000, 1e12, trained)
+        pace.forward_begins([IDS])
+        clock[0] += 0.5
+        pace.end_step()
+        found.append(pace.last["mfu"])
+    assert found[1] == pytest.approx(found[0] * 2 / 3)
+
+
 @pytest.mark.parametrize(
     "inputs", [[{"mask": FLOATS, "input_ids": IDS}], [(FLOATS, IDS)], [FLOATS, None, IDS, IDS[:2]]]
 )

@@ -132,7 +132,8 @@ class TopoStage3(Stock):
         self._beginning = self.module.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
         rates = None if self.topo.config.topology.emulated else known_rates(self.topo.config.topology)
         numel = sum(param.ds_numel for param in self.module.parameters())
-        self.pace = Pace(numel, None if rates is None else rates.peak_flops)
+        trained = sum(param.ds_numel for param in params) / max(numel, 1)
+        self.pace = Pace(numel, None if rates is None else rates.peak_flops, trained)
 
     def _setup_for_real_optimizer(self) -> None:
         self.topo.gradients.mode.check_optimizer(self.optimizer)

@@ -24,10 +24,12 @@ class Pace:
     Args:
         params: number of parameters of the model.
         peak_flops: published peak FLOP/s of this rank, or None if unknown.
-
+        trained: share of the parameters that are trained; for the others no gradients are computed.
     """
 
-    def __init__(self, params: int, peak_flops: float | None) -> None:
+    def __init__(self, params: int, peak_flops: float | None, trained: float = 1.0) -> None:
+        # Forward pass, gradients of activations, gradients of trained weights: each takes as much as the first.
+        self._passes_per_forward = 2 + trained
         self._model, self._peak_flops = scaled(max(params, LEAST_PARAMS)), peak_flops
         # (sequences, their length) -> forward passes, of the step under way and of the last closed one.
         self._passes: Counter[tuple[int, ...]] = Counter()
@@ -58,8 +60,10 @@ class Pace:
         if not tokens:
             return {}
         flops = sum(
-            3 * count * sum(replace(self._model, sequence=max(1, length)).module_flops(rows * length))
-            for (rows, length), count in self._last_passes.items()  # a backward pass takes twice a forward pass
+            self._passes_per_forward
+            * count
+            * sum(replace(self._model, sequence=max(1, length)).module_flops(rows * length))
+            for (rows, length), count in self._last_passes.items()
         )
         speed = {"tokens_per_s": tokens / self._last_seconds, "tflops": flops / self._last_seconds / TERA}
         return speed if self._peak_flops is None else {**speed, "mfu": flops / self._last_seconds / self._peak_flops}

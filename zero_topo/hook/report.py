@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from zero_topo.hook.inference import TopoInference
 from zero_topo.hook.log import LOGGER
 from zero_topo.hook.optimizer import TopoStage3
 from zero_topo.hook.seam import deepspeed_json
@@ -42,10 +43,11 @@ def report(
         title: one line about model and data; by default the model's class and size.
         settings: the program's settings, to show in the report.
     """
-    found = stats(engine) if isinstance(engine.optimizer, TopoStage3) else None
+    found = stats(engine) if isinstance(engine.optimizer, TopoStage3 | TopoInference) else None
     ranks: list[RankBytes | None] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found and found.of_rank())
-    if found is not None and (recorder := engine.optimizer.recorder) and recorder.folder == Path(folder):
+    recorder = getattr(engine.optimizer, "recorder", None)
+    if recorder is not None and recorder.folder == Path(folder):
         recorder.finish()
     if dist.get_rank() == 0:
         _write(engine, Path(folder), found, [rank for rank in ranks if rank is not None], title, settings)
