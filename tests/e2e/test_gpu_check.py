@@ -22,21 +22,22 @@ import torch
 from packaging.requirements import Requirement
 
 from tests.device import Naps
-from tests.gpu import goals
-from tests.gpu.__main__ import TITLES, commands
+from tests.gpu import __main__ as gpu_check
+from tests.gpu import goals, one_of_many
+from tests.gpu.__main__ import STAGES, Command, Stage, commands
 from tests.launching import ROOT
 
 FAST = (4, 6)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s in FAST else [pytest.mark.long]) for s in TITLES])
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s in FAST else [pytest.mark.long]) for s in STAGES])
 def test_a_stage_runs_on_the_cpu(stage: int) -> None:
     """Every command of its stand-in succeeds."""
     env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
     words = [sys.executable, "-m", "tests.gpu", str(stage)]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert f"stage {stage}: {TITLES[stage]} -- STAND-IN" in done.stdout and "0 commands failed" in done.stdout
+    assert f"stage {stage}: {STAGES[stage].title} -- STAND-IN" in done.stdout and "0 commands failed" in done.stdout
 
 
 def needed(names: Iterable[str]) -> dict[str, Distribution]:
@@ -90,7 +91,7 @@ def test_it_installs_without_network_from_a_virtual_environment(tmp_path: Path) 
     assert (checkout / ".venv" / ".set-up-for-gpu").exists()
 
 
-@pytest.mark.parametrize("stage", TITLES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
     """Files of tests, and modules."""
     for command in commands(stage, True, tmp_path):
@@ -98,6 +99,37 @@ def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
         files = [word for word in words if word.endswith(".py")]
         files += [f"{word.replace('.', '/')}.py" for word in words if word.startswith("tests.gpu.")]
         assert all((ROOT / name).is_file() for name in files) and (files or "quantizers" in words)
+
+
+def test_it_takes_25_minutes_in_pieces_of_nine() -> None:
+    """All of it, and the pieces that it names."""
+    limits = {number: stage.limit_s for number, stage in STAGES.items()}
+    pieces = ((1, 2), (3, 4), (5, 6, 7))
+    assert sum(limits.values()) <= 25 * 60 and all(sum(limits[number] for number in piece) <= 540 for piece in pieces)
+
+
+def test_a_stage_ends_at_its_limit_and_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it had to run afterwards fails too."""
+    monkeypatch.setattr(gpu_check, "commands", lambda *_: [Command(("sleep", "60")), Command(("true",))])
+    monkeypatch.setitem(STAGES, 1, Stage("sleeping", 0.2, "patience"))
+    assert [entry["status"] for entry in gpu_check.run(1, True, tmp_path)] == [124, 124]
+    assert "stage 1 proved: nothing" in capsys.readouterr().out
+
+
+def test_a_trace_says_what_runs_beside_the_model() -> None:
+    """By streams: the model's is the busiest."""
+    kernels = [
+        ("gemm", 7, 0, 10),
+        ("gemm", 7, 10, 10),
+        ("zt_reduce", 9, 5, 4),
+        ("zt_emit", 9, 18, 6),
+        ("zt_x", 7, 20, 1),
+    ]
+    events = [{"cat": "kernel", "name": n, "ts": t, "dur": d, "args": {"stream": s}} for n, s, t, d in kernels]
+    found = one_of_many.under([*events, {"cat": "cpu_op", "name": "zt_reduce", "ts": 0, "dur": 9}])
+    assert found == {"launches": 5, "streams": 2, "ours_us": 11.0, "ours_beside_the_model_us": 4.0 + 2.0 + 1.0}
 
 
 def test_naps_delay_forward_and_backward() -> None:
