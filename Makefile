@@ -22,6 +22,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := $(CURDIR)/.venv
 STAMP := $(VENV)/.set-up
+GPU_STAMP := $(VENV)/.set-up-for-gpu
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 FREE_PORT = $$($(VENV)/bin/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 
@@ -33,7 +34,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage test-mutants gpu-wheels gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage test-mutants gpu-wheels gpu-needs gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -96,11 +97,18 @@ gpu-wheels: $(STAMP)
 	@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(GPU_WHEELS) $(GPU_BUILT)
 	@du -sh $(GPU_WHEELS)
 
+gpu-needs:
+	@echo "$(GPU_NEEDS) $(GPU_BUILT)"
+
 # One GPU, or stand-ins on the CPU. Needs no network: without `make setup` it takes torch from $(PYTHON), and the wheels.
+# If $(PYTHON) is itself of a virtual environment, --system-site-packages would show the packages of that one's base, so
+# .venv gets the path of $(PYTHON)'s own packages, pip among them.
 gpu-check:
-	@test -x $(VENV)/bin/python || { $(PYTHON) -m venv --system-site-packages $(VENV) \
+	@test -e $(STAMP) || test -e $(GPU_STAMP) || { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+		&& $(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({p!r})") for p in site.getsitepackages()]' \
+			> $$($(VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth \
 		&& $(PIP) install --quiet --no-index --find-links $(GPU_WHEELS) $(GPU_NEEDS) $(GPU_BUILT) \
-		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e .; }
+		&& $(PIP) install --quiet --no-index --no-build-isolation --no-deps -e . && touch $(GPU_STAMP); }
 	@python -m tests.gpu $(STAGE)
 
 lint: $(STAMP)

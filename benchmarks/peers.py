@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.op_builder.quantizer import QuantizerBuilder
 from torch import Tensor
 
 from zero_topo.quant import ops
@@ -65,6 +67,13 @@ def peers(device: torch.device, skipped: dict[str, str]) -> Iterator[Peer]:
         else:
             yield Peer("plain loop", partial(_loops, library, "plain"))
             yield Peer("vector loop", partial(_loops, library, "vectors"))
+    else:
+        try:
+            module = QuantizerBuilder().load(verbose=False)
+        except Exception as error:  # whatever its builder runs into
+            skipped["deepspeed"] = f"does not compile: {error}"
+        else:
+            yield Peer("deepspeed", partial(_deepspeed, module))
     try:
         functional: Any = importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
@@ -128,6 +137,25 @@ def _bitsandbytes(functional: Any, x: Tensor) -> list[Op]:
         Op("quantize", lambda: functional.quantize_blockwise(x, blocksize=ROW), traffic),
         Op("dequantize", lambda: functional.dequantize_blockwise(q, state), traffic),
     ]
+
+
+def _deepspeed(module: Any, x: Tensor) -> list[Op]:
+    """What ZeRO++ calls, on FP16, which is all that it takes; its reduction quantizes the sum again."""
+    half, ops = x.half().view(SOURCES, -1), []
+    for bits, block in product((8, 4), (ROW, 2048)):
+        groups = half.numel() // block
+        args = groups, bits, module.Symmetric
+        q, scales = module.quantize(half, *args)
+        sums = q, scales, groups, groups // SOURCES, bits, module.Symmetric, SOURCES
+        calls = {
+            "quantize": (partial(module.quantize, half, *args), half.nbytes),
+            "dequantize": (partial(module.dequantize, q, scales, *args), half.nbytes),
+            "dequantize_reduce": (partial(module.quantized_reduction, *sums), (q.nbytes + scales.nbytes) // SOURCES),
+        }
+        ops += [
+            Op(name, call, q.nbytes + scales.nbytes + beside, bits, block) for name, (call, beside) in calls.items()
+        ]
+    return ops
 
 
 def _plain_library() -> ctypes.CDLL:

@@ -33,10 +33,6 @@ template <class T> int32_t count_of(T size) { return static_cast<int32_t>(size);
 
 void check(int status) { TORCH_CHECK(status == ZT_OK, "zero_topo kernels: ", zt_error_text(status)); }
 
-void check_device(const at::Tensor &x, const at::Tensor &other) {
-    TORCH_CHECK(x.device() == other.device(), "a tensor on ", x.device(), " with one on ", other.device());
-}
-
 // (bits, block size, dtype)
 zt_wire_spec spec_of(Numbers spec) {
     TORCH_CHECK(spec.size() == 3, "a specification is (bits, block size, dtype)");
@@ -51,13 +47,12 @@ int32_t dtype_of(const at::Tensor &x) {
 }
 
 // shapes: rows, columns, present columns, row stride and member stride of each.
-std::vector<zt_piece> pieces_of(Tensors flats, Numbers shapes, const at::Tensor &messages) {
+std::vector<zt_piece> pieces_of(Tensors flats, Numbers shapes) {
     TORCH_CHECK(shapes.size() == 5 * flats.size(), "five numbers say the shape of a piece");
     std::vector<zt_piece> pieces;
     pieces.reserve(flats.size());
     for (size_t i = 0; i < flats.size(); ++i) {
         const int64_t *shape = &shapes[5 * i];
-        check_device(flats[i], messages);
         pieces.push_back({flats[i].data_ptr(), shape[0], shape[1], shape[2], shape[3], shape[4], flats[i].numel(),
                           dtype_of(flats[i])});
     }
@@ -177,7 +172,7 @@ int64_t blocks_of(const zt_wire_spec &spec, int64_t numel, const zt_messages &me
 
 void quantize(Tensors flats, Numbers shapes, Numbers format, const at::Tensor &out, int64_t without_member) {
     const auto spec = spec_of(format);
-    const auto pieces = pieces_of(flats, shapes, out);
+    const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(out, -1, without_member);
     ZT_STREAM(out);
     ZT_ON(quantize, blocks_of(spec, numel_of(pieces), messages), spec.block_size, spec, ZT_PIECES, messages);
@@ -186,7 +181,7 @@ void quantize(Tensors flats, Numbers shapes, Numbers format, const at::Tensor &o
 void dequantize_reduce(const at::Tensor &table, int64_t without_source, int64_t without_member, Numbers format,
                        Tensors flats, Numbers shapes, double factor, bool accumulate) {
     const auto spec = spec_of(format);
-    const auto pieces = pieces_of(flats, shapes, table);
+    const auto pieces = pieces_of(flats, shapes);
     const auto messages = messages_of(table, without_source, without_member);
     const zt_reduce reduce = {static_cast<float>(factor), accumulate ? 1 : 0};
     ZT_STREAM(table);
@@ -196,7 +191,6 @@ void dequantize_reduce(const at::Tensor &table, int64_t without_source, int64_t 
 
 void requantize(const at::Tensor &table, int64_t without_source, Numbers source, const at::Tensor &out,
                 int64_t without_member, Numbers format, int64_t numel, double factor) {
-    check_device(table, out);
     const auto from = spec_of(source), to = spec_of(format);
     const auto messages = messages_of(table, without_source, -1), made = messages_of(out, -1, without_member);
     const zt_reduce reduce = {static_cast<float>(factor), 0};
@@ -207,8 +201,6 @@ void requantize(const at::Tensor &table, int64_t without_source, Numbers source,
 // part: block size, begin, end, rows and members.
 zt_codes codes_of(const at::Tensor &held, const at::Tensor &slots, const at::Tensor &slot_of, Numbers part) {
     TORCH_CHECK(part.size() == 5 && slots.dim() == 2, "a block size and four numbers say the part of the codes");
-    check_device(slots, held);
-    check_device(slot_of, held);
     return {held.data_ptr<uint8_t>(), held.numel(), slots.data_ptr<int64_t>(), slot_of.data_ptr<int32_t>(),
             slot_of.numel(), count_of(slots.size(0)), count_of(part[0])};
 }
@@ -220,9 +212,8 @@ int64_t blocks_of(const zt_part &part) {
 }
 
 // own: the column of the slots that its first one is, and whose rows.
-zt_masters masters_of(const at::Tensor &table, Numbers own, const at::Tensor &held) {
+zt_masters masters_of(const at::Tensor &table, Numbers own) {
     TORCH_CHECK(table.dim() == 2 && own.size() == 2, "masters are a table of two dimensions, and two numbers");
-    check_device(table, held);
     return {table.data_ptr<float>(), table.stride(0), table.size(1), own[0], own[1]};
 }
 
@@ -231,7 +222,7 @@ void codes_assess(const at::Tensor &table, Numbers own, const at::Tensor &held, 
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
     ZT_STREAM(held);
-    ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own, held), codes, part,
+    ZT_ON(codes_assess, blocks_of(part), codes.block, masters_of(table, own), codes, part,
           scales.data_ptr<float>(), static_cast<uint8_t *>(escaped.data_ptr()));
 }
 
@@ -242,13 +233,12 @@ void codes_emit(const at::Tensor &table, Numbers own, const at::Tensor &held, co
     const auto part = part_of(numbers);
     const zt_change made = {scales.data_ptr<float>(), order.data_ptr<int64_t>(), count.data_ptr<int64_t>()};
     ZT_STREAM(held);
-    ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own, held), codes, part, made,
+    ZT_ON(codes_emit, blocks_of(part), codes.block, masters_of(table, own), codes, part, made,
           message.data_ptr<uint8_t>(), message.numel());
 }
 
 void codes_apply(const at::Tensor &table, int64_t without_member, const at::Tensor &held, const at::Tensor &slots,
                  const at::Tensor &slot_of, Numbers numbers) {
-    check_device(table, held);
     const auto codes = codes_of(held, slots, slot_of, numbers);
     const auto part = part_of(numbers);
     ZT_STREAM(held);

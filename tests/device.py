@@ -1,6 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The device that tests use, and delays that let races show: both from the environment, so that a GPU needs no edits.
 
+
 ``ZERO_TOPO_TEST_DEVICE`` is "cpu" (the default) or "cuda", which AMD's GPUs are too. ``ZERO_TOPO_TEST_NAPS`` is a seed.
 """
 
@@ -8,18 +9,23 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device(os.environ.get("ZERO_TOPO_TEST_DEVICE", "cpu"))
 ON_GPU = DEVICE.type == "cuda"
 CYCLES = 2_000_000  # a millisecond, about
 ONE_IN = 20
+TESTS = str(Path(__file__).parent)
 
 
 class Naps(TorchDispatchMode):
@@ -38,7 +44,31 @@ class Naps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OnDevice(TorchFunctionMode):
+    """Tensors that tests create without a device are on `DEVICE`; those drawn by a generator of the host move there."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        by_a_test = sys._getframe(1).f_code.co_filename.startswith(TESTS)
+        if not by_a_test or func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is None:
+            return func(*args, **kwargs, device=DEVICE)
+        return func(*args, **kwargs).to(DEVICE)
+
+
+def on_device() -> AbstractContextManager[Any]:
+    """Tests of this thread create tensors on their device."""
+    return OnDevice() if ON_GPU else nullcontext()
+
+
 def naps() -> AbstractContextManager[Any]:
     """Delays in this thread if the environment asks for them."""
     seed = os.environ.get("ZERO_TOPO_TEST_NAPS")
     return Naps(int(seed)) if seed else nullcontext()
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if ON_GPU:
+        torch.cuda.synchronize()

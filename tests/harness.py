@@ -35,7 +35,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ret_work
 
 from benchmarks.bare import fake_world
-from tests.device import naps
+from tests.device import naps, on_device, synchronize
 
 R = TypeVar("R")
 
@@ -75,7 +75,9 @@ class _Meeting:
             me.turn.acquire()
         else:
             if self._collective is not None:
+                synchronize()  # each rank has a stream of its own for what it sends and receives
                 self._collective.work(self._data)
+                synchronize()
             me.ranks.ready.extend(self._waiting)
         if me.ranks.failed:
             sys.exit("another rank has failed")
@@ -146,7 +148,7 @@ class _Ranks:
                 store=self.store,
                 timeout=timedelta(seconds=timeout),
             )
-            with naps():
+            with on_device(), naps():
                 self.results[rank] = fn(rank, *args)
         except SystemExit:  # how a rank ends that waits for one that has failed
             self.errors.setdefault(rank, _LeftAloneError("was waiting in a collective for a rank that had failed"))

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bare import fake_world
+from tests import device
 from tests.harness import run_threads
+from zero_topo.quant.operands import Codes
 
 
 def test_results_come_in_rank_order() -> None:
@@ -160,3 +162,13 @@ def test_fake_world_excludes_threads() -> None:
     """The two cannot be mixed: the mistake is named."""
     with fake_world(4), pytest.raises(RuntimeError, match="fake_world"):
         run_threads(2, lambda rank: rank)
+
+
+def test_on_a_gpu_tests_create_tensors_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device in the call, also by a generator of the host. What the package creates stays where it says."""
+    monkeypatch.setattr(device, "DEVICE", torch.device("meta"))
+    with device.OnDevice():
+        drawn = torch.randn(3, generator=torch.Generator().manual_seed(1))
+        kinds = [x.device.type for x in (torch.zeros(3), torch.tensor([1.0]), drawn, torch.ones(2, device="cpu"))]
+        codes = Codes.build([(0, 64)], 1, 64, torch.device("cpu"))
+    assert kinds == ["meta", "meta", "meta", "cpu"] and codes.slot_of.device.type == "cpu"

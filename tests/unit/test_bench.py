@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
 
-from benchmarks import quantizers, ranks, records, scale_report, sparse, sparse_report
+from benchmarks import peers, quantizers, ranks, records, scale_report, sparse, sparse_report
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.recording import save
 from benchmarks.room import check_room
@@ -46,6 +49,28 @@ def test_a_record_has_every_backend_and_peer_beside_a_copy() -> None:
     assert row["seconds"]["repeats"] == 2 and row["seconds"]["min"] <= row["seconds"]["median"]
     traffic = row["gb_per_s"] * 1e9 * row["seconds"]["median"]
     assert traffic == pytest.approx((1 << 16) + (1 << 14) + 256)  # FP32 in, INT8 and 64 scales out
+
+
+def test_deepspeeds_quantizer_is_called_as_zero_plus_plus_calls_it() -> None:
+    """By a stand-in of its operators, whose groups must divide what they get."""
+
+    def quantize(x: Tensor, groups: int, bits: int, kind: str) -> list[Tensor]:
+        assert (x.dtype, kind, x.numel() % groups) == (torch.float16, "symmetric", 0)
+        return [torch.zeros(len(x), x.shape[1] * bits // 8, dtype=torch.int8), torch.zeros(groups, 1)]
+
+    def quantized_reduction(q: Tensor, scales: Tensor, into: int, out: int, bits: int, kind: str, many: int) -> None:
+        assert (len(scales), out * many, kind) == (into, into, "symmetric")
+
+    def dequantize(q: Tensor, scales: Tensor, groups: int, bits: int, kind: str) -> None:
+        assert len(scales) == groups
+
+    own = (quantize, dequantize, quantized_reduction)
+    module = SimpleNamespace(Symmetric="symmetric", **{function.__name__: function for function in own})
+    found = peers._deepspeed(module, torch.zeros(8 * 4096))
+    assert len(found) == 3 * 2 * 2
+    for op in found:
+        op.call()
+        assert op.traffic > 2 * 4096
 
 
 def test_the_command_writes_record_and_picture_and_prints_json(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from zero_topo.quant import operators, ops
-from zero_topo.quant.operands import Codes, view_of
+from zero_topo.quant.operands import Codes, Masters, Part, view_of
 from zero_topo.quant.operators import OPS, BackendUnavailable, Serve
 from zero_topo.quant.spec import BlockSpec
 
@@ -79,6 +79,28 @@ def test_a_tensor_that_is_no_view_is_refused() -> None:
     """Its strides cannot be said in rows and columns."""
     with pytest.raises(ValueError, match="make it contiguous"):
         view_of(torch.arange(24.0).view(2, 3, 4).permute(2, 1, 0))
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    """By an error, in every operation: a kernel would read an address of the other device."""
+    spec, x = BlockSpec(8, 64), torch.randn(64)
+    message = ops.quantize(x, spec)
+    codes, part, masters = Codes.build([(0, 64)], 1, 64, CPU), Part(0, 1, 1, 1), Masters(x[None], 0, 0)
+    far, elsewhere = message.to("meta"), Masters(x[None].to("meta"), 0, 0)
+    change = ops.assess_changes(masters, codes, part)
+    calls: list[Callable[[], object]] = [
+        lambda: ops.quantize(x, spec, far),
+        lambda: ops.dequantize(far, spec, x),
+        lambda: ops.dequantize_reduce(far[None], spec, x),
+        lambda: ops.requantize(far[None], spec, message, 64),
+        lambda: ops.assess_changes(elsewhere, codes, part),
+        lambda: ops.encode_changes(elsewhere, codes, part, change, 1024),
+        lambda: ops.apply_changes(far[None, None], codes, part, -1),
+        lambda: ops.peel(torch.zeros(3, 1024), torch.zeros(1, dtype=torch.uint8, device="meta"), 1, 8),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="move one of them"):
+            call()
 
 
 def arguments() -> dict[str, tuple[Any, ...]]:

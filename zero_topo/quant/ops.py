@@ -57,6 +57,7 @@ def quantize(x: Views, spec: Format, out: Tensor | None = None, without: int = -
         out = torch.empty([nbytes] if members == 1 else [members, nbytes], dtype=torch.uint8, device=flats[0].device)
     table = out[(None,) * (4 - out.dim())]
     _check(table, spec, numel, nbytes, members)
+    _check_devices(table, *flats)
     if numel and members:
         OPS.quantize.default(flats, shapes, spec.code, table, without)
     return out
@@ -116,6 +117,7 @@ def requantize(messages: Tensor, spec: Format, out: Tensor, numel: int) -> Tenso
     members, nbytes = table.shape[1] * table.shape[2], spec.nbytes(numel)
     _check(sums, spec, numel, nbytes, members)
     _check(table, spec, numel, nbytes, members)
+    _check_devices(sums, table)
     if numel and members:
         OPS.requantize.default(sums, -1, spec.code, table, -1, spec.code, numel, 1.0)
     return out
@@ -126,6 +128,7 @@ def _reduced(
 ) -> Target:
     flats, shapes, members, numel = described(out)
     _check(table, spec, numel, spec.nbytes(numel), members, without[0])
+    _check_devices(table, *flats)
     if numel and members:
         OPS.dequantize_reduce.default(table, *without, spec.code, flats, shapes, factor, accumulate)
     return out
@@ -145,6 +148,13 @@ def _check(table: Tensor, spec: Format, numel: int, nbytes: int, members: int, w
         )
 
 
+def _check_devices(first: Tensor, *others: Tensor) -> None:
+    """Refuse tensors of several devices: the kernel would follow pointers of another device."""
+    for other in others:
+        if other.device != first.device:
+            raise ValueError(f"a tensor on {first.device} with one on {other.device}; move one of them")
+
+
 # -- INT8 weights ------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +167,7 @@ def assess_changes(masters: Masters, codes: Codes, part: Part) -> Change:
         part: the blocks to publish.
     """
     _check_masters(masters, part)
+    _check_devices(masters.table, codes.held)
     device = codes.held.device
     scales = torch.empty(part.blocks, dtype=torch.float32, device=device)
     escaped = torch.empty(part.blocks, dtype=torch.bool, device=device)
@@ -178,6 +189,7 @@ def encode_changes(masters: Masters, codes: Codes, part: Part, change: Change, n
     Returns:
         uint8 ``[nbytes]``.
     """
+    _check_devices(masters.table, codes.held, change.scales)
     spec, blocks = TritSpec(codes.block), part.blocks
     message = torch.empty(nbytes, dtype=torch.uint8, device=codes.held.device)
     message[:4].copy_(change.count.to(torch.int32).view(torch.uint8))
@@ -205,6 +217,7 @@ def apply_changes(messages: Tensor, codes: Codes, part: Part, without: int) -> N
     """
     if messages.shape[0] * messages.shape[1] != part.members:
         raise ValueError(f"messages {tuple(messages.shape)} are not one for each of {part.members} members")
+    _check_devices(messages, codes.held)
     OPS.codes_apply.default(messages[None], without, *_code_arguments(codes, part))
 
 
@@ -343,6 +356,7 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         raise ValueError(f"a sketch is [rows, {LANES}], not {tuple(sketch.shape)}")
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
+    _check_devices(sketch, bits)
     out = torch.empty(numel, device=sketch.device)
     return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
 

@@ -1,0 +1,263 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.gpu.one_of_many checks|times FOLDER`: rank 0 of 384 alone, under DeepSpeed, on some of 20B's layers.
+
+Its kernels, streams and shard sizes are those of the real job. A collective is one copy of what the rank sends, so what
+is measured is the rank's own work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import zero_topo
+from benchmarks import records
+from benchmarks.bare import fake_world
+from benchmarks.schemes import KNOWN
+from benchmarks.training import build_model, engine_of
+from benchmarks.training_setup import TrainingSetup
+from tests.device import DEVICE, ON_GPU, synchronize
+
+RANKS = 384
+TOPOLOGY = {"emulated": {"nodes": RANKS // 8, "gpus_per_node": 4, "gcds_per_gpu": 2}}
+LAYERS, WIDTH, CONTEXT, BATCH = (4, 6144, 2048, 2) if ON_GPU else (4, 64, 16, 2)
+SETUP = TrainingSetup(LAYERS, WIDTH, CONTEXT, BATCH, bucket_numel=500_000_000, prefetch_numel=50_000_000)
+SCHEMES = ("stock", "zero++", "topo", "topo-16bit", "topo-q4")
+STEPS, TURNS, WARM_UP = 4, 12 if ON_GPU else 4, 3
+DTYPES = {"bf16": {}, **({"fp16": {"bf16": {"enabled": False}, "fp16": {"enabled": True}}} if ON_GPU else {})}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+PHASES = ("forward", "backward", "step")
+WAITS = 1  # of the host in a step of ours: for the size of the changed weights
+
+
+@contextmanager
+def one_of_many() -> Iterator[None]:
+    """This process is rank 0; a collective copies what it sends to all that it would receive."""
+
+    def collective(received: Tensor, sent: Tensor) -> Any:
+        if sent.untyped_storage().data_ptr() == received.untyped_storage().data_ptr():  # sent from its own place
+            return SimpleNamespace(wait=lambda: None)
+        parts = max(1, received.numel() // max(1, sent.numel()))
+        received.view(parts, -1).copy_(sent.view(-1)[: received.numel() // parts])
+        return SimpleNamespace(wait=lambda: None)
+
+    def gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return collective(output_tensor, input_tensor)
+
+    def scatter(output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
+        return collective(output_tensor, input_tensor)
+
+    def swap(received: Tensor, sent: Tensor, *sizes: Any, **how: Any) -> Any:
+        return collective(received, sent[: len(received)])
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    names = {"all_gather": gather, "reduce_scatter": scatter}
+    own: dict[str, Any] = {
+        f"{name}_{kind}": names[name] for name in names for kind in ("into_tensor", "tensor", "single")
+    }
+    own = {name: function for name, function in own.items() if hasattr(dist, name)} | {"all_to_all_single": swap}
+    with patch.dict(os.environ, alone), fake_world(RANKS), patch.multiple(dist, **own):
+        yield
+
+
+def config(scheme: str, micro_batches: int, zero: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+    """DeepSpeed's, of a scheme on 48 nodes."""
+    found = SETUP.of_job(KNOWN[scheme].job_on(TOPOLOGY), micro_batches)
+    found["zero_optimization"] |= {"overlap_comm": ON_GPU, **zero}
+    return {**found, "zero_force_ds_cpu_optimizer": False, **keys}
+
+
+def batch() -> Tensor:
+    """Tokens of a micro-batch."""
+    return torch.randint(0, 256, (SETUP.batch, SETUP.context), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def step(engine: Any, tokens: Tensor, after: Callable[[], None] = lambda: None) -> float:
+    """One micro-batch and the optimizer's step; ``after`` is called after each phase. Returns the loss."""
+    loss = engine(tokens, tokens)
+    after()
+    engine.backward(loss)
+    after()
+    engine.step()
+    after()
+    return float(loss.detach())
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def checks(folder: Path) -> int:
+    """Whether overlap changes a bit of the loss, and the host waits only where it must; 1 if so in a case."""
+    cases, wrong = [], 0
+    for dtype, offload in product(DTYPES, (False, True)):
+        found: list[dict[str, Any]] = []
+        for overlap, overlap_comm in product((True, False), repeat=2):
+            ds = config("topo", 1, {"overlap_comm": overlap_comm, **(OFFLOAD if offload else {})}, **DTYPES[dtype])
+            ds["zero_topo"]["overlap"] = overlap
+            found.append({"overlap": overlap, "overlap_comm": overlap_comm, **looked_at(ds)})
+        equal = all(one["losses"] == found[0]["losses"] for one in found)
+        finite = all(map(math.isfinite, found[0]["losses"]))
+        few = offload or all((one["host_waits"] or 0) <= WAITS for one in found)
+        wrong += not (equal and finite and few)
+        cases += [{"dtype": dtype, "offload": offload, **one} for one in found]
+        print(f"{dtype} offload={offload}: losses {'equal' if equal else 'NOT equal'} however work overlaps,", end=" ")
+        print(f"{'finite' if finite else 'NOT finite'}; host waits {[one['host_waits'] for one in found]};", end=" ")
+        print("bytes", {name: found[0][name] for name in ("allocated", "peak", "left_by_offload_states")})
+    save(folder, "checks", {"cases": cases})
+    return int(wrong > 0)
+
+
+def looked_at(ds: dict[str, Any]) -> dict[str, Any]:
+    """Losses, bytes of the device, and how often a line of zero_topo's waits for it in a step."""
+    tokens = batch()
+    with engine_of(model(), ds) as engine:
+        losses = [step(engine, tokens) for _ in range(STEPS)]
+        memory = (
+            {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()} if ON_GPU else {}
+        )
+        waits = own_waits(lambda: step(engine, tokens)) if ON_GPU else None
+        engine.offload_states()
+        left = torch.cuda.memory_allocated() if ON_GPU else None
+        engine.reload_states()
+        losses += [step(engine, tokens) for _ in range(STEPS)]
+        formulas = zero_topo.stats(engine).memory
+    held = {"allocated": None, "peak": None, **memory, "left_by_offload_states": left, "formulas": formulas}
+    return {"losses": losses, "host_waits": waits, **held}
+
+
+def own_waits(work: Callable[[], object]) -> int:
+    """How often a line of zero_topo's makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        work()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum(f"{os.sep}zero_topo{os.sep}" in warning.filename for warning in told)
+
+
+def model() -> Any:
+    """The layers, created on the device."""
+    with DEVICE:
+        return build_model(SETUP, 0)
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def times(folder: Path) -> int:
+    """Milliseconds of each phase of each scheme, on the device and of the host, and beyond the model's own; 0."""
+    tokens = batch()
+    results = {"model": timed(partial(alone_step, model().bfloat16(), tokens))}
+    for scheme in SCHEMES:
+        with engine_of(model(), config(scheme, 1, {})) as engine:
+            results[scheme] = timed(partial(step, engine, tokens))
+            results[scheme] |= traced(partial(step, engine, tokens), folder / f"trace-{scheme}.json")
+    for (scheme, result), clock in product(results.items(), ("host_ms", "device_ms")):
+        medians = {name: spread["median"] for name, spread in result.get(clock, {}).items()}
+        beyond = {name: median - results["model"][clock][name]["median"] for name, median in medians.items()}
+        print(f"{scheme}: {clock}", *(f"{name} {medians[name]:.2f} ({beyond[name]:+.2f})" for name in medians))
+    for scheme in SCHEMES:
+        print(f"{scheme}:", {name: value for name, value in results[scheme].items() if not name.endswith("_ms")})
+    save(folder, "times", {"schemes": results})
+    return 0
+
+
+def alone_step(model: Any, tokens: Tensor, after: Callable[[], None]) -> None:
+    """The model's own computation."""
+    loss = model(tokens, tokens)
+    after()
+    loss.backward()
+    after()
+    model.zero_grad()
+    after()
+
+
+def timed(work: Callable[[Callable[[], None]], object]) -> dict[str, Any]:
+    """The spread of each phase over steps that follow one another; nothing waits between phases."""
+    host: list[list[float]] = []
+    device: list[list[float]] = []
+    for _ in range(WARM_UP + TURNS):
+        clock, events = [time.perf_counter()], [event()]
+
+        def after(clock: list[float] = clock, events: list[Any] = events) -> None:
+            clock.append(time.perf_counter())
+            events.append(event())
+
+        work(after)
+        synchronize()
+        host.append([1000 * (end - begin) for begin, end in pairwise(clock)])
+        device.append([begin.elapsed_time(end) for begin, end in pairwise(events)] if ON_GPU else [])
+    return {"host_ms": spreads(host[WARM_UP:])} | ({"device_ms": spreads(device[WARM_UP:])} if ON_GPU else {})
+
+
+def event() -> Any:
+    """Of now, on the device's current stream."""
+    made = torch.cuda.Event(enable_timing=True) if ON_GPU else None
+    if made is not None:
+        made.record()
+    return made
+
+
+def spreads(steps: list[list[float]]) -> dict[str, Any]:
+    """By phase."""
+    return {name: records.Spread.of(values).to_json() for name, *values in zip(PHASES, *steps, strict=True)}
+
+
+def traced(work: Callable[[], object], path: Path) -> dict[str, Any]:
+    """Launches of two steps, milliseconds of our kernels in them, and the part of it that runs under the model's.
+
+    The trace stays in a file.
+    """
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]) as seen:
+        for _ in range(2):
+            work()
+        synchronize()
+    seen.export_chrome_trace(str(path))
+    return under(json.loads(path.read_text())["traceEvents"])
+
+
+def under(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a trace's kernels: how many, microseconds of ours, and for how many of these the model's run beside them."""
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    streams: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for one in kernels:
+        streams[one["args"]["stream"]].append((one["ts"], one["ts"] + one["dur"]))
+    main = max(streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]), default=0)
+    total = beside = 0.0
+    for one in kernels:
+        if "zt_" not in one["name"]:
+            continue
+        begin, end = one["ts"], one["ts"] + one["dur"]
+        total += end - begin
+        if one["args"]["stream"] != main:
+            beside += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in streams[main])
+    return {"launches": len(kernels), "streams": len(streams), "ours_us": total, "ours_beside_the_model_us": beside}
+
+
+def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
+    """Write a record."""
+    settings = {"device": str(DEVICE), "ranks": RANKS, "layers": LAYERS, "width": WIDTH, "tokens": BATCH * CONTEXT}
+    records.write(folder / f"gpu-{name}.json", records.record(f"gpu-{name}", settings, results))
+
+
+if __name__ == "__main__":
+    with one_of_many():
+        sys.exit({"checks": checks, "times": times}[sys.argv[1]](Path(sys.argv[2])))

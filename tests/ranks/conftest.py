@@ -1,0 +1,17 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Tests of ranks create their tensors where ``ZERO_TOPO_TEST_DEVICE`` says, in the ranks' threads and outside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.device import on_device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tests_device() -> Iterator[None]:
+    """In the main thread; `run_threads` does it in each rank's."""
+    with on_device():
+        yield
