@@ -134,10 +134,12 @@ test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) -m long tests/e2e
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='eight_ranks and long'
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=4 \
+		--launcher-k='long and not eight_ranks and not test_feature_under_scheme'
 	python -m tests.matrix
 
 test-fast: ops
-	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal tests/unit tests/ranks
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks
 
 test-launcher: unlock ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
