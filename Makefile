@@ -34,7 +34,7 @@ TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 export PATH := $(VENV)/bin:$(PATH)
 export DS_ACCELERATOR OMP_NUM_THREADS GLOO_SOCKET_IFNAME TORCH_EXTENSIONS_DIR
 
-.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage test-mutants gpu-wheels gpu-needs gpu-check lint format docs clean distclean unlock
+.PHONY: help release-check test-versions setup demo ops test test-workers test-programs test-fast test-long test-launcher test-deepspeed test-hazards test-coverage gpu-wheels gpu-needs gpu-check lint format docs clean distclean unlock
 .DEFAULT_GOAL := help
 
 help:
@@ -45,7 +45,6 @@ help:
 	@echo 'make test-launcher K=name    the tests of tests/launcher that match, on RANKS ranks of one launch'
 	@echo 'make test-hazards            break the package in each way of tests/hazards.md: a test must fail'
 	@echo 'make test-coverage           which lines units, ranks and launches run, and which tests run each (.coverage)'
-	@echo 'make test-mutants            then break a sample of operators, numbers, branches at random, for hours'
 	@echo 'make gpu-check STAGE=n       the first hour on a GPU, or stand-ins on the CPU; without STAGE all seven stages'
 	@echo 'make gpu-wheels              what that needs on a machine without a network'
 	@echo 'make test-versions           seam, units, ranks, a launch with the oldest, newest, pinned torch and DeepSpeed'
@@ -143,10 +142,12 @@ test-long: unlock ops
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal --hypothesis-profile=thorough tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) -m long tests/e2e
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='eight_ranks and long'
+	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-ranks=4 \
+		--launcher-k='long and not eight_ranks and not test_feature_under_scheme'
 	python -m tests.matrix
 
 test-fast: ops
-	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal tests/unit tests/ranks
+	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' tests/unit tests/ranks
 
 test-launcher: unlock ops
 	pytest $(PYTEST_ARGS) tests/e2e/test_launcher_suite.py --launcher-k='$(K)' --launcher-ranks=$(RANKS)
@@ -154,18 +155,14 @@ test-launcher: unlock ops
 test-hazards: unlock ops
 	python -m tests.hazards $(K)
 
-$(VENV)/bin/cosmic-ray: $(STAMP)
-	@$(PIP) install --quiet --no-build-isolation -e '.[mutants]'
+$(VENV)/bin/coverage: $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -e '.[coverage]'
 
-test-coverage: ops $(VENV)/bin/cosmic-ray
+test-coverage: ops $(VENV)/bin/coverage
 	pytest $(PYTEST_ARGS) --numprocesses 2 --dist worksteal -m 'not long' --cov=zero_topo --cov-context=test \
 		--cov-report= tests/unit tests/ranks tests/kernels
 	pytest $(PYTEST_ARGS) --cov=zero_topo --cov-append --cov-report=term:skip-covered tests/e2e/test_launcher_suite.py \
 		tests/e2e/test_measure.py tests/e2e/test_mpi.py --launcher-ranks=4 --launcher-k='not long and not eight_ranks'
-
-test-mutants: ops $(VENV)/bin/cosmic-ray
-	@test -e .coverage || $(MAKE) --no-print-directory test-coverage
-	python -m tests.mutants $(ARGS)
 
 test-deepspeed: unlock ops
 	@python -m tests.deepspeed_suite '$(DIR)' $(ARGS)

@@ -5,8 +5,8 @@
 process group: real collectives, real data, one process, milliseconds. One rank of a world so large that nobody answers
 is `benchmarks.bare.fake_world`. Real processes under the `deepspeed` launcher are started by `tests/launching.py`.
 
-What the threaded group can do is held down by `tests/ranks/test_harness.py`. Ranks that are threads share the default
-random generator and every module-level object: draw random numbers from a `torch.Generator` of the rank's own.
+Ranks that are threads share the default random generator and every module-level object: draw random numbers from a
+`torch.Generator` of the rank's own.
 
 Note [Ranks take turns]
     Threads that all want Python's lock spend most of their time handing it over, at every operation of torch. So a

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -27,6 +28,9 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK")
+
+STACKS_S = 3.0
+"""Seconds in which ranks that are ended print where they are."""
 
 _PYTEST_FRAME = re.compile(r'^  File "(?:.*/(?:pluggy|_pytest|pytest)/|<frozen runpy>)')
 
@@ -170,14 +174,12 @@ def _watch(process: subprocess.Popen[bytes], settings: LaunchSettings, deadline:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends whatever is left of the launch's process group: with stacks in the logs if it still runs."""
-    for number, patience_s in ((signal.SIGABRT, 5.0), (signal.SIGKILL, 5.0)):
-        if number == signal.SIGABRT and process.poll() is not None:
-            continue
-        try:
-            os.killpg(process.pid, number)
-            process.wait(patience_s)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+    with suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(STACKS_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _free_shared_memory(port: int) -> None:

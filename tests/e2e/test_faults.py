@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ import pytest
 from benchmarks.emulated_cluster import network
 from benchmarks.faults import PHASES, Cluster, Fault, Steps, cluster, meet, steps, whole
 from tests.launching import ROOT, Launch, LaunchSettings, launch
+from tests.marks import late
 
 PROGRAM = ROOT / "benchmarks/faulty_training.py"
 TIMEOUT_S = 240.0
 WATCH_S = 3.0
 TREE = {"sync": "nodes", "publish": "nodes"}  # the other phases are between dies
-OFTEN = ("sync",)
 
 
 def run(folder: Path, kind: str, phase: str) -> Launch:
@@ -34,31 +35,34 @@ def run(folder: Path, kind: str, phase: str) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
-    """By tree, the run that nothing happens to."""
-    found = {}
-    for phase, tree in (("forward", "dies"), ("sync", "nodes")):
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
+    """On the tree of a phase, the run that nothing happens to."""
+
+    @cache
+    def on(tree: str) -> Steps:
         folder = tmp_path_factory.mktemp(tree)
-        done = run(folder, "none", phase)
+        done = run(folder, "none", {"dies": "forward", "nodes": "sync"}[tree])
         assert done.returncode == 0, done.tails()
-        found[tree] = steps(folder)
-    return found
+        return steps(folder)
+
+    return lambda phase: on(TREE.get(phase, "dies"))
 
 
-@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.long) for p in PHASES])
+@pytest.mark.parametrize("phase", ["sync", *(late(phase) for phase in PHASES if phase != "sync")])
 def test_a_rank_is_killed_and_the_restart_goes_on_bit_for_bit(
-    phase: str, tmp_path: Path, undisturbed: dict[str, Steps]
+    phase: str, tmp_path: Path, undisturbed: Callable[[str], Steps]
 ) -> None:
     """The launch ends by itself with its signal, in time; what the restart computes are the bits of a whole run."""
     done = run(tmp_path, "killed", phase)
     assert (done.returncode, done.timed_out) == (128 + signal.SIGKILL, False), done.tails()
-    assert len(steps(tmp_path)) < len(undisturbed["dies"])
+    assert len(steps(tmp_path)) < len(undisturbed(phase))
     again = run(tmp_path, "none", phase)
     assert again.returncode == 0, again.tails()
-    assert steps(tmp_path) == undisturbed[TREE.get(phase, "dies")]
+    assert steps(tmp_path) == undisturbed(phase)
 
 
-def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed: dict[str, Steps]) -> None:
+@pytest.mark.long
+def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed: Callable[[str], Steps]) -> None:
     """It is skipped on both, training goes on, and so does a restart from the checkpoint before it, bit for bit."""
     done = run(tmp_path, "nan", "forward")
     assert done.returncode == 0, done.tails()
@@ -68,7 +72,7 @@ def test_nan_on_one_rank_costs_all_of_them_one_step(tmp_path: Path, undisturbed:
     (tmp_path / "latest").write_text("global_step2")
     again = run(tmp_path, "none", "forward")
     assert again.returncode == 0, again.tails()
-    assert steps(tmp_path) == undisturbed["dies"]
+    assert steps(tmp_path) == undisturbed("forward")
 
 
 def test_a_stopped_rank_is_named_while_the_run_hangs(tmp_path: Path) -> None:

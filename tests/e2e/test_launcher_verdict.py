@@ -91,8 +91,9 @@ def test_launch_is_killed_at_its_time_limit_with_stacks(tmp_path: Path) -> None:
     """A program that hangs costs its time limit and leaves every rank's stack in its log."""
     script = tmp_path / "hang.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(300)\n")
-    for limit in (12, 90):  # the second only where a busy machine needs more than the first to start Python
-        done = launch([str(script)], LaunchSettings(tmp_path / f"logs{limit}", world_size=2, timeout_s=limit))
+    for limit in (3, 60):  # the second only where a busy machine needs more than the first to start Python
+        settings = LaunchSettings(tmp_path / f"logs{limit}", world_size=2, timeout_s=limit, forked=["time"])
+        done = launch([str(script)], settings)
         if len(done.logs()) == 2 and all("up" in log for log in done.logs()):
             break
     assert done.timed_out

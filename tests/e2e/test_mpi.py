@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.launching import ROOT, free_port, rank_environment
+from tests.marks import late
 from zero_topo.config import ZeroTopoConfig, resolve_config
 from zero_topo.topology.presets import emulated
 
@@ -25,7 +26,7 @@ def missing() -> str | None:
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4, late(2)])
 def test_mpi_carries_the_same_bits(ranks: int) -> None:
     """Ok-Topk, plain and sharded, several steps, thresholds exact and reused."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,vader,tcp", "-n", str(ranks)]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import LAUNCHER_PREFIXES
 from tests.launching import ROOT
+from tests.marks import late
 
 RANK = """
 import os, sys
@@ -28,7 +29,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("static", 2), ("c10d", 2)])
+@pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("c10d", 2), late("static", 2)])
 def test_ranks_meet_and_know_their_nodes(kind: str, nodes: int, tmp_path: Path) -> None:
     """Two ranks: of one node, or of two, each with an agent of its own on this host."""
     (tmp_path / "rank.py").write_text(RANK)

@@ -38,7 +38,7 @@ def run(verb: str, path: Path, ranks: int) -> Results:
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        *(("eight", name) for name in ("stock", "hsdp", "zero++", "paper", "topo")),
+        *(("eight", name) for name in ("zero++", "topo")),
         *(("four", name) for name in ("stock", "hsdp", "zero++", "topo")),
     ],
 )

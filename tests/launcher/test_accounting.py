@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_topo
 from tests.launcher.training import Job, Net, advance, block, running
-from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes, padding_bytes
+from tests.marks import late
+from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
 from zero_topo.cost.volume import step_bytes
 from zero_topo.hook.seam import Stock
 from zero_topo.hook.stats import Stats
@@ -42,8 +43,13 @@ def assert_bytes_equal(stats: Stats) -> None:
     assert stats.step_bytes == step_bytes(stats.config, stats.work)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "default"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "quantized"),
+    [
+        *(("zero3", False), *((scheme, True) for scheme in SCHEMES[1:])),
+        *(late("zero3", True), *(late(scheme, False) for scheme in SCHEMES[1:])),
+    ],
+)
 def test_bytes_and_memory_equal_the_formulas(scheme: str, quantized: bool) -> None:
     more: dict[str, Any] = {"quantize": {}} if quantized else {}
     stats = measured(scheme, "bf16", 2, **more)
@@ -70,23 +76,9 @@ def test_fp32_memory_is_counted_as_it_is_held() -> None:
     assert_bytes_equal(stats)
 
 
-def test_memory_exceeds_the_ideal_by_the_padding_the_plan_reports() -> None:
-    stats = measured("zero3", "bf16")
-    plan, numels = stats.config.plan, stats.work.numels
-    padding = sum(plan.shard_numel(n) * plan.world_size - n for n in numels)
-    assert plan.world_size * stats.memory["weights"] == 2 * (sum(numels) + padding)
-    reported = padding_bytes(stats.config, stats.work, 2)["weights"]  # per rank, rounded up to a byte
-    assert 0 <= reported * plan.world_size - 2 * padding < plan.world_size
-
-
 def test_persistent_parameters_are_gathered_exactly_once_a_step() -> None:
     stats = measured("topo", "bf16", 2, persistence=100, quantize={})
     assert any(stats.work.persistent) and not all(stats.work.persistent)
-    assert_bytes_equal(stats)
-
-
-def test_an_int8_secondary_of_zeropp_is_counted_as_the_papers_table_does() -> None:
-    stats = measured("zero++", "bf16", 1, quantize={"secondary": "int8"})
     assert_bytes_equal(stats)
 
 
@@ -94,10 +86,6 @@ def test_a_wider_accumulation_type_costs_what_it_says() -> None:
     stats = measured("topo", "bf16", 1, accumulation_dtype="fp32")
     assert stats.memory["gradients"] == memory_bytes(stats.config, stats.work, 4, ADAM_BYTES)["gradients"]
     assert_bytes_equal(stats)
-
-
-def test_a_meter_switched_off_counts_nothing() -> None:
-    assert measured("topo", "bf16", 1, meter=False).step_bytes == {}
 
 
 def test_statistics_of_an_engine_without_the_block_are_refused() -> None:

@@ -32,6 +32,7 @@ from tests.launcher.checkpoints import (
     save,
 )
 from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, largest_difference, mse, running, weights
+from tests.marks import late
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
@@ -65,7 +66,7 @@ RESUMED: dict[str, Job] = {
 }
 """DeepSpeed's masters and ours, beside the weights and offloaded; a captured secondary, published differences, what
 each kind of sync owes in the middle of its interval; files in either precision."""
-SIBLINGS = ("codes_whole", "hsdp_bf16", "hsdp_published_in_bf16", "quantized_replicated", "aged_replicated")
+OFTEN = ("codes", "topo_offload", "zero++", "quantized", "radius", "scape", "aged")
 RESUMED["scape"].ds.update(ADAMS)
 for name in ("aged", "aged_replicated"):
     RESUMED[name].ds.update(AGED)
@@ -86,7 +87,9 @@ def saved_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
     made.clear()
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "fp32"), ("hsdp", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("topo", "bf16"), ("hsdp", "fp32"), late("topo", "fp32"), late("hsdp", "bf16")]
+)
 def test_stock_zero3_goes_on_from_our_checkpoint(
     scheme: str, dtype: str, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
@@ -98,9 +101,7 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in SIBLINGS)) for name in RESUMED]
-)
+@pytest.mark.parametrize("name", [name if name in OFTEN else late(name) for name in RESUMED])
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(
 
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
-    [("zero++", "fp32"), ("hsdp", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")],
+    [("zero++", "fp32"), ("topo", "bf16"), late("hsdp", "fp32"), late("hsdp", "bf16")],
 )
 def test_a_stock_checkpoint_goes_on_under_a_block(
     scheme: str, dtype: str, saved_by_stock: Callable[[str], Saved]
@@ -130,7 +131,7 @@ def test_a_stock_checkpoint_goes_on_under_a_block(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> None:
     """Secondary copies and optimizer states of an engine that has trained, gradients it has not stepped on: all go."""
     saved = save(job(block(scheme, quantize={})), shared_path)
@@ -145,11 +146,11 @@ def test_a_load_replaces_all_an_engine_holds(scheme: str, shared_path: Path) -> 
     ("options", "dtype"),
     [
         ({"load_optimizer_states": False}, "fp32"),
-        ({"load_optimizer_states": False}, "bf16"),
-        ({"load_module_only": True, "load_optimizer_states": False}, "fp32"),
+        late({"load_optimizer_states": False}, "bf16"),
+        late({"load_module_only": True, "load_optimizer_states": False}, "fp32"),
         ({"load_module_only": True}, "bf16"),
     ],
-    ids=["no_optimizer_states", "no_optimizer_states_bf16", "module_only_no_optimizer_states", "module_only_bf16"],
+    ids=str,
 )
 def test_a_partial_load_does_what_stock_does(
     options: dict[str, bool], dtype: str, saved_by_stock: Callable[[str], Saved]
@@ -165,7 +166,7 @@ def test_a_partial_load_does_what_stock_does(
         assert largest_difference(mine, theirs) <= CLOSE[dtype], scheme
 
 
-@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+@pytest.mark.parametrize("options", [{"load_optimizer_states": False}, late({"load_module_only": True})], ids=str)
 def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shared_path: Path) -> None:
     """On every rank, and not of the latest, as in stock."""
     run = job(block("hsdp"), "bf16")
@@ -181,7 +182,7 @@ def test_weights_alone_are_those_of_the_named_tag(options: dict[str, bool], shar
             assert_same_bits(weights(engine), expected)
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "fp32"), ("topo", "bf16"), ("hsdp", "bf16")])
+@pytest.mark.parametrize(("scheme", "dtype"), [("topo", "fp32"), ("topo", "bf16"), late("hsdp", "bf16")])
 def test_exports_hold_the_weights_and_masters(scheme: str, dtype: str, shared_path: Path) -> None:
     """`zero_to_fp32` gives the masters, `save_16bit_model` the gathered weights, both bit for bit."""
     run = job(block(scheme, quantize={}), dtype, stage3_gather_16bit_weights_on_model_save=True)
@@ -205,7 +206,7 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
     return {**whole, **{name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}}
 
 
-@pytest.mark.parametrize("name", ["zero++", "hsdp_bf16", "hsdp_published_in_bf16"])
+@pytest.mark.parametrize("name", ["zero++", late("hsdp_bf16"), late("hsdp_published_in_bf16")])
 def test_saving_changes_nothing(name: str, shared_path: Path) -> None:
     """A run that saves and exports all along has the losses of one that never does."""
     run = job(RESUMED[name].zero_topo, RESUMED[name].dtype, stage3_gather_16bit_weights_on_model_save=True)
@@ -220,7 +221,7 @@ def test_saving_changes_nothing(name: str, shared_path: Path) -> None:
     assert losses == unsaved
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_garbage_in_a_checkpoint_does_no_harm(scheme: str, rank: int, shared_path: Path) -> None:
     """Stock saves it with masters and optimizer states, and loads it."""
     saved = save(job(block(scheme, quantize={})), shared_path)

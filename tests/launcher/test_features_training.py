@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import deepspeed
@@ -34,6 +35,7 @@ from tests.launcher.training import (
     running,
     train,
 )
+from tests.marks import late
 
 
 def quantized(scheme: str, **more: Any) -> Job:
@@ -58,8 +60,9 @@ def poisoned_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters())}]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("topo", "bf16"), ("zero++", "fp32"), late("topo", "fp32"), late("zero++", "bf16")]
+)
 def test_garbage_at_the_start_does_no_harm(scheme: str, dtype: str) -> None:
     """What memory held beyond the end of a parameter that `zero.Init` partitioned is not quantized together with it."""
     clean = replace(quantized(scheme, zero_init=True), dtype=dtype)
@@ -75,7 +78,7 @@ def edited_in_bf16() -> list[float]:
 
 
 @pytest.mark.eight_ranks  # with half the samples BF16 parts from stock by more
-@pytest.mark.parametrize("scheme", ["topo", "hsdp", "zero++"])
+@pytest.mark.parametrize("scheme", ["topo", late("hsdp"), late("zero++")])
 def test_edit_of_gathered_parameters_in_bf16(scheme: str) -> None:
     """An edit reaches every copy where the masters have another precision."""
     mine = train(edited("bf16").under(block(scheme)))
@@ -138,7 +141,7 @@ def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: s
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
-OWNERS = ("trained", "inference", "init")
+PAIRS = [("trained", "trained"), *permutations(("trained", "inference")), *permutations(("trained", "init"))]
 
 
 def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
@@ -155,8 +158,8 @@ def owned(kind: str, zero_topo: dict[str, Any] | None) -> Iterator[nn.Module]:
         engine.destroy()
 
 
-@pytest.mark.parametrize("quantize", [PLAIN, {"block_size": 64}], ids=["plain", "codes"])
-@pytest.mark.parametrize("kinds", [("trained", other) for other in OWNERS] + [(other, "trained") for other in OWNERS])
+@pytest.mark.parametrize("quantize", [{"block_size": 64}, late(PLAIN)], ids=["codes", "plain"])
+@pytest.mark.parametrize("kinds", PAIRS)
 def test_an_edit_of_parameters_of_two_models_reaches_both(kinds: tuple[str, str], quantize: dict[str, Any]) -> None:
     """DeepSpeed calls the methods of the first parameter for all, whichever model was built first."""
     zero_topo = block("topo", quantize=quantize)

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from tests.launcher import training
 from tests.launcher.features import FEATURES, SCHEMES, expected, verdict
 from tests.launcher.training import Job, largest_difference
+from tests.marks import late
 from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
@@ -21,20 +22,20 @@ OTHERS = [scheme for scheme in SCHEMES if scheme != "topo"]
 
 
 def cells() -> list[object]:
-    """Feature by feature; in ``make test`` each under ``topo``, every third under another scheme too, these in turn."""
+    """Feature by feature; in ``make test`` each under ``topo``, every fifth under another scheme too, these in turn."""
     found: list[object] = []
     for index, name in enumerate(FEATURES):
         for scheme in SCHEMES:
-            often = scheme == "topo" or (index % 3 == 0 and scheme == OTHERS[index // 3 % len(OTHERS)])
-            found.append(pytest.param(name, scheme, marks=() if often else pytest.mark.long))
+            often = scheme == "topo" or (index % 5 == 0 and scheme == OTHERS[index // 5 % len(OTHERS)])
+            found.append((name, scheme) if often else late(name, scheme))
     return found
 
 
 def readable() -> list[object]:
-    """Features that no scheme refuses; in ``make test`` every fourth, and those whose steps are unusual."""
+    """Features that no scheme refuses; in ``make test`` every eighth, and those whose steps are unusual."""
     names = [name for name, feature in FEATURES.items() if not feature.refused]
-    often = {*names[::4], "FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU"}
-    return [pytest.param(name, marks=() if name in often else pytest.mark.long) for name in names]
+    often = {*names[::8], "FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU"}
+    return [name if name in often else late(name) for name in names]
 
 
 @pytest.mark.parametrize(("name", "scheme"), cells())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.launcher.training import Job, block, largest_difference, train
+from tests.marks import late
 from zero_topo.examples.data import Corpus
 from zero_topo.examples.data import batch as text_batch
 from zero_topo.examples.gpt import GPT, GPTConfig
@@ -33,7 +34,7 @@ def stock(dtype: str, micro_batches: int) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "micro_batches"), [*((scheme, 1) for scheme in SCHEMES), ("topo", 4), ("zero++", 4)]
+    ("scheme", "micro_batches"), [*((scheme, 1) for scheme in SCHEMES), ("topo", 4), late("zero++", 4)]
 )
 def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     """Unquantized: at most 1e-5 apart. Several micro-batches where the secondary is captured, and where it is not."""
@@ -41,7 +42,7 @@ def test_fp32_losses_equal_stock_zero3(scheme: str, micro_batches: int) -> None:
     assert largest_difference(mine, list(stock("fp32", micro_batches))) <= 1e-5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["topo", "zero++", *map(late, ("zero3", "hsdp", "paper"))])
 def test_bf16_losses_equal_stock_zero3(scheme: str) -> None:
     """Unquantized: at most 3e-3 apart."""
     mine = train(Job(zero_topo=block(scheme), dtype="bf16", steps=STEPS))
@@ -54,15 +55,6 @@ def test_ranks_placed_at_random_train_alike() -> None:
     order = [5, 0, 3, 6, 1, 7, 2, 4]
     mine = train(Job(zero_topo=block("topo", topology={**tree, "order": order}), steps=STEPS))
     assert largest_difference(mine, list(stock("fp32", 1))) <= 1e-5
-
-
-def test_uneven_groups_of_the_users_own_do_not_hang_the_engine() -> None:
-    """Torch numbers groups per rank; ours are created so that a user's own, in which ranks take unequal part, pass."""
-    own = dist.new_group([0, 1, 5], use_local_synchronization=True)
-    mine = train(Job(zero_topo=block("topo"), steps=2))
-    if isinstance(own, dist.ProcessGroup):
-        dist.destroy_process_group(own)
-    assert largest_difference(mine, list(stock("fp32", 1))[:2]) <= 1e-5
 
 
 def test_fp32_weights_published_in_16_bit_train_within_their_rounding() -> None:
@@ -99,7 +91,7 @@ def text_job(block: dict[str, Any] | None) -> Job:
     )
 
 
-@pytest.mark.parametrize(("steps", "learned"), [(60, 3.6), pytest.param(200, 3.2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("steps", "learned"), [(60, 3.6), late(200, 3.2)])
 def test_default_quantization_learns_real_text_as_zero3_does(steps: int, learned: float) -> None:
     """INT8 gathers and INT4 scatter: mean loss of the last tenth of the steps within 1% of stock ZeRO-3's."""
     losses, stocks = (train(replace(text_job(of), steps=steps)) for of in (block("topo", quantize={}), None))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tests.launcher.parity import Result, assert_equal, run
 from tests.launcher.training import Job, block, ds_config
+from tests.marks import late
 
 TOKENS, WIDTH, HEADS = 8, 12, 4
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4], autouse=True)
+@pytest.fixture(scope="module", params=[2, late(4)], autouse=True)
 def ranks_of_a_sequence(request: pytest.FixtureRequest) -> Iterator[int]:
     """Groups as Hugging Face makes them; afterwards no engine has an mpu any more."""
     parallel_state_sp.initialize_sequence_parallel(request.param)

@@ -1,10 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Sync of fewer bytes and delta publish under DeepSpeed: every mode trains, skips and overlaps as dense sync does."""
+"""Sync of fewer bytes and delta publish under DeepSpeed: with its optimizers, masters, overflows and checkpoints.
+
+What each mode sends and keeps is proved by threads (`tests/ranks/test_sparse_modes.py` and its neighbours).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from tests.launcher.training import (
     AGED,
     DATA_PARALLEL,
     Job,
-    Net,
     advance,
     block,
     largest_difference,
@@ -33,45 +34,22 @@ from tests.launcher.training import (
 from zero_topo.sync.radius import Radius
 
 NODE: dict[str, Any] = {"optimizer": "node"}
-SPARSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "topk_a": ({"mode": "topk_a"}, {}),
-    "topk_dsa": ({"mode": "topk_dsa"}, DATA_PARALLEL),
-    "gtopk": ({"mode": "gtopk"}, DATA_PARALLEL),
-    "gaussian_k": ({"mode": "gaussian_k"}, {}),
-    "oktopk": ({"mode": "oktopk", "tau": 4, "tau_prime": 4}, DATA_PARALLEL),
-    "sharded": ({"mode": "oktopk", "tau_prime": 4, "sharded": True}, {}),
-}
 Q8: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 8}, "publish": {"delta": "int8"}}
 Q4: dict[str, Any] = {"sync": {"mode": "quantized", "bits": 4}, "publish": {"delta": "int4"}}
 INTERVAL = 4
 RADIUS = {"mode": "radius", "density": 0.25, "interval": INTERVAL}
 
 
-@pytest.mark.parametrize(("sync", "plan"), SPARSE.values(), ids=SPARSE)
-def test_a_tenth_of_the_gradient_trains(sync: dict[str, Any], plan: dict[str, Any]) -> None:
-    """The loss falls, and at density 1 it is that of dense sync; copies are compared at every step."""
-    expected = dense()
-    thin, whole = (block("topo", **plan, sync={**sync, "density": density}) for density in (0.1, 1.0))
-    assert train(Job(zero_topo=thin, steps=20))[-1] < 0.6 * expected[0]
-    exact = train(Job(zero_topo=whole, steps=len(expected)))
-    assert largest_difference(expected, exact) <= 1e-5 * expected[0]
-
-
-@cache
-def dense() -> list[float]:
-    """Losses with dense sync."""
-    return train(Job(zero_topo=block("topo"), steps=6))
-
-
 @pytest.mark.parametrize(
     ("plan", "sync", "steps", "ds"),
     [
+        (DATA_PARALLEL, {"mode": "oktopk", "tau": 4, "tau_prime": 4, "density": 0.1}, 20, {}),
         (DATA_PARALLEL, {"mode": "radius", "density": 0.25, "interval": 4, "start": 2}, 12, {}),
         (NODE, {"mode": "scape", "density": 0.1, "warmup": 4}, 20, ADAMS),
     ],
-    ids=["radius", "scape"],
+    ids=["oktopk", "radius", "scape"],
 )
-def test_a_part_of_the_update_or_momentum_trains(
+def test_a_part_of_the_gradient_or_momentum_trains(
     plan: dict[str, Any], sync: dict[str, Any], steps: int, ds: dict[str, Any]
 ) -> None:
     """The loss falls, while replicas are compared bit by bit at every step."""
@@ -81,10 +59,7 @@ def test_a_part_of_the_update_or_momentum_trains(
 
 @pytest.mark.parametrize("plan", [{}, NODE], ids=["sharded", "replicated"])
 def test_sums_of_waiting_gradients_train_with_their_ages(plan: dict[str, Any]) -> None:
-    """AgedAdamW: the loss falls; where everything comes at once it is AdamW's; ages are what the sums say."""
-    adamw = train(Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 1.0}), steps=6))
-    whole = block("topo", **plan, sync={"mode": "topk_a", "density": 1.0})
-    assert largest_difference(adamw, train(Job(zero_topo=whole, steps=6, ds=AGED))) <= 1e-5 * adamw[0]
+    """AgedAdamW: the loss falls, and ages are what the sums say."""
     thin = Job(zero_topo=block("topo", **plan, sync={"mode": "topk_a", "density": 0.1}), steps=20, ds=AGED)
     losses = []
     with running(thin) as engine:
@@ -145,14 +120,13 @@ def test_the_mask_is_of_the_largest_updates(where: str) -> None:
     train(replace(run, steps=INTERVAL + 1, each_step=before, after_step=after))
 
 
-@pytest.mark.parametrize(("plan", "dtype"), [(NODE, "bf16"), (DATA_PARALLEL, "fp32")])
-def test_density_one_is_dense_adams(plan: dict[str, Any], dtype: str) -> None:
+def test_density_one_is_dense_adams() -> None:
     """With gradients clipped at 0.5, which they exceed."""
     sparse, dense = (
-        train(Job(zero_topo=block("topo", **plan, **more), steps=6, ds=ADAMS, dtype=dtype))
+        train(Job(zero_topo=block("topo", **DATA_PARALLEL, **more), steps=6, ds=ADAMS))
         for more in ({"sync": {"mode": "scape", "density": 1.0}}, {})
     )
-    assert sparse == pytest.approx(dense, rel=1e-5 if dtype == "fp32" else 1e-2)
+    assert sparse == pytest.approx(dense, rel=1e-5)
 
 
 def test_adams_in_the_config_is_the_optimizer_alone() -> None:
@@ -172,33 +146,18 @@ def test_another_optimizer_is_refused_by_the_config() -> None:
         start(Job(zero_topo=block("topo", optimizer="node", sync={"mode": "scape"})))
 
 
-@pytest.mark.parametrize(("micro_batches", "dtype"), [(1, "fp32"), (2, "bf16")])
-def test_fewer_bits_between_nodes_train_as_dense_does(micro_batches: int, dtype: str) -> None:
-    """INT8 both ways: the loss follows the unquantized scheme's closely, with all copies compared every step."""
-    run = Job(dtype=dtype, micro_batches=micro_batches, steps=12)
-    dense, fewer = train(run.under(block("topo"))), train(run.under(block("topo", **Q8)))
-    assert 0 < largest_difference(dense, fewer) <= 0.02 * dense[0]
-    assert fewer[-1] < 0.7 * fewer[0]
-
-
-@pytest.mark.parametrize("more", [{}, Q4, {"scheme": "zero++", **Q4}], ids=["topo", "topo-q4", "zero++"])
+@pytest.mark.parametrize("more", [{}, {"scheme": "zero++", **Q4}], ids=["topo", "zero++"])
 def test_overlap_gives_the_same_bits(more: dict[str, Any]) -> None:
     """Sync under the last backward pass and publish under the next forward pass change no weight."""
     results = []
     for overlap in (True, False):
         settings = {"scheme": "topo", "quantize": {}, **more, "overlap": overlap}
-        run = Job(zero_topo=block(**settings), dtype="bf16", steps=6, micro_batches=2)
+        run = Job(zero_topo=block(**settings), steps=6, micro_batches=2)
         with running(run) as engine:
             results.append((advance(run, engine, 0, run.steps), weights(engine)))
     (losses, mine), (losses_without, theirs) = results
     assert losses == losses_without
     assert_same_bits(mine, theirs)
-
-
-def test_copies_stay_alike_for_hundreds_of_steps() -> None:
-    """Every replica of every weight shard is bit-identical after each of 200 steps (compared each step)."""
-    losses = train(Job(zero_topo=block("topo", quantize={}, **Q4), dtype="bf16", steps=200, model=lambda: Net(19, 1)))
-    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
 
 
 def test_others_read_the_checkpoint(shared_path: Path, rank: int) -> None:

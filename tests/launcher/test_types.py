@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -13,12 +13,17 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.launcher.training import Job, Net, block, train
+from tests.marks import late
 from zero_topo.quant.operands import DTYPES
 
 MODELS = [(torch.float32, "fp32"), (torch.float32, "bf16"), (torch.float32, "fp16")]
 MODELS += [(torch.bfloat16, "fp32"), (torch.float16, "fp32")]
 TYPES = [None, *DTYPES]
-MIXES = [(row, column) for row in range(len(MODELS)) for column in range(len(TYPES))]
+MIXES = [
+    ((row, column) if (row + column) % 2 else late(row, column))
+    for row in range(len(MODELS))
+    for column in range(len(TYPES))
+]
 
 
 def net(dtype: torch.dtype) -> Net:
@@ -35,6 +40,12 @@ def job(row: int, mixed: dict[str, Any], zero_topo: dict[str, Any]) -> Job:
     return Job(partial(net, dtype), zero_topo, steps=2, micro_batches=2, dtype=mode, ds={**scale, **mixed})
 
 
+@cache
+def plain(row: int) -> list[float]:
+    """Losses of one of the models, of whose type everything is."""
+    return train(job(row, {}, block("topo")))
+
+
 @pytest.mark.parametrize(("row", "column"), MIXES)
 def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each type of the model with each in which gradients travel and are summed, and weights are published."""
@@ -42,11 +53,8 @@ def test_every_mix_of_types_trains(row: int, column: int, monkeypatch: pytest.Mo
     travels, summed, published = (TYPES[(step * row + column) % len(TYPES)] for step in (0, 1, 2))
     mixed: dict[str, Any] = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
     mixed |= {"communication_data_type": travels} if travels else {}
-    plain, mine = (
-        train(job(row, {}, block("topo"))),
-        train(job(row, mixed, block("topo", publish={"dtype": published}))),
-    )
-    torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
+    mine = train(job(row, mixed, block("topo", publish={"dtype": published})))
+    torch.testing.assert_close(mine, plain(row), rtol=1e-2, atol=1e-3)
 
 
 def refused(model: nn.Module, match: str, **keys: Any) -> None:

@@ -1,12 +1,12 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What tests may rely on when their ranks are threads: these collectives, groups of ranks, failures that surface."""
+"""Ranks that are threads: failures and hangs surface, and a pretended world has its size. All other tests of ranks
+use the collectives."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,91 +14,6 @@ from benchmarks.bare import fake_world
 from tests import device
 from tests.harness import run_threads
 from zero_topo.quant.operands import Codes
-
-
-def test_results_come_in_rank_order() -> None:
-    """Each rank sees its own rank and the common arguments; results are in rank order."""
-    assert run_threads(5, lambda rank, scale: (dist.get_rank(), rank * scale), 10) == [(r, 10 * r) for r in range(5)]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_all_gather_and_all_to_all_move_bytes(asynchronous: bool) -> None:
-    """The two collectives of packed buffers work on uint8, waited for or not."""
-
-    def body(rank: int) -> tuple[list[int], list[int]]:
-        world = dist.get_world_size()
-        gathered = torch.empty(2 * world, dtype=torch.uint8)
-        work = dist.all_gather_into_tensor(gathered, torch.full((2,), rank, dtype=torch.uint8), async_op=asynchronous)
-        exchanged = torch.empty(world, dtype=torch.uint8)
-        sent = torch.arange(world, dtype=torch.uint8) + 10 * rank
-        other = dist.all_to_all_single(exchanged, sent, async_op=asynchronous)
-        for handle in (work, other):
-            if handle is not None:
-                handle.wait()
-        return gathered.tolist(), exchanged.tolist()
-
-    for rank, (gathered, exchanged) in enumerate(run_threads(4, body)):
-        assert gathered == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert exchanged == [10 * source + rank for source in range(4)]
-
-
-def test_all_to_all_with_unequal_splits() -> None:
-    """Split sizes are honoured: what rank r sends to rank d has length r + d."""
-
-    def body(rank: int) -> list[float]:
-        sizes = [rank + other for other in range(3)]
-        received = torch.empty(sum(sizes))
-        dist.all_to_all_single(received, torch.full((sum(sizes),), float(rank)), sizes, sizes)
-        return received.tolist()
-
-    assert run_threads(3, body)[2] == [0.0] * 2 + [1.0] * 3 + [2.0] * 4
-
-
-def test_reductions() -> None:
-    """Sum, maximum and reduce-scatter are real."""
-
-    def body(rank: int) -> tuple[float, float, list[float]]:
-        total, largest = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-        dist.all_reduce(total)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        part = torch.empty(2)
-        dist.reduce_scatter_tensor(part, torch.arange(8.0))
-        return float(total), float(largest), part.tolist()
-
-    assert run_threads(4, body)[1] == (6.0, 3.0, [8.0, 12.0])
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_groups_do_not_mix(local: bool) -> None:
-    """Collectives of disjoint groups, created by everybody or only by their members, keep to their members."""
-
-    def body(rank: int) -> list[list[int]]:
-        world = dist.get_world_size()
-        members = [[r for r in range(world) if r % 2 == parity] for parity in (0, 1)]
-        if local:
-            group = dist.new_group(members[rank % 2], use_local_synchronization=True)
-        else:
-            group = [dist.new_group(ranks) for ranks in members][rank % 2]
-        seen = []
-        for _ in range(20):
-            ranks = torch.empty(world // 2, dtype=torch.int64)
-            dist.all_gather_into_tensor(ranks, torch.tensor([rank]), group=group)
-            seen.append(ranks.tolist())
-        return seen
-
-    for rank, seen in enumerate(run_threads(16, body)):
-        assert seen == [[r for r in range(16) if r % 2 == rank % 2]] * 20
-
-
-def test_objects_travel() -> None:
-    """all_gather_object and broadcast_object_list work, for checks across ranks."""
-
-    def body(rank: int) -> list[object]:
-        objects: list[object] = [None] * dist.get_world_size()
-        dist.all_gather_object(objects, {"rank": rank})
-        return objects
-
-    assert run_threads(3, body)[0] == [{"rank": rank} for rank in range(3)]
 
 
 def check_nothing_is_left() -> None:
@@ -134,18 +49,6 @@ def test_hang_is_reported_with_the_place() -> None:
         run_threads(3, body, timeout=0.5)
     assert "dist.barrier()" in "".join(caught.value.__notes__)
     check_nothing_is_left()
-
-
-def test_backward_runs_in_threads() -> None:
-    """Autograd works in every rank."""
-
-    def body(rank: int) -> float:
-        x = torch.tensor(2.0, requires_grad=True)
-        (x * x * rank).backward()
-        assert x.grad is not None
-        return float(x.grad)
-
-    assert run_threads(3, body) == [0.0, 4.0, 8.0]
 
 
 def test_fake_world_is_as_large_as_told() -> None:

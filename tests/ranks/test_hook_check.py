@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT
+from tests.marks import late
 from zero_topo.hook import install, optimizer, seam
 
 # -- what the hook relies on -------------------------------------------------------------------------------------------
@@ -202,16 +203,17 @@ for script in sys.argv[1:]:
 """
 
 
-def test_every_way_installs_the_hook_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [["zero_topo_first", "run"], late([*WAYS])], ids=["often", "all"])
+def test_every_way_installs_the_hook_once(ways: list[str], tmp_path: Path) -> None:
     """One layer of ours around each of the three functions; so the installed DeepSpeed fits, which is checked first."""
-    scripts = [tmp_path / f"{name}.py" for name in WAYS]
+    scripts = [tmp_path / f"{name}.py" for name in ways]
     for script in scripts:
         script.write_text(f"{WAYS[script.stem]}\n{REPORT}")
     command = [sys.executable, "-c", FORKS, *map(str, scripts)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")] == [[1, 1, 1]] * len(WAYS)
+    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")] == [[1, 1, 1]] * len(ways)
 
 
 def test_installing_again_changes_nothing() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Allocations
+from tests.marks import late
 from tests.plans import resolve
-from tests.ranks.test_launch_budget import CASES, SPARSE
+from tests.ranks.test_launch_budget import CASES, SPARSE, each
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.footprint import InFlight, predict_memory
 from zero_topo.cost.step import Job
@@ -77,10 +78,8 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
     return sum(held.values()) - held.get("activations", 0)
 
 
-@pytest.mark.parametrize(
-    "layers", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("name", [name for name in CASES if name.partition("+")[2] not in SPARSE])
+@pytest.mark.parametrize("layers", [2, late(1), late(3)])
+@pytest.mark.parametrize("name", each(name for name in CASES if name.partition("+")[2] not in SPARSE))
 def test_the_peak_is_as_predicted(name: str, layers: int) -> None:
     """Of all schemes and of dense and quantized modes, in one collective or in several."""
     block: dict[str, Any] = CASES[name]

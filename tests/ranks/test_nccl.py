@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_threads
+from tests.marks import late
 from tests.nccl import RuleError, nccl_rules
 from tests.ranks.trainer import Trainer
-from tests.ranks.worlds import BLOCKS, World, shuffled, world
+from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
 from zero_topo import AdamS
 from zero_topo.collectives.transport import Gloo, Group
 from zero_topo.mesh import Mesh
@@ -78,7 +79,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
     return run_threads(w.size, rank_main)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [late(name) if name in COMBINED else name for name in BLOCKS])
 def test_a_step_keeps_the_rules(name: str) -> None:
     """On lanes of a CPU and of a GPU, with the weights that a step has without the rules."""
     w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), NUMELS)

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.launching import ROOT
+from tests.marks import late
 from zero_topo.collectives.meter import Meter
 from zero_topo.hook import watch as watch_module
 from zero_topo.hook.watch import Patience, Place, Watch, main_thread_place, standstill
@@ -195,7 +196,7 @@ if sys.argv[1] == "destroyed":
 """
 
 
-@pytest.mark.parametrize("engine", ["kept", "destroyed"])
+@pytest.mark.parametrize("engine", ["kept", late("destroyed")])
 def test_a_rank_0_that_leaves_in_good_order_did_not_die(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store goes with it while another still works: nothing is said of that, unless it then stands still."""
     monkeypatch.setattr(watch_module, "SLACK_S", 0.2)

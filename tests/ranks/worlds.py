@@ -61,6 +61,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 """Every scheme and mode, in the tests of what they all must keep."""
 
+COMBINED = ("all-reduce", "topo-zero2", "codes, q4", "codes, oktopk", "gaussian_k", "offloaded")
+"""Those that differ from others in what these tests do not look at."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -20,7 +20,6 @@ from tests.commands import Run
 from tests.documents import PAGES, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
-from tests.mutants import figures
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
@@ -185,20 +184,6 @@ def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callab
     assert tables()[table] == rows(), "\n" + "\n".join(rows())
 
 
-def mutant_sentences() -> list[str]:
-    """What CONTRIBUTING says of the sample of mutants, from its record."""
-    content = json.loads((ROOT / "tests/data/mutants.json").read_text())
-    rooms = [f"{killed} of {ran} in `{room}`" for room, (killed, ran) in figures(content).items()]
-    left = [row for room in content["rooms"].values() for row in room["left"] if row["outcome"] != "waits"]
-    killed = f"killed were {', '.join(rooms)}"
-    lines = content["coverage"]
-    share = f"{1 - lines['missed'] / lines['lines']:.0%} of the package's lines are run by {lines['ran']}; "
-    judged = sum(bool(row["judgement"]) for row in left)
-    judgements = f"{'all' if judged == len(left) else f'{judged} of'} {len(left)} others are judged in the record"
-    unseen = "Triton's kernels, which no coverage sees, are not."
-    return [f"On {content['when']} {killed}; {judgements}.", share + unseen]
-
-
 def scheme_sentences() -> list[str]:
     """What the tutorial takes from the table of schemes."""
     zero3, topo = scheme_cells("`zero3`"), scheme_cells("`topo`")
@@ -243,7 +228,6 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (README, loss_sentences),
         (README, stock_sentences),
         (ROOT / "docs/losses-sparse.md", fragment_sentences),
-        (ROOT / "CONTRIBUTING.md", mutant_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:

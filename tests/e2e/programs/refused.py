@@ -10,8 +10,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,33 +65,20 @@ def arguments(good: Json) -> dict[str, Call]:
 
 def odd(good: Json, rank: int) -> dict[str, Call]:
     """Calls that rank 1 makes with something else than rank 0."""
-    block, zero, optimizer = good["zero_topo"], good["zero_optimization"], good["optimizer"]
     return {
-        "block": lambda: engine({**good, "zero_topo": {**block, "seed": rank}}),
-        "bucket": lambda: engine({**good, "zero_optimization": {**zero, "reduce_bucket_size": 1000 + rank}}),
-        "rate": lambda: engine({**good, "optimizer": {**optimizer, "params": {"lr": 0.5 + rank, "torch_adam": True}}}),
-        "clipping": lambda: engine({**good, "gradient_clipping": 1.0 + rank}),
-        "bf16": lambda: engine({**good, "bf16": {"enabled": rank == 1}}),
+        "block": lambda: engine({**good, "zero_topo": {**good["zero_topo"], "seed": rank}}),
         "model": lambda: engine(good, width=4 + rank),
-        "order": lambda: grouped(good, lambda params: params, names=("b", "a") if rank else ("a", "b")),
-        "left_out": lambda: grouped(good, lambda params: params[: 2 - rank]),
-        "groups": lambda: grouped(good, lambda params: [{"params": [p]} for p in (params[::-1] if rank else params)]),
-        "own_rate": lambda: grouped(good, partial(torch.optim.AdamW, lr=0.5 + rank)),
+        "own_rate": lambda: with_optimizer(good, lr=0.5 + rank),
         "version": lambda: patch.object(torch, "__version__", f"2.13.{rank}")(engine)(good),
         "nothing": lambda: trains({**good, "steps_per_print": 1 + rank, "wall_clock_breakdown": rank == 1}),
     }
 
 
-def grouped(config: Json, choose: Callable[..., Any], names: Sequence[str] = ("a", "b")) -> Any:
-    """What `initialize` makes of two parameters of one shape: of the groups, or the optimizer, that are chosen."""
-    model = torch.nn.ParameterDict([(name, torch.nn.Parameter(torch.ones(4))) for name in names])
-    chosen = choose(list(model.parameters()))
-    own = isinstance(chosen, torch.optim.Optimizer)
-    return zero_topo.initialize(
-        model=model,
-        config={key: value for key, value in config.items() if not own or key != "optimizer"},
-        **({"optimizer": chosen} if own else {"model_parameters": chosen}),
-    )
+def with_optimizer(config: Json, lr: float) -> Any:
+    """What `initialize` makes of a model and an optimizer of the script's own."""
+    model = torch.nn.Linear(4, 4)
+    config = {key: value for key, value in config.items() if key != "optimizer"}
+    return zero_topo.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=lr), config=config)
 
 
 def trains(config: Json) -> float:

@@ -199,9 +199,7 @@ def taken_up_in_place(directory: Path, zero_topo: dict[str, Any]) -> dict[str, A
 def eight(directory: Path) -> dict[str, Any]:
     """What two ranks left, under several schemes on three levels; two of them go on to four ranks."""
     source, sparse = directory / "two/dense", directory / "two/sparse"
-    results = {"stock": resumed(source, None, {"checkpoint": {"load_universal": True}})}
-    for scheme in ("hsdp", "zero++", "paper"):
-        results[scheme] = resumed(source, on("2x2x2", scheme))
+    results = {"zero++": resumed(source, on("2x2x2", "zero++"))}
     results["topo"] = resumed(source, on("2x2x2", "topo"), then=directory / "eight/dense")
     results["rich"] = recut(directory / "two/rich", "2x2x2", "topo", 300)
     results["sends all"] = resumed(sparse, on("2x2x2", "topo", sync=ALL_OF_IT))
