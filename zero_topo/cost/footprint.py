@@ -19,8 +19,9 @@ Note [In flight]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
@@ -91,7 +92,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
     held = memory_bytes(config, work, accumulated, states)
-    columns = sum(config.plan.shard_numel(m) for m in work.numels)
+    columns = sum(work.shards(config.plan))
     held |= {"optimizer": 0} if flight.offload else {}
     most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
     made, masks = scratch(config, work, flight).always, config.sync.memory(config.plan, columns, False).masks
@@ -101,7 +102,7 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
 
 def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch:
     """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
-    columns = sum(config.plan.shard_numel(m) for m in work.numels)
+    columns = sum(work.shards(config.plan))
     run = widest_run(config, replace(work, run_numel=flight.bucket))
     name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
     return config.sync.scratch(config.plan, columns, run, ITEMSIZES[name] if name else work.itemsize)
@@ -130,7 +131,7 @@ def moments(
     plan, work = config.plan, replace(work, run_numel=flight.bucket)
     sync = scratch(config, work, flight)
     publish = publish_bytes(config, work)
-    rows = plan.world_size // plan.optimizer * sum(plan.shard_numel(m) for m in work.numels)
+    rows = plan.world_size // plan.optimizer * sum(work.shards(plan))
     copied = work.itemsize < 4 and not flight.offload
     scatter = scatter_bytes(config, flight.bucket, work)
     complete, coming = gathered_bytes(config, job.model, work.itemsize, job.prefetch, flight.live)
@@ -162,7 +163,7 @@ def gathered_bytes(
         Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
         flight, for which this rank stores its own buffer and those received from the outermost group.
     """
-    sizes = [sum(numels) for _, numels in model.modules()]
+    sizes = _module_sizes(model)
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
     whole = min(model.params, max(live, ahead)) * itemsize
     complete = coming = 0
@@ -172,6 +173,11 @@ def gathered_bytes(
         complete = max(complete, message)
         coming = max(coming, message * (1 + hi // lo) // members)
     return whole + complete, whole + coming
+
+
+@lru_cache
+def _module_sizes(model: Transformer) -> Sequence[int]:
+    return [sum(numels) for _, numels in model.modules()]
 
 
 def activation_bytes(job: Job, itemsize: int = 2) -> int:

@@ -8,13 +8,14 @@ own buffer, and the weights of parameters that are not quantized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from zero_topo.config import ROLES, ResolvedConfig
 from zero_topo.cost.codes import codes_bytes
-from zero_topo.cost.volume import Columns, Workload
+from zero_topo.cost.volume import Workload
 
 ADAM_BYTES = 12  # per parameter: FP32 master, momentum and variance
 VARIANCE_BYTES = 4  # per parameter: the part of ADAM_BYTES that AdamS and Muon do not store
@@ -38,7 +39,7 @@ def memory_bytes(
         inside the weight shard is a view of it and costs nothing.
     """
     plan = config.plan
-    shards = [plan.shard_numel(m) for m in work.numels]
+    shards = work.shards(plan)
     columns, n = sum(shards), plan.world_size
     held = {
         "weights": _weights_bytes(config, work),
@@ -49,7 +50,7 @@ def memory_bytes(
     held["optimizer"] -= n // plan.optimizer * sum(map(plan.shard_numel, work.of_muon())) * VARIANCE_BYTES
     if work.frozen is not None:  # no rank stores more exact weights than a world shard
         still = replace(config, plan=replace(plan, optimizer=n))
-        copied = _secondary_bytes(still, [plan.shard_numel(m) for m in work.frozen.numels], work.itemsize)
+        copied = _secondary_bytes(still, work.frozen.shards(plan), work.itemsize)
         held["frozen"] = _weights_bytes(still, work.frozen) + copied
     residual = config.sync.memory(plan, columns, work.loss_scaled).residual
     return {**held, "residual": residual} if residual else held
@@ -79,21 +80,22 @@ def padding_bytes(
 
 def _weights_bytes(config: ResolvedConfig, work: Workload) -> int:
     plan, spec = config.plan, config.resident_spec
-    rows = plan.world_size // plan.weights
-    columns = Columns.of(plan, list(zip(work.numels, work.coded(config), strict=True)))
+    rows, shards = plan.world_size // plan.weights, work.shards(plan)
     if spec is None:
-        return rows * sum(columns.plain) * work.itemsize
-    own = plan.world_size // plan.optimizer * sum(columns.all)
-    codes = sum(codes_bytes(rows, width, spec) for width in columns.coded)
-    return (rows * sum(columns.plain) + own) * work.itemsize + codes
+        return rows * sum(shards) * work.itemsize
+    coded = Counter(width for width, kept in zip(shards, work.coded(config), strict=True) if kept)
+    plain = sum(shards) - sum(coded.elements())
+    own = plan.world_size // plan.optimizer * sum(shards)
+    codes = sum(count * codes_bytes(rows, width, spec) for width, count in coded.items())
+    return (rows * plain + own) * work.itemsize + codes
 
 
-def _secondary_bytes(config: ResolvedConfig, shards: list[int], itemsize: int) -> int:
+def _secondary_bytes(config: ResolvedConfig, shards: Sequence[int], itemsize: int) -> int:
     plan, spec = config.plan, config.secondary_spec
     if plan.secondary is None or plan.weights == 1:
         return 0
     rows = plan.world_size // plan.secondary
     if spec is not None:
-        return sum(spec.nbytes(rows * n) for n in shards)
+        return sum(count * spec.nbytes(rows * width) for width, count in Counter(shards).items())
     is_view = plan.secondary % plan.weights == 0
     return 0 if is_view else rows * sum(shards) * itemsize

@@ -7,10 +7,14 @@ reduction needs most memory in the first group, an all-gather in the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import FP32, ITEMSIZES, rows_message
 from zero_topo.cost.codes import change_bytes
-from zero_topo.cost.volume import Workload, slot_runs
+from zero_topo.cost.volume import Workload
+from zero_topo.plan import packed_runs
 
 
 def scatter_bytes(config: ResolvedConfig, bucket: int, work: Workload) -> int:
@@ -53,11 +57,19 @@ def publish_bytes(config: ResolvedConfig, work: Workload) -> int:
     return max(differences + own + came if spec else 0, came + own * size)
 
 
-def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> list[int]:
+def widest_run(config: ResolvedConfig, work: Workload, coded: bool | None = None) -> Sequence[int]:
     """Return the elements, in a world shard, of each parameter of the largest run.
 
     ``coded`` selects parameters stored as INT8 (True) or not (False), as publish packs them; None takes all.
     """
-    slots = [slot for slot, held in enumerate(work.coded(config)) if coded in (None, held)]
-    runs = slot_runs(config.plan, work, slots, work.run_numel)
-    return max(([config.plan.shard_numel(work.numels[slot]) for slot in run] for run in runs), key=sum, default=[])
+    kinds = work.coded(config) if coded is not None else ()
+    return _widest(work.shards(config.plan), config.plan.world_size, kinds, coded, work.run_numel)
+
+
+@lru_cache  # the planner asks for the same run in most of its plans
+def _widest(
+    shards: Sequence[int], ranks: int, kinds: Sequence[bool], coded: bool | None, limit: int | None
+) -> Sequence[int]:
+    widths = shards if coded is None else [width for width, kind in zip(shards, kinds, strict=True) if kind == coded]
+    runs = packed_runs([ranks * width for width in widths], limit)
+    return max((widths[run.start : run.stop] for run in runs), key=sum, default=())

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from zero_topo.config import ResolvedConfig, ZeroTopoConfig, resolve_config
@@ -112,12 +113,21 @@ class Workload:
         """Return the elements of each parameter whose update is Muon's."""
         return tuple(numel for numel, whole in zip(self.numels, self.whole, strict=False) if whole)
 
+    def shards(self, plan: Plan) -> Sequence[int]:
+        """Return the elements of a world shard of each parameter."""
+        return _shards(plan.world_size, self.numels)
+
     def coded(self, config: ResolvedConfig) -> tuple[bool, ...]:
         """Return for each parameter whether it is stored as INT8."""
         spec = config.resident_spec
         if spec is None:
             return (False,) * len(self.numels)
         return coded_slots(config.plan, self.numels, self.dims, self.persistent, spec.block_size)
+
+
+@lru_cache  # every plan on a machine has the same world shards
+def _shards(ranks: int, numels: tuple[int, ...]) -> Sequence[int]:
+    return tuple(-(-numel // ranks) for numel in numels)
 
 
 # -- DeepSpeed itself --------------------------------------------------------------------------------------------------
