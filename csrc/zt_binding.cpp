@@ -292,6 +292,16 @@ at::Tensor sketch_peel(const at::Tensor &sketch, const at::Tensor &bits, int64_t
     return left;
 }
 
+// settings: factor of the weights, root of the second moment's correction, eps, negative learning rate.
+void aged_adamw(const at::Tensor &p, const at::Tensor &g, const at::Tensor &mean, const at::Tensor &square,
+                const at::Tensor &age, const at::Tensor &table, at::ArrayRef<double> settings) {
+    TORCH_CHECK(settings.size() == 4 && table.numel() == 4 * ZT_AGES, "four settings, and as many rows of factors");
+    const auto set = [&](size_t i) { return static_cast<float>(settings[i]); };
+    check(zt_gpu_aged_adamw({p.data_ptr<float>(), g.data_ptr<float>(), mean.data_ptr<float>(), square.data_ptr<float>(),
+                             age.data_ptr<uint8_t>(), p.numel(), table.data_ptr<float>(), set(0), set(1), set(2), set(3)},
+                            stream_of(p)));
+}
+
 #else
 
 void mask_pack(const at::Tensor &mask, const at::Tensor &bits) {
@@ -408,7 +418,9 @@ void serve(const std::string &key) {
     ZT_KERNEL(codes_assess);
     ZT_KERNEL(codes_emit);
     ZT_KERNEL(codes_apply);
-#ifndef ZT_FOR_GPU
+#ifdef ZT_FOR_GPU
+    ZT_KERNEL(aged_adamw);
+#else
     ZT_KERNEL(row_largest);
 #endif
 }

@@ -48,8 +48,12 @@ ZT_DEVICE void zt_clear_padding(const zt_gpu_messages &messages, const zt_shares
 }
 
 /* Thread blocks that shall fit on a multiprocessor at once, so that enough loads are under way: registers are rationed
- * to that. */
+ * to that. HIP counts waves of a SIMD, of which a block has one on each; four have 128 registers a lane. */
+#if defined(__HIPCC__)
+constexpr int zt_residents(int units) { return units == 8 ? 2 : 4; }
+#else
 constexpr int zt_residents(int units) { return units == 2 ? 4 : units == 4 ? 3 : 2; }
+#endif
 
 template <int UNITS>
 ZT_KERNEL(ZT_THREADS, zt_residents(UNITS)) zt_quantize_kernel(ZT_ARGUMENTS zt_quantize_arguments a) {

@@ -146,12 +146,19 @@ ZT_ARITHMETIC(zt_add, "add")
 ZT_ARITHMETIC(zt_sub, "sub")
 ZT_ARITHMETIC(zt_mul, "mul")
 ZT_ARITHMETIC(zt_div, "div")
+ZT_DEVICE float zt_sqrt(float x) {
+    float out;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
 #else
 ZT_DEVICE float zt_add(float a, float b) { return a + b; }
 ZT_DEVICE float zt_sub(float a, float b) { return a - b; }
 ZT_DEVICE float zt_mul(float a, float b) { return a * b; }
 ZT_DEVICE float zt_div(float a, float b) { return a / b; }
+ZT_DEVICE float zt_sqrt(float x) { return __builtin_sqrtf(x); }
 #endif
+ZT_DEVICE float zt_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 /* The bits of `word` in `mask`, those of `flip` among them inverted, and the bits of `rest`, which are not in `mask`.
  * In one instruction: nvcc has to be told; AMD's, which has no such xor, shares the inversion among a word's masks. */

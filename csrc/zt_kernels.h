@@ -103,6 +103,18 @@ typedef struct zt_change {
     const int64_t *count; /* how many escape */
 } zt_change;
 
+/* AgedAdamW's update of n FP32 elements; Note [Ages] in zero_topo/sync/optimizers.py. */
+#define ZT_AGES 257
+typedef struct zt_aged {
+    float *p;
+    const float *g;
+    float *mean, *square;
+    uint8_t *age;
+    int64_t n;
+    const float *table; /* four rows of ZT_AGES factors, by steps since the last arrival: aged_adamw in quant/ops.py */
+    float decay, correction, eps, rate;
+} zt_aged;
+
 /* What becomes of a sum of messages. In this order, each step one FP32 rounding: total = sum in message order;
  * total *= factor unless factor == 1; total = out + total if accumulate; round to the dtype of out. */
 typedef struct zt_reduce {
@@ -247,6 +259,7 @@ ZT_WIRE_FN int64_t zt_gpu_sketch_work(int64_t n, int64_t rows) {
 }
 int zt_gpu_sketch_peel(float *sketch, const uint8_t *bits, int64_t n, uint64_t seed, int64_t rows, float *x, void *work,
                        int64_t *left, void *stream);
+int zt_gpu_aged_adamw(zt_aged aged, void *stream); /* all of it in device memory */
 /* The tables of codes and of what changes are in device memory too. Whatever a message says, nothing outside it, and of
  * the codes nothing but the part, is read or written. */
 int zt_gpu_codes_assess(zt_masters masters, zt_codes codes, zt_part part, float *scales, uint8_t *escaped, void *stream);

@@ -76,6 +76,17 @@ class CChange(Structure):
     _fields_ = [(name, c_void_p) for name in ("scales", "order", "count")]
 
 
+class CAged(Structure):
+    """``zt_aged``."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("p", "g", "mean", "square", "age")),
+        ("n", c_int64),
+        ("table", c_void_p),
+        *((name, c_float) for name in ("decay", "correction", "eps", "rate")),
+    ]
+
+
 def c_spec(spec: Format) -> CSpec:
     """The specification in C."""
     return CSpec(*spec.code)

@@ -7,6 +7,7 @@ A backend is a module or object with the functions of `zero_topo.quant.reference
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -283,6 +284,7 @@ def check_sparse(backend: Any, device: str = "cpu", dtypes: Sequence[torch.dtype
     check_masks(backend, device)
     check_rows(backend, device)
     check_sketch(backend, device)
+    check_aged_adamw(backend, device)
     for dtype in dtypes:
         check_selection(backend, dtype, device)
 
@@ -295,6 +297,32 @@ def check_a_little(backend: Any) -> None:
     check_requantize(backend, SPECS[-2], sources=(3,))
     check_operations(backend, CAST_FORMATS[5], sources=(1, 2, 5))
     check_sparse(backend, dtypes=(torch.bfloat16,))
+
+
+def check_aged_adamw(backend: Any, device: str = "cpu") -> None:
+    """Weights, moments and ages, where all elements arrive, some or none; with numbers that are none among them.
+
+    To the bit, but for weights (torch's square root on CPUs may be an ulp off) and Triton's interpreter, which fuses no
+    product and sum.
+    """
+    fused = os.environ.get("TRITON_INTERPRET") != "1"
+    for n, density in product((1, 255, 4097, 70001), (0.0, 0.2, 1.0)):
+        generator = torch.Generator().manual_seed(n)
+        p, g, mean = (torch.randn(n, generator=generator) for _ in range(3))
+        g *= (torch.rand(n, generator=generator) < density) * 10.0 ** torch.randint(-30, 15, (n,), generator=generator)
+        g[n // 3 : n // 3 + 2] *= torch.tensor([torch.inf, torch.nan])[: max(0, n - n // 3)][:2] if n > 1 else 1.0
+        age = torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8)
+        steps = torch.arange(1, 257, dtype=torch.float64)
+        rows = [1 / steps, 1 - 0.9**steps, 0.95**steps, (1 - 0.95**steps) / steps]
+        table = torch.stack([torch.cat([torch.tensor([float(k == 2)]), row]) for k, row in enumerate(rows)]).float()
+        state, settings = [p, g, mean, mean * mean, age, table], [0.999, 0.7, 1e-8, -0.003]
+        own = [x.to(device, copy=True) for x in state]
+        backend.aged_adamw(*own, settings)
+        reference.aged_adamw(*state, settings)
+        for name, actual, expected in zip(("p", "g", "mean", "square", "age"), own, state, strict=False):
+            exact = fused and name != "p"
+            close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(actual.cpu(), expected, **close, equal_nan=True)
 
 
 def check_masks(backend: Any, device: str = "cpu") -> None:

@@ -97,6 +97,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "compact_above": [c_void_p, c_int32, c_int64, c_float, c_void_p, c_int64, c_void_p, c_void_p],
     "sketch_insert": [c_void_p, c_int64, c_int64, c_uint64, c_int64, c_void_p],
     "sketch_peel": [c_void_p, c_void_p, c_int64, c_uint64, c_int64, c_void_p, c_void_p, c_void_p],
+    "aged_adamw": [c_types.CAged],
     "codes_assess": [CMasters, CCodes, CPart, c_void_p, c_void_p],
     "codes_emit": [CMasters, CCodes, CPart, CChange, c_void_p, c_int64],
     "codes_apply": [CMessages, CCodes, CPart],
@@ -215,6 +216,12 @@ class GpuLibrary:
         c = sketch.data_ptr(), bits.data_ptr(), out.numel(), seed, rows, out.data_ptr(), work.data_ptr()
         self.call("sketch_peel", *c, left.data_ptr())
         return left
+
+    def aged_adamw(self, p: Tensor, *others: Any) -> None:
+        """Weights, moments and ages."""
+        *state, table, settings = others
+        addresses = [x.data_ptr() for x in (p, *state)]
+        self.call("aged_adamw", c_types.CAged(*addresses, p.numel(), table.data_ptr(), *settings))
 
     def codes_assess(self, masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
         """Scales, and which blocks escape."""

@@ -36,7 +36,7 @@ CODES = {"zt_assess_kernel": 4, "zt_emit_kernel": 1, "zt_apply_kernel": 1}
 CASTS = {"zt_cast_kernel": 3, "zt_cast_sum_kernel": 3, "zt_cast_again_kernel": 3}
 """Those of casts, by dtype."""
 OTHERS = {"zt_mask_pack_kernel", "zt_mask_unpack_kernel", "zt_count_kernel", "zt_compact_kernel"}
-OTHERS |= {"zt_sketch_insert_kernel", "zt_peel_begin_kernel", "zt_peel_kernel"}
+OTHERS |= {"zt_aged_adamw_kernel", "zt_sketch_insert_kernel", "zt_peel_begin_kernel", "zt_peel_kernel"}
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,15 @@ def count(pattern: str, kernel: Kernel) -> int:
 def test_registers(target: str) -> None:
     """Nothing spills or lies in local memory; as many thread blocks, or waves of 64, fit as the kernels ask for."""
     if target == AMD:
-        kernels, local, most = amd(), "(scratch|buffer)_(load|store)", {"": 128, "1": 96, "2": 128, "4": 168, "8": 256}
+        kernels, local, most = amd(), "(scratch|buffer)_(load|store)", {"": 128, "1": 96, "2": 128, "4": 128, "8": 256}
     else:
         kernels, local, most = nvidia(target), r"\.local", {"": 64, "1": 48, "2": 64, "4": 80, "8": 128}
+    three = 168 if target == AMD else 80  # of three thread blocks
     check_all_there(kernels)
     assert not [k for k in kernels if k.spilled or k.local_bytes or count(local, k)]
     assert not [k for k in kernels if k.name in EXPECTED and k.registers > most[k.arguments[2]]]
-    assert not [k for k in kernels if k.name in CODES and k.registers > most[k.arguments[2:3]]]
-    assert not [k for k in kernels if k.name in CASTS and k.registers > most["4"]]  # three thread blocks, as of 4 units
+    assert not [k for k in kernels if k.name in CODES and k.registers > (most | {"4": three})[k.arguments[2:3]]]
+    assert not [k for k in kernels if k.name in CASTS and k.registers > three]
 
 
 @pytest.mark.parametrize("arch", NVIDIA)
@@ -172,7 +173,9 @@ def test_nvidia_arithmetic(arch: str) -> None:
     """Every product, sum and quotient is one correctly rounded instruction; none is fused, approximate or flushed."""
     kernels = nvidia(arch)
     for kernel in kernels:
-        assert not count(r"\bfma\b|\bmad\.\S*f32|\.approx|\.ftz", kernel), kernel.name
+        aged = kernel.name == "zt_aged_adamw_kernel"  # torch fuses product and sum of lerp and addcmul
+        assert not count(r"\bmad\.\S*f32|\.approx|\.ftz" + ("" if aged else r"|\bfma\b"), kernel), kernel.name
+        assert not aged or count(r"\bfma\.rn", kernel) == 3 * count(r"\bsqrt\.rn", kernel) == 12
         if kernel.name in ("zt_quantize_kernel", "zt_requantize_kernel"):
             assert count(r"\bdiv\.rn\.f32", kernel) >= 2
         if kernel.name in CODES:  # of 1 by a scale, and of a block's top by 127

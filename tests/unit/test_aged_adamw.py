@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import zero_topo.sync.optimizers
+from benchmarks.counting import Launches
 from zero_topo import AgedAdamW
+from zero_topo.quant import reference
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -20,8 +21,8 @@ SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 def test_few_elements_are_updated_by_themselves_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and all state, as where arithmetic is of all elements: on a GPU, which nobody waits for."""
     found = []
-    for few in (zero_topo.sync.optimizers.FEW, 10**6):
-        monkeypatch.setattr(zero_topo.sync.optimizers, "FEW", few)
+    for few in (reference.FEW, 10**6):
+        monkeypatch.setattr(reference, "FEW", few)
         p = torch.linspace(-1, 1, 1000).requires_grad_(True)
         optimizer = AgedAdamW([p], **SETTINGS)
         for p.grad in sparse_sums(30, 1000):
@@ -44,7 +45,7 @@ def sparse_sums(steps: int, numel: int, seed: int = 0) -> Iterator[Tensor]:
 @pytest.mark.parametrize("seed", range(4))
 def test_where_all_arrives_it_is_adamw_to_the_bit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of any size, in any dtype of the weights, cut into chunks or not."""
-    monkeypatch.setattr(zero_topo.sync.optimizers, "CHUNK", (1 << 22, 64, 1000, 7)[seed])
+    monkeypatch.setattr(reference, "UPDATED", (1 << 22, 64, 1000, 7)[seed])
     generator = torch.Generator().manual_seed(seed)
     dtype = (torch.float32, torch.float32, torch.float64, torch.float32)[seed]
     settings = {
@@ -178,12 +179,25 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
 
 def test_it_never_asks_the_device() -> None:
     """On tensors without data every look at a value would raise: nothing of the step depends on how many arrived."""
-    w = torch.zeros(10, device="meta", requires_grad=True)
+    w = torch.zeros(10, device="meta", dtype=torch.bfloat16, requires_grad=True)
     optimizer = AgedAdamW([w], **SETTINGS)
     for _ in range(2):
-        w.grad = torch.zeros(10, device="meta")
+        w.grad = torch.zeros_like(w)
         optimizer.step()
     assert optimizer.state[w]["step"] == 2
+
+
+def test_a_step_is_one_launch() -> None:
+    """For each FP32 parameter, of any size."""
+    weights = [torch.randn(n, requires_grad=True) for n in (7, reference.UPDATED + 1)]
+    optimizer, launches = AgedAdamW(weights, **SETTINGS), Launches()
+    for phase in ("nothing", "first", "second"):
+        with launches.phase(phase):
+            optimizer.step()
+        for w in weights:
+            w.grad = torch.ones_like(w)
+    nothing, second = launches.phases["nothing"], launches.phases["second"]
+    assert (second.launches - nothing.launches, second.kernels, second.syncs) == (2, 2, 0)
 
 
 def test_settings_out_of_range_are_refused_in_its_name() -> None:

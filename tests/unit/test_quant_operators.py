@@ -123,6 +123,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "row_largest": (floats, torch.zeros(2, 3, dtype=torch.int64)),
         "sketch_insert": (floats, 5, torch.zeros(2, 3, 1024)),
         "sketch_peel": (torch.zeros(3, 1024), bits, 5, torch.zeros(16)),
+        "aged_adamw": (*(torch.randn(16) for _ in range(4)), mask.byte(), torch.rand(4, 257), [0.9, 0.8, 1e-8, -0.1]),
         "codes_assess": (floats, [0, 0], *held, torch.zeros(2), torch.zeros(2, dtype=torch.bool)),
         "codes_emit": (floats, [0, 0], *held, *change, torch.zeros(1024, dtype=torch.uint8)),
         "codes_apply": (torch.zeros(1, 1, 1, 1024, dtype=torch.uint8), -1, *held),

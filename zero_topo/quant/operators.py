@@ -49,6 +49,8 @@ SCHEMAS = (
     "row_largest(Tensor x, Tensor(a!) indices) -> ()",
     "sketch_insert(Tensor x, int seed, Tensor(a!) sketch) -> ()",
     "sketch_peel(Tensor(a!) sketch, Tensor bits, int seed, Tensor(b!) out) -> Tensor",
+    "aged_adamw(Tensor(a!) p, Tensor g, Tensor(b!) mean, Tensor(c!) square, Tensor(d!) age, Tensor table, "
+    "float[] settings) -> ()",
     f"codes_assess({_OWN}, Tensor held, {_CODES}, Tensor(a!) scales, Tensor(b!) escaped) -> ()",
     f"codes_emit({_OWN}, Tensor(a!) held, {_CODES}, Tensor scales, Tensor order, Tensor count, "
     "Tensor(b!) message) -> ()",

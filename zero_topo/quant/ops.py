@@ -20,14 +20,15 @@ Note [Codes]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from zero_topo.quant import reference
 from zero_topo.quant.operands import FLOATS, Change, Codes, Masters, Part, Views, described, from_sources
 from zero_topo.quant.operators import OPS
-from zero_topo.quant.reference import LANES
 from zero_topo.quant.spec import ALIGNMENT, CHUNK, FLOAT_NAMES, Cast, Format, TritSpec
 
 Target = TypeVar("Target", bound=Views)
@@ -330,9 +331,9 @@ def sketch(x: Tensor, seed: int, rows: int) -> Tensor:
     """
     _check_vector("x", x.view(-1) if x.dim() == 2 and x.is_contiguous() else x, (torch.float32,))
     _check_rows(rows)
-    sketch = torch.zeros(*x.shape[:-1], rows, LANES, device=x.device)
+    sketch = torch.zeros(*x.shape[:-1], rows, reference.LANES, device=x.device)
     if x.numel():
-        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, LANES))
+        OPS.sketch_insert.default(x.view(-1, x.shape[-1]), seed, sketch.view(-1, rows, reference.LANES))
     return sketch
 
 
@@ -352,13 +353,31 @@ def peel(sketch: Tensor, bits: Tensor, seed: int, numel: int) -> tuple[Tensor, T
         ValueError: for tensors of other shapes or dtypes.
     """
     _check_vector("bits", bits, (torch.uint8,), -(-numel // 8))
-    if sketch.dim() != 2 or sketch.shape[1] != LANES:
-        raise ValueError(f"a sketch is [rows, {LANES}], not {tuple(sketch.shape)}")
+    if sketch.dim() != 2 or sketch.shape[1] != reference.LANES:
+        raise ValueError(f"a sketch is [rows, {reference.LANES}], not {tuple(sketch.shape)}")
     _check_rows(sketch.shape[0])
     _check_vector("sketch", sketch.view(-1), (torch.float32,))
     _check_devices(sketch, bits)
     out = torch.empty(numel, device=sketch.device)
     return out, OPS.sketch_peel.default(sketch, bits, seed, out) if numel else _zero(out)
+
+
+def aged_adamw(
+    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
+) -> None:
+    """Update the weights and the state of ``AgedAdamW``; FP32 parameters in one kernel on a GPU.
+
+    Args:
+        p, mean, square: weights and both moments, ``[n]`` each, contiguous; changed in place.
+        g: gradients ``[n]``; an element has arrived if its gradient is not zero.
+        age: steps that each element has waited, uint8 ``[n]``; changed in place.
+        table: ``[4, 257]`` in the dtype of ``p``, by steps since the last arrival (0: none now): the mean's share of a
+            sum, its weight in the momentum, the decay of the second moment, the weight of the squared sum in it.
+        settings: the factor by which all weights decay, the square root of the second moment's bias correction,
+            epsilon, and minus the learning rate over the momentum's bias correction.
+    """
+    in_fp32 = p.dtype == g.dtype == torch.float32
+    (OPS.aged_adamw.default if in_fp32 else reference.aged_adamw)(p, g, mean, square, age, table, settings)
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ from zero_topo.quant.spec import CHUNK, GROUP, HEADROOM, KEPT_FROM, KEPT_TO, Blo
 SMALLEST = 2.0**-100
 INT8_LEVELS = 127
 LANES = 1024
+FEW = 3  # if fewer than 1 in 3 elements arrive, a CPU updates only those, gathered by index
+UPDATED = 1 << 22  # elements that the optimizer updates at once: bounds the scratch memory
 _MASK = (1 << 64) - 1
 
 
@@ -376,3 +378,52 @@ def _hashed_rows(seed: int, block: int, rows: int) -> list[tuple[int, float]]:
         row = first + (((mixed & 0xFFFFFFFF) * (past - first)) >> 32)
         three.append((row, -1.0 if mixed >> 63 else 1.0))
     return three
+
+
+# -- AgedAdamW ---------------------------------------------------------------------------------------------------------
+
+
+def aged_adamw(
+    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
+) -> None:
+    """Update weights ``p``, both moments and ages, ``[n]`` each; see ``ops.aged_adamw``."""
+    for chunk in zip(*(part.split(UPDATED) for part in (p, g, mean, square, age)), strict=True):
+        _update_aged(chunk, table, settings)
+
+
+def _update_aged(chunk: tuple[Tensor, ...], table: Tensor, settings: Sequence[float]) -> None:
+    """Update some elements; on a CPU, if few arrive, moments are computed for these only."""
+    p, g, mean, square, age = chunk
+    few = g.device.type == "cpu" and FEW * int(g.count_nonzero()) < len(g)
+    index = g.nonzero()[:, 0] if few else None
+    if settings[0] != 1:
+        p.mul_(settings[0])
+    parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
+    steps = parts.pop(0).int().add_(1)
+    age.clamp_(max=254).add_(1)
+    if index is None:
+        arrived = g != 0
+        steps.mul_(arrived)
+        age.masked_fill_(arrived, 0)
+    else:
+        age.index_fill_(0, index, 0)
+    _update_arrived(parts, steps, table, settings)
+    if index is not None:
+        for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
+            whole.index_copy_(0, index, part)
+
+
+def _update_arrived(parts: Sequence[Tensor], steps: Tensor, table: Tensor, settings: Sequence[float]) -> None:
+    """Update weights and both moments of some elements, in the order of operations of ``AdamW``.
+
+    Args:
+        parts: weights, gradient and both moments, ``[n]`` each.
+        steps: steps since the last arrival, 0 for elements without an arrival now, int32 ``[n]``.
+        table, settings: of ``ops.aged_adamw``.
+    """
+    p, g, mean, square = parts
+    g, (share, weight, left, gain), (_, correction, eps, rate) = g.to(p.dtype), table, settings
+    mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
+    square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
+    norm = square.sqrt().div_(correction).add_(eps)
+    p.addcdiv_(mean * steps, norm, value=rate)

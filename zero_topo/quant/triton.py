@@ -25,6 +25,7 @@ from zero_topo.quant.triton_blocks import (
 )
 from zero_topo.quant.triton_codes import codes_apply, codes_assess, codes_emit  # noqa: F401  (of the backend)
 from zero_topo.quant.triton_sparse import (  # noqa: F401
+    aged_adamw,
     compact_above,
     count_above,
     launch,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 CHUNK = tl.constexpr(2048)
 LANES = tl.constexpr(1024)
+AGES = tl.constexpr(257)
 # Lanes of a peeling program, which is one warp of 32 or 64 threads. The interpreter is not slower with more lanes.
 PART = tl.constexpr(1024 if triton.knobs.runtime.interpret else 128)
 
@@ -82,6 +84,14 @@ def sketch_peel(sketch: Tensor, bits: Tensor, seed: int, out: Tensor) -> Tensor:
     left = torch.empty(LANES.value // PART.value, dtype=torch.int64, device=out.device)
     launch(_sketch_peel, left.numel(), sketch, counts, unresolved, out.zero_(), left, places, warps=1)
     return left.sum().view(1)
+
+
+def aged_adamw(
+    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, age: Tensor, table: Tensor, settings: Sequence[float]
+) -> None:
+    """Update FP32 weights, moments and ages; see ``ops.aged_adamw``."""
+    scalars = torch.tensor(settings, dtype=torch.float32).tolist()  # rounded as the kernel's arguments are
+    launch(_aged_adamw, triton.cdiv(p.numel(), LANES.value), p, g, mean, square, age, table, p.numel(), *scalars)
 
 
 def _counts(x: Tensor, threshold: float) -> Tensor:
@@ -169,6 +179,43 @@ def _compact_above(
     writes = (large != 0) & (place < room)
     tl.store(indices + place, element, mask=writes)
     tl.store(kept + place, values, mask=writes)
+
+
+@triton.jit
+def _aged_adamw(
+    p: tl.tensor,
+    g: tl.tensor,
+    mean: tl.tensor,
+    square: tl.tensor,
+    age: tl.tensor,
+    table: tl.tensor,
+    n: int,
+    decay: float,
+    correction: float,
+    eps: float,
+    rate: float,
+) -> None:
+    """Update 1024 elements; all of them decay, those that have arrived change otherwise."""
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    exists = at < n
+    sums = tl.load(g + at, mask=exists, other=0)
+    waited = tl.load(age + at, mask=exists, other=0).to(tl.int32)
+    weights = tl.load(p + at, mask=exists, other=0) * decay
+    arrived = exists & (sums != 0)
+    factors = table + waited + 1
+    old = tl.load(mean + at, mask=arrived, other=0)
+    end = tl.load(factors) * sums
+    weight = tl.load(factors + AGES)
+    small = weight < 0.5
+    new = tl.fma(tl.where(small, weight, weight - 1), end - old, tl.where(small, old, end))
+    left = tl.load(square + at, mask=arrived, other=0) * tl.load(factors + 2 * AGES)
+    squares = tl.fma(tl.load(factors + 3 * AGES) * sums, sums, left)
+    norm = tl.div_rn(tl.sqrt_rn(squares), tl.full(squares.shape, correction, tl.float32)) + eps
+    moved = weights + tl.div_rn(rate * (new * (waited + 1).to(tl.float32)), norm)
+    tl.store(mean + at, new, mask=arrived)
+    tl.store(square + at, squares, mask=arrived)
+    tl.store(p + at, tl.where(arrived, moved, weights), mask=exists)
+    tl.store(age + at, tl.where(arrived, 0, tl.minimum(waited, 254) + 1).to(tl.uint8), mask=exists)
 
 
 @triton.jit

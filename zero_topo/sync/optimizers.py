@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_topo.quant import ops
+
 OLDEST = 255  # the most steps that a byte can store
-FEW = 3  # if fewer than 1 in 3 elements arrive, a CPU updates only those, gathered by index
-CHUNK = 1 << 22  # elements updated at once: bounds the scratch memory
 
 
 class AdamLike(Optimizer):
@@ -185,7 +185,7 @@ class AgedAdamW(AdamLike):
     gradients that arrive in sums move a weight as far as single ones under AdamW; a constant gradient moves it more
     slowly, by the root of ``a``.
 
-    Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``.
+    Usable alone, or by ``"optimizer": {"type": "AgedAdamW"}``. On a GPU, one kernel updates an FP32 parameter.
 
     The state is that of AdamW plus one byte per element; the arguments are those of :class:`AdamLike`.
     """
@@ -194,7 +194,7 @@ class AgedAdamW(AdamLike):
     WEIGHT_DECAY = 0.01
 
     @cached_property
-    def _tables(self) -> dict[tuple[Any, ...], tuple[Tensor, ...]]:
+    def _tables(self) -> dict[tuple[Any, ...], Tensor]:
         """The tables of :meth:`_table` by device, dtype and betas; they are not saved with the optimizer."""
         return {}
 
@@ -216,74 +216,25 @@ class AgedAdamW(AdamLike):
             state["age"] = torch.zeros_like(p, dtype=torch.uint8)
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        (b1, b2), rate = group["betas"], float(group["lr"])
         for p in params:
-            state = self.state[p]
-            table = self._table(p, group["betas"])
+            state, table = self.state[p], self._table(p, group["betas"])
+            count = int(state["step"])
+            corrections = (1 - b2**count) ** 0.5, 1 - b1**count
+            settings = [1 - rate * group["weight_decay"], corrections[0], group["eps"], -rate / corrections[1]]
             parts = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["age"])
-            flats = (part.detach().view(-1).split(CHUNK) for part in parts if part is not None)
-            for chunk in zip(*flats, strict=True):
-                _step(chunk, table, group, int(state["step"]))
+            ops.aged_adamw(*(part.detach().view(-1) for part in parts if part is not None), table, settings)
 
-    def _table(self, p: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
-        """Return the factors of :func:`_updated`, ``[257]`` each, by steps since the last arrival (0: none now)."""
+    def _table(self, p: Tensor, betas: tuple[float, float]) -> Tensor:
+        """Return the table of ``ops.aged_adamw``."""
         key = (p.device, p.dtype, *betas)
         if key not in self._tables:
             (b1, b2), steps = betas, range(1, OLDEST + 2)
-            columns = (
+            rows = (
                 (0.0, *(1 / a for a in steps)),
                 (0.0, *(1 - b1**a for a in steps)),
                 (1.0, *(b2**a for a in steps)),
                 (0.0, *((1 - b2**a) / a for a in steps)),
             )
-            self._tables[key] = tuple(torch.tensor(column, dtype=p.dtype, device=p.device) for column in columns)
+            self._tables[key] = torch.tensor(rows, dtype=p.dtype, device=p.device)
         return self._tables[key]
-
-
-def _step(chunk: tuple[Tensor, ...], table: tuple[Tensor, ...], group: dict[str, Any], count: int) -> None:
-    """Update some elements; on a CPU, if few arrive, moments are computed for these only.
-
-    Args:
-        chunk: weights, gradient, both moments and ages, ``[n]`` each.
-        table: the factors of :func:`_updated`.
-        group: the settings.
-        count: steps taken, this one included.
-    """
-    p, g, mean, square, age = chunk
-    few = g.device.type == "cpu" and FEW * int(g.count_nonzero()) < len(g)
-    index = g.nonzero()[:, 0] if few else None
-    if group["weight_decay"]:
-        p.mul_(1 - float(group["lr"]) * group["weight_decay"])
-    parts = [part if index is None else part.index_select(0, index) for part in (age, p, g, mean, square)]
-    steps = parts.pop(0).int().add_(1)
-    age.clamp_(max=OLDEST - 1).add_(1)
-    if index is None:
-        arrived = g != 0
-        steps.mul_(arrived)
-        age.masked_fill_(arrived, 0)
-    else:
-        age.index_fill_(0, index, 0)
-    _updated(parts, steps, table, group, count)
-    if index is not None:
-        for whole, part in zip((p, mean, square), (parts[0], *parts[2:]), strict=True):
-            whole.index_copy_(0, index, part)
-
-
-def _updated(
-    parts: Sequence[Tensor], steps: Tensor, table: tuple[Tensor, ...], group: dict[str, Any], count: int
-) -> None:
-    """Update weights and both moments of some elements, in the order of operations of ``AdamW``.
-
-    Args:
-        parts: weights, gradient and both moments, ``[n]`` each.
-        steps: steps since the last arrival, 0 for elements without an arrival now, int32 ``[n]``.
-        table: four factors, each indexed by steps: the mean's share of a sum, its weight in the momentum, the decay of
-            the second moment, and the weight of the squared sum in it.
-        group: the settings.
-        count: steps taken, this one included.
-    """
-    p, g, mean, square = parts
-    g, (b1, b2), (share, weight, left, gain) = g.to(p.dtype), group["betas"], table
-    mean.lerp_(share.index_select(0, steps).mul_(g), weight.index_select(0, steps))
-    square.mul_(left.index_select(0, steps)).addcmul_(gain.index_select(0, steps).mul_(g), g)
-    norm = square.sqrt().div_((1 - b2**count) ** 0.5).add_(group["eps"])
-    p.addcdiv_(mean * steps, norm, value=-float(group["lr"]) / (1 - b1**count))
