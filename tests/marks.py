@@ -1,11 +1,17 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Marks that tests share."""
+"""Parameters with which only ``make test-long`` runs a test."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 
 late = partial(pytest.param, marks=pytest.mark.long)
-"""Parameters with which only ``make test-long`` runs a test."""
+
+
+def often(some: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """All values of one parameter, of which only some are tried in ``make test`` too."""
+    return [value if value in some else late(value) for value in values]

@@ -32,7 +32,7 @@ from tests.launcher.checkpoints import (
     save,
 )
 from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, largest_difference, mse, running, weights
-from tests.marks import late
+from tests.marks import late, often
 
 CLOSE = {"fp32": 1e-6, "bf16": 3e-3}
 
@@ -101,7 +101,7 @@ def test_stock_zero3_goes_on_from_our_checkpoint(
     assert largest_difference(losses, saved.losses) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else late(name) for name in RESUMED])
+@pytest.mark.parametrize("name", often(OFTEN, RESUMED))
 def test_a_resumed_run_repeats_the_unbroken_one(
     name: str, rank: int, shared_path: Path, saved_by_stock: Callable[[str], Saved]
 ) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import zero_topo
 from tests.launcher.training import EMULATED, Job, Net, batch, close, mean, mse, start, train
 from tests.launching import ROOT
+from tests.marks import often
 from zero_topo.config import ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.topology import resolve_topology
 
@@ -47,7 +48,10 @@ def plan(path: Path) -> tuple[object, ...]:
 CONFIGS = {plan(path): path for path in sorted((ROOT / "configs").glob("*.json"), reverse=True)}
 
 
-@pytest.mark.parametrize("path", CONFIGS.values(), ids=[path.stem for path in CONFIGS.values()])
+OFTEN = [ROOT / f"configs/{name}.json" for name in ("default", "zeropp", "topo-q4", "topo-radius", "topo-scape")]
+
+
+@pytest.mark.parametrize("path", often(OFTEN, CONFIGS.values()), ids=[path.stem for path in CONFIGS.values()])
 def test_configs_train(path: Path) -> None:
     """Two optimizer steps: finite losses, weights that move, and zero_topo's engine under it."""
     torch.manual_seed(0)

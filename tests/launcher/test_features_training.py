@@ -44,7 +44,7 @@ def quantized(scheme: str, **more: Any) -> Job:
     return Job(zero_topo=block, steps=5, dtype="bf16", micro_batches=2, **more)
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_quantized_training_repeats_bit_by_bit(scheme: str) -> None:
     """The same seed gives the same bits, however far ahead weights are gathered."""
     first = run(quantized(scheme))
@@ -127,7 +127,7 @@ class ReadsAWeight(Net):
         return self.out(nn.functional.linear(self.blocks[0](self.inp(x)), self.blocks.get_parameter("1.1.weight")))
 
 
-@pytest.mark.parametrize("scheme", ["topo", "zero++"])
+@pytest.mark.parametrize("scheme", ["topo", late("zero++")])
 def test_a_weight_read_outside_its_module_has_the_same_value_each_time(scheme: str) -> None:
     """The first pass gathers it where it is read, later ones with the module that reads it, and after a step too."""
     job = Job(ReadsAWeight, block(scheme, quantize={"weights": "int8", "block_size": 64}), micro_batches=4)

@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from tests.launcher import training
 from tests.launcher.features import FEATURES, SCHEMES, expected, verdict
 from tests.launcher.training import Job, largest_difference
-from tests.marks import late
+from tests.marks import late, often
 from tests.matrix import recorded
 from tests.suite import CELLS_VARIABLE
 
@@ -26,16 +26,16 @@ def cells() -> list[object]:
     found: list[object] = []
     for index, name in enumerate(FEATURES):
         for scheme in SCHEMES:
-            often = scheme == "topo" or (index % 5 == 0 and scheme == OTHERS[index // 5 % len(OTHERS)])
-            found.append((name, scheme) if often else late(name, scheme))
+            soon = scheme == "topo" or (index % 5 == 0 and scheme == OTHERS[index // 5 % len(OTHERS)])
+            found.append((name, scheme) if soon else late(name, scheme))
     return found
 
 
 def readable() -> list[object]:
     """Features that no scheme refuses; in ``make test`` every eighth, and those whose steps are unusual."""
     names = [name for name, feature in FEATURES.items() if not feature.refused]
-    often = {*names[::8], "FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU"}
-    return [name if name in often else late(name) for name in names]
+    unusual = ("FP16, overflows", "parameter groups, a scheduler", "`offload_optimizer` to the CPU")
+    return often((*names[::8], *unusual), names)
 
 
 @pytest.mark.parametrize(("name", "scheme"), cells())

@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_local_fp32_param, safe_
 
 from tests.launcher.parity import Result, run
 from tests.launcher.training import ADAMS, AGED, Job, advance, batch, block, mse, running, weights
-from tests.marks import late
+from tests.marks import late, often
 
 STEPS = 6
 CODES = {"weights": "int8", "secondary": "int8", "gradients": None, "resident": "int8", "block_size": 64}
@@ -53,7 +53,7 @@ def there_and_back(engine: Any, step: int) -> None:
         engine.reload_states()
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else late(name) for name in BLOCKS])
+@pytest.mark.parametrize("name", often(OFTEN, BLOCKS))
 def test_a_run_goes_on_bit_for_bit(name: str) -> None:
     whole, broken = undisturbed(name), run(job(name, each_step=there_and_back))
     assert broken.losses == whole.losses

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.launcher.models import Tied
 from tests.launcher.parity import run
 from tests.launcher.training import Job, Net, advance, block, largest_difference, running, weights
-from tests.marks import late
+from tests.marks import often
 from tests.suite import LONG_VARIABLE
 from zero_topo.engine.weights import Weights
 from zero_topo.plan import coded_slots
@@ -102,7 +102,7 @@ CASES: dict[str, Job] = {
 OFTEN = ("plain", "on one stream", "frozen", "offloaded", "replicated optimizer", "steps skipped", "quantized sync")
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else late(name) for name in CASES])
+@pytest.mark.parametrize("name", often(OFTEN, CASES))
 def test_codes_follow_their_masters_in_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``debug_checks``: all copies are bit-identical too. The loss is stock ZeRO-3's within what INT8 costs."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)

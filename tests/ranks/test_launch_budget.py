@@ -6,7 +6,7 @@ A launch is an ATen operation that is neither a view nor an allocation, a call o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import log2
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Counts, Launches
 from benchmarks.scale import count, total
-from tests.marks import late
+from tests.marks import often
 from tests.plans import resolve
 from zero_topo.config import ResolvedConfig
 from zero_topo.topology.presets import emulated
@@ -81,11 +81,7 @@ CASES = {
     **{f"codes+{mode}": SCHEMES["codes"] | SPARSE[mode] for mode in ("oktopk", "ternary")},
     **{f"one-hop+{mode}": SCHEMES["one-hop"] | SPARSE[mode] for mode in ("topk_a", "radius")},
 }
-
-
-def each(names: Iterable[str]) -> list[Any]:
-    """Cases for a test, often those of some schemes alone."""
-    return [name if name.partition("+")[0] in ("zero3", "zero++", "topo", "codes") else late(name) for name in names]
+OFTEN = [name for name in CASES if name.partition("+")[0] in ("zero3", "zero++", "topo", "codes")]
 
 
 def on(block: dict[str, Any], nodes: int) -> ResolvedConfig:
@@ -111,7 +107,7 @@ def launched(name: str, nodes: int, together: int | None = None) -> float:
     return total(counted(name, nodes, together)) / PARAMS
 
 
-@pytest.mark.parametrize("name", each(CASES))
+@pytest.mark.parametrize("name", often(OFTEN, CASES))
 def test_a_step_launches_no_more_on_many_nodes(name: str) -> None:
     """At most 12 launches for each parameter in a step, and as many on 384 ranks as on 16.
 
@@ -162,7 +158,7 @@ def test_gathers_of_frozen_parameters_launch_no_more_on_many_nodes(name: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", each(name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape", "ternary"))
+    "name", often(OFTEN, (name for name in CASES if name.partition("+")[2] in (*DENSE, "radius", "scape", "ternary")))
 )
 def test_the_host_waits_for_nothing(name: str) -> None:
     """What is sent does not depend on values, so the host never asks the device for any.

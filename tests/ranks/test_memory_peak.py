@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.bare import bare_engine, fake_world, matrices
 from benchmarks.counting import Allocations
-from tests.marks import late
+from tests.marks import late, often
 from tests.plans import resolve
-from tests.ranks.test_launch_budget import CASES, SPARSE, each
+from tests.ranks.test_launch_budget import CASES, OFTEN, SPARSE
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost.footprint import InFlight, predict_memory
 from zero_topo.cost.step import Job
@@ -79,7 +79,7 @@ def predicted(config: ResolvedConfig, bucket: int) -> int:
 
 
 @pytest.mark.parametrize("layers", [2, late(1), late(3)])
-@pytest.mark.parametrize("name", each(name for name in CASES if name.partition("+")[2] not in SPARSE))
+@pytest.mark.parametrize("name", often(OFTEN, (name for name in CASES if name.partition("+")[2] not in SPARSE)))
 def test_the_peak_is_as_predicted(name: str, layers: int) -> None:
     """Of all schemes and of dense and quantized modes, in one collective or in several."""
     block: dict[str, Any] = CASES[name]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import run_threads
-from tests.marks import late
+from tests.marks import often
 from tests.nccl import RuleError, nccl_rules
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import BLOCKS, COMBINED, World, shuffled, world
@@ -79,7 +79,7 @@ def trained(w: World, mixed: bool) -> list[Tensor]:
     return run_threads(w.size, rank_main)
 
 
-@pytest.mark.parametrize("name", [late(name) if name in COMBINED else name for name in BLOCKS])
+@pytest.mark.parametrize("name", often(BLOCKS.keys() - set(COMBINED), BLOCKS))
 def test_a_step_keeps_the_rules(name: str) -> None:
     """On lanes of a CPU and of a GPU, with the weights that a step has without the rules."""
     w = world(BLOCKS[name], shuffled(emulated(2, 2, 2)), NUMELS)

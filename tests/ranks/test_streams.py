@@ -165,7 +165,7 @@ def ways() -> Iterator[Any]:
         yield (name, *overlaps) if often else late(name, *overlaps)
 
 
-@pytest.mark.parametrize(("name", "overlap", "overlap_comm"), ways())
+@pytest.mark.parametrize(("name", "overlap", "overlap_comm"), list(ways()))
 def test_no_race(name: str, overlap: bool, overlap_comm: bool) -> None:
     """Gathers, scatters, sync and publish of every scheme, whichever of them have streams of their own."""
     trained({**BLOCKS[name], "overlap": overlap}, overlap_comm)

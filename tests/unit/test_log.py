@@ -3,27 +3,28 @@
 
 from __future__ import annotations
 
-import subprocess
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.launching import ROOT
 from zero_topo.hook import log
 from zero_topo.hook.log import OTHERS_WAIT_S
 
-PROGRAM = """
-import logging, sys
-{before}
-from zero_topo.hook.log import show_log, tell
-rank = int(sys.argv[1])
-for engine in range(2):
-    show_log(rank)
-    tell(rank, [f"choice {{engine}}"])
-logging.getLogger("zero_topo.sync.of_its_own").warning("trouble")
-"""
-QUIET = 'logging.getLogger("zero_topo").setLevel(logging.WARNING)'
-OWN = 'logging.basicConfig(format="mine %(message)s", stream=sys.stderr)'
+
+@contextmanager
+def a_script() -> Iterator[logging.Logger]:
+    """Logging as nobody has set it up, neither pytest nor another test; our logger."""
+    ours = logging.getLogger("zero_topo")
+    handlers, own, level = logging.root.handlers, ours.handlers, ours.level
+    logging.root.handlers, ours.handlers = [], []
+    try:
+        yield ours
+    finally:
+        logging.root.handlers, ours.handlers = handlers, own
+        ours.setLevel(level)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +32,21 @@ OWN = 'logging.basicConfig(format="mine %(message)s", stream=sys.stderr)'
     [
         ("", 0, ["[INFO] zero_topo: choice 0", "[INFO] zero_topo: choice 1", "[WARNING] trouble"]),
         ("", 1, ["[WARNING] trouble"]),
-        (QUIET, 0, ["[WARNING] trouble"]),
-        (OWN, 0, ["mine zero_topo: choice 0", "mine zero_topo: choice 1", "mine trouble"]),
+        ("quiet", 0, ["[WARNING] trouble"]),
+        ("own", 0, ["mine zero_topo: choice 0", "mine zero_topo: choice 1", "mine trouble"]),
     ],
 )
-def test_choices_are_seen_once(before: str, rank: int, expected: list[str]) -> None:
+def test_choices_are_seen_once(before: str, rank: int, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each of two engines' on rank 0, warnings on all; the user's level and handlers are used."""
-    command = [sys.executable, "-c", PROGRAM.format(before=before), str(rank)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    lines = done.stderr.splitlines()
+    with a_script() as ours:
+        if before == "own":
+            logging.basicConfig(format="mine %(message)s", stream=sys.stderr)
+        ours.setLevel(logging.WARNING if before == "quiet" else logging.NOTSET)
+        for engine in range(2):
+            log.show_log(rank)
+            log.tell(rank, [f"choice {engine}"])
+        logging.getLogger("zero_topo.sync.of_its_own").warning("trouble")
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(expected)
     assert all(line.endswith(end) for line, end in zip(lines, expected, strict=True)), lines
 
