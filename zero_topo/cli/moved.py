@@ -29,6 +29,8 @@ MOVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "--table": "the paper's tables are tests now, in a checkout: tests/paper.py",
         },
         "simulate": {
+            "--rates": "type --set rates=FILE",
+            "--force": "type --set force=true",
             "--prefetch": "type --set prefetch=MODULES",
             "--latency": "type --set latency=SECONDS",
             "--no-checkpointing": "type --set checkpointing=false",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
+from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import (
     ASSUMED_MACHINE,
     EQUAL,
@@ -23,7 +24,7 @@ from zero_topo.cost.planner import (
 from zero_topo.cost.step import Job
 from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
-from zero_topo.units import format_bytes, format_seconds
+from zero_topo.units import format_bytes, format_count, format_seconds
 
 RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
     {
@@ -55,11 +56,9 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
         f"of the {ranking.fitting} plans that fit{kept}, and needs {held}"
     )
-    model = request.job.model
-    shape = f"{sum(request.work.numels):,} parameters, counted as {model.layers} layers of width {model.hidden}"
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
     return best.candidate.chosen, "; ".join(
-        [line, *near, *_gain(ranking), shape, setting(request.job), *assumed_lines(request)]
+        [line, *near, *_gain(ranking), setting(request.job), *assumed_lines(request)]
     )
 
 
@@ -93,7 +92,12 @@ def explain(ranking: Ranking) -> list[str]:
     """
     best, request = ranking.best, ranking.request
     lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best.price)]
-    lines += [_memory_line(best, request), *_advice(best, request), _wire_line(best, request)]
+    lines += [
+        _memory_line(best, request),
+        *_advice(best, request),
+        *_pipeline_line(best, request),
+        _wire_line(best, request),
+    ]
     lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
@@ -171,24 +175,38 @@ def price_sentence(price: Price) -> str:
 
 def setting(job: Job) -> str:
     """Return the job settings on which every predicted time depends; printed with each."""
+    model = job.model
     return (
-        f"{job.micro_batch} x {job.model.sequence:,} tokens a micro-batch on a rank, activations "
+        f"{format_count(model.params)} parameters, as {model.layers} layers of width {model.hidden}; "
+        f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on a rank, activations "
         f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
         f"{job.hidden:.0%} does (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
 
 def _advice(best: Priced, request: Request) -> list[str]:
-    """Return whether training without recomputation would fit, and how much faster it would be."""
-    if not request.job.checkpointing or request.limit is None or request.states_only:
+    """Return what recomputing activations, or keeping them, would change."""
+    if request.limit is None or request.states_only:
         return []
-    job = replace(request.job, checkpointing=False)
-    kept = replace(request, job=job).price(best.candidate.config)
-    held = format_bytes(kept.held)
-    if not kept.fits:
-        return [f"without checkpointing it would need {held}, which does not fit"]
-    share = 1 - kept.step.seconds / best.price.step.seconds
-    return [f"without checkpointing (--set checkpointing=false) it needs {held} and takes {share:.0%} less time"]
+    recomputes = request.job.checkpointing
+    other = replace(request, job=replace(request.job, checkpointing=not recomputes)).price(best.candidate.config)
+    if not other.fits:
+        return [f"without checkpointing it would need {format_bytes(other.held)}, which does not fit"]
+    how = "without checkpointing (--set checkpointing=false)" if recomputes else "with checkpointing"
+    share = other.step.seconds / best.price.step.seconds - 1
+    return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
+
+
+def _pipeline_line(best: Priced, request: Request) -> list[str]:
+    """Compare the winner with tensor and pipeline parallel training."""
+    price = best_pipeline(request)
+    if price is None or request.states_only:
+        return []
+    step, held = price.step.seconds, format_bytes(price.held)
+    return [
+        f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
+        f"parallel ranks), would take {format_seconds(step)}, {step / best.seconds - 1:+.1%} time, and {held}"
+    ]
 
 
 def _memory_line(best: Priced, request: Request) -> str:

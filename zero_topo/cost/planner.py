@@ -151,6 +151,7 @@ class Price:
 
     config: ResolvedConfig
     request: Request
+    predict = staticmethod(predict_step)
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
@@ -175,12 +176,12 @@ class Price:
     @cached_property
     def step(self) -> Step:
         """Return the predicted step with its breakdown in seconds."""
-        return predict_step(self._known, self.request.job, self.request.rates)
+        return self.predict(self._known, self.request.job, self.request.rates)
 
     @cached_property
     def range(self) -> Range:
         """Return the range of the predicted step."""
-        return step_range(self._known, self.request.job, self.request.rates)
+        return step_range(self._known, self.request.job, self.request.rates, self.predict)
 
     @property
     def _known(self) -> ResolvedConfig:
@@ -324,6 +325,16 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
         )
     timed, told = simulated(fitting, FINALISTS), simulated(lossier, TOLD)
     return Ranking(request, timed, tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting), told)
+
+
+def rank_both(asked: ZeroTopoConfig, request: Request) -> Ranking:
+    """Rank plans with and without recomputation of activations, and return the ranking with the faster winner."""
+    kept, recomputed = (
+        rank_plans(asked, replace(request, job=replace(request.job, checkpointing=recompute)))
+        for recompute in (False, True)
+    )
+    slower = kept.timed and recomputed.timed and recomputed.best.seconds < kept.best.seconds
+    return recomputed if slower or not kept.timed else kept
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
