@@ -87,7 +87,7 @@ def test_a_config_with_numbers_is_checked_where_no_job_runs(run: Run, tmp_path: 
     assert run("check", path, "--ranks", "12")[0] == 2
     for words in (("--machine", "dgx-h100"), ()):
         findings = json.loads(run("doctor", "--config", path, *words, "--json")[1])["findings"]
-        assert [one["state"] for one in findings if one["subject"] == f"config {path}"][0] == "ok"
+        assert next(one["state"] for one in findings if one["subject"] == f"config {path}") == "ok"
 
 
 def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from zero_topo.config.stock_keys import (
 )
 from zero_topo.cost import by_domain
 from zero_topo.cost.explain import setting
+from zero_topo.cost.fit import planned
 from zero_topo.cost.planner import Price
 from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.doctor.refusals import setting_refusals, unasked
@@ -47,7 +49,7 @@ from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
 
-BEFORE, AFTER, OTHER = "before", "after", "topo"
+BEFORE, AFTER, DEFAULT = "before", "after", "default"
 USUAL_PARAMS = "1B"
 
 
@@ -62,7 +64,7 @@ class MigrateOptions(JobOptions):
 
 
 class CostsBeside(Document):
-    """Rows "before", "after" and "topo" -> costs."""
+    """Rows "before", "after" and "default" -> costs."""
 
     topology: Topology
     params: int
@@ -151,7 +153,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of a rank before and after, and of the scheme "topo" beside them.
+    """Bytes of a rank before and after, and of the default block.
 
     Attributes:
         prices: row -> what the plan costs.
@@ -194,7 +196,7 @@ class Costs:
         steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
         print(f"- a step takes by prediction: {', '.join(steps)}")
         print(f"- {setting(job)}")
-        print(f"- {OTHER}: what {json.dumps({ROOT: _other(found)})} would do here; see zero-topo plan --recommend\n")
+        print(f'- {DEFAULT}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
 
 
 def _costs(
@@ -208,12 +210,9 @@ def _costs(
     request = request_of(options, found, model, ds_config)
     request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True)
     stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
-    plans = {AFTER: resolve_config(block, found), OTHER: resolve_config(ZeroTopoConfig.parse(_other(found)), found)}
+    plans = {AFTER: resolve_config(block, found)}
+    with suppress(ValueError):  # nothing fits
+        plans[DEFAULT] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
     prices = {BEFORE: stock.price(stock_config(active, found))}
     prices |= {row: request.price(plan) for row, plan in plans.items()}
     return Costs(prices, loco_bytes(active, request.work, found))
-
-
-def _other(found: Topology) -> dict[str, Any]:
-    """What moving is for: weights inside a GPU of several ranks, or else a node."""
-    return {"scheme": "topo", **({} if found.ranks_per_gpu > 1 else {"weights": "node"})}
