@@ -25,8 +25,6 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
         assert set(row["breakdown"]) == set(PHASES)
         assert sum(row["breakdown"].values()) == pytest.approx(row["step_s"])
         assert row["tflops_per_gpu"] > 0
-    scaled = [(r["scheme"], r["ranks"], r["over"]) for r in found["scaling_efficiency"]]
-    assert scaled == [(scheme, 64, 16) for scheme in ("zero3", "zero3", "topo", "topo")]
     assert {r["ranks"] for r in found["break_even"]} == {16, 64}
 
 

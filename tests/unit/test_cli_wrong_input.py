@@ -67,13 +67,7 @@ WRONG = {
     f"plan --params 1B --set resrve=0.1 {FRONTIER}": "did you mean 'reserve'",
     f"plan --params 1B --set reserve=2 {FRONTIER}": "--set reserve=2: it must be less than or equal to 0.9",
     f"plan --params 1B --set checkpointing=no! {FRONTIER}": "--set checkpointing=no!: it must be a valid boolean",
-    f"plan --params 1B --table memory {FRONTIER}": "tests/paper.py",
-    f"plan --params 1B --reserve 0.2 {FRONTIER}": "plan --reserve: type --set reserve=VALUE",
-    f"plan --params 1B --no-checkpointing {FRONTIER}": "type --set checkpointing=false",
-    f"plan --params 1B --deepspeed-config=x.json {FRONTIER}": "type --set deepspeed-config=VALUE",
-    "simulate --rates x.json": "type --set rates=FILE",
     "plan --params 1B --machine frontier --ranks 8,16": "this command takes one number",
-    "simulate --latency 1e-6": "type --set latency=SECONDS",
     f"plan --params 1B --recommend --max-params {FRONTIER}": "different views",
     "plan --max-params --machine single-node --world-size 8": "memory_per_rank",
     f"plan --params 1B --recommend --set sparse=topk {FRONTIER}": "no sparse mode",
@@ -131,13 +125,6 @@ WRONG = {
     "simulate --calibrate no/such.out": "no/such.out",
     f"simulate --calibrate {RECORD}": f"python -m benchmarks fit {RECORD}",
     "simulate --schemes no/such.json": "no/such.json",
-    "simulate --on zero3": "python -m benchmarks fit",
-    "simulate --predict=paper": "python -m benchmarks fit",
-    "bench quantizers --size 10": "python -m benchmarks quantizers",
-    "bench cluster --micro-batches 1 --json": "python -m benchmarks cluster",  # the command of before
-    "bench convergence --micro-batches 1 --json": "python -m benchmarks convergence",
-    "bench scale --ranks 8": "python -m benchmarks scale",
-    "bench sparse --modes oktopk": "python -m benchmarks sparse",
 }
 
 WRONG_BENCHMARKS = {

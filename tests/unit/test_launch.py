@@ -210,9 +210,6 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
         (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
         (["env", "--machine", "fronteir"], "did you mean 'frontier'"),
-        (["mpirun", "--ranks", "2", "--", "python", "t.py"], 'eval "$(zero-topo launch env --machine NAME)"; mpirun'),
-        (["deepspeed", "--ranks", "2", "--", "t.py"], "deepspeed --no_local_rank --num_accelerators RANKS"),
-        (["torchrun", "--nodes", "2", "--host", "a", "--", "t.py"], "--rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None:

@@ -78,20 +78,9 @@ def slurm(options: SlurmOptions) -> None:
     if options.submit and options.dry_run:
         raise ValueError("--submit and --dry-run contradict each other; give one of the two")
     machine, ranks = _machine(options)
-    job = SlurmJob(
-        command=tuple(options.command),
-        machine=machine,
-        nodes=options.nodes,
-        ranks_per_node=ranks,
-        name=options.name,
-        log=options.log,
-        account=options.account,
-        time=options.time,
-        partition=options.partition,
-        distribution=options.distribution,
-        port=options.master_port,
-        environment=options.environment,
-    )
+    same = ("nodes", "name", "log", "account", "time", "partition", "distribution", "environment")
+    given = {name: getattr(options, name) for name in same}
+    job = SlurmJob(tuple(options.command), machine, ranks_per_node=ranks, port=options.master_port, **given)
     if not options.dry_run and machine.preset is not None and load_machine(machine.preset).clusters:
         missing = [f"--{name}" for name in ("account", "time") if getattr(options, name) is None]
         if missing:

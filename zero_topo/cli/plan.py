@@ -215,7 +215,6 @@ class Ranked(Document):
     quantize: dict[str, str | None]
     seconds: float
     losses: list[str]
-    wire_seconds: float
     sent_by_domain: dict[str, int]
     memory: dict[str, int]
     block: ZeroTopoConfig
@@ -258,7 +257,6 @@ class Recommendation(Document):
     plans: list[Ranked]
     lossier: list[Ranked]
     pipeline: _Compared | None
-    fitting: int
     refused: list[_Refused]
 
 
@@ -312,7 +310,6 @@ def _ranking_json(
         "plans": [plan_json(plan, machine) for plan in ranking.timed],
         "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
         "pipeline": other,
-        "fitting": ranking.fitting,
         "refused": [
             {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
         ],
@@ -327,7 +324,6 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
         "quantize": plan.candidate.config.to_json()["quantize"],
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
-        "wire_seconds": plan.wire,
         "sent_by_domain": by_domain(plan.price.sent),
         "memory": dict(plan.memory),
         "block": {**machine, **plan.candidate.settings},

@@ -108,7 +108,6 @@ class Simulated(Document):
     rates: Rates
     assumed: list[str]
     results: list[Point]
-    scaling_efficiency: list[dict[str, Any]]
     break_even: list[dict[str, Any]]
 
 
@@ -146,7 +145,6 @@ def simulate(options: Options) -> None:
         "rates": to_json(rates),
         "assumed": assumptions(places[0].topology.name),
         "results": points,
-        "scaling_efficiency": list(_scaling(points)),
         "break_even": [row for place in places for row in _break_even(schemes, place)],
     }
     if options.plot is not None:
@@ -209,17 +207,6 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "held": price.held,
         "fits": price.fits,
     }
-
-
-def _scaling(points: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """TFLOP/s per rank over that on the fewest ranks, for each scheme and number of micro-batches."""
-    least = min(point["ranks"] for point in points)
-    base = {(p["scheme"], p["micro_batches"]): p["tflops_per_gpu"] for p in points if p["ranks"] == least}
-    for point in points:
-        if point["ranks"] != least:
-            named = {key: point[key] for key in ("scheme", "micro_batches", "ranks")}
-            efficiency = point["tflops_per_gpu"] / base[point["scheme"], point["micro_batches"]]
-            yield {**named, "over": least, "efficiency": efficiency}
 
 
 def _break_even(schemes: Mapping[str, ZeroTopoConfig | None], place: Request) -> Iterable[dict[str, Any]]:

@@ -19,13 +19,13 @@ from zero_topo.cost.planner import (
     Ranking,
     Request,
     rank_plans,
-    wire_seconds,
 )
 from zero_topo.cost.step import Job
 from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
 from zero_topo.units import format_bytes, format_count, format_seconds
 
+OWN_WORK = ("compute", "optimizer")
 RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
     {
         "topo-scatter4": ("int4 gradients inside the node alone", 0.0037, 0.0076),
@@ -54,7 +54,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
-        f"of the {ranking.fitting} plans that fit{kept}, and needs {held}"
+        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {held}"
     )
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
     return best.candidate.chosen, "; ".join(
@@ -96,9 +96,9 @@ def explain(ranking: Ranking) -> list[str]:
         _memory_line(best, request),
         *_advice(best, request),
         *_pipeline_line(best, request),
-        _wire_line(best, request),
+        _step_line(best),
     ]
-    lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
+    lines += [_runner_up_line(best, ranking.timed[1])] if len(ranking.timed) > 1 else []
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
         lines += [plan.why_not(request.limit) for plan in told]
@@ -118,9 +118,10 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
         if equal
         else ""
     )
+    fitting = len(ranking.timed)
     return (
-        f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {ranking.fitting} plans that "
-        f"fit, of {ranking.fitting + len(ranking.refused)}{others}{_leaner(ranking)}"
+        f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
+        f"{fitting + len(ranking.refused)}{others}{_leaner(ranking)}"
     )
 
 
@@ -220,20 +221,20 @@ def _memory_line(best: Priced, request: Request) -> str:
     )
 
 
-def _wire_line(best: Priced, request: Request) -> str:
-    wires = wire_seconds(best.candidate.config, request.work)
-    if not wires:
-        return "nothing travels between ranks"
-    (phase, domain), longest = max(wires.items(), key=lambda item: item[1])
-    total = format_seconds(sum(wires.values()))
-    return f"its wires carry {total} a step, of which {phase} over {domain} takes {format_seconds(longest)}"
+def _step_line(best: Priced) -> str:
+    parts = {phase: seconds for phase, seconds in best.price.step.breakdown.items() if phase not in OWN_WORK}
+    phase, longest = max(parts.items(), key=lambda item: item[1])
+    total = sum(parts.values())
+    if not total:
+        return "it waits for no communication"
+    return f"it waits {format_seconds(total)} a step for communication, {format_seconds(longest)} of it for {phase}"
 
 
-def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
-    mine, other = (wire_seconds(plan.candidate.config, request.work) for plan in (best, second))
-    losses = {key: other.get(key, 0.0) - mine.get(key, 0.0) for key in sorted({*other, *mine})}
-    (phase, domain), loss = max(losses.items(), key=lambda item: item[1], default=(("", ""), 0.0))
-    where = f": its {phase} over {domain} takes {format_seconds(loss)} longer on the wire" if loss > 0 else ""
+def _runner_up_line(best: Priced, second: Priced) -> str:
+    mine, other = (plan.price.step.breakdown for plan in (best, second))
+    losses = {phase: other[phase] - mine[phase] for phase in mine}
+    phase, loss = max(losses.items(), key=lambda item: item[1])
+    where = f": its {phase} takes {format_seconds(loss)} longer" if loss > 0 else ""
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
 
 
