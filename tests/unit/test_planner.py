@@ -218,7 +218,6 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
 
 
 def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
-    """And the winner says what the others hold."""
     ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
     leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
@@ -227,9 +226,6 @@ def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name(
         n = len(plan.candidate.losses)
         order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named))
     assert order == sorted(order) and order[0][:2] == (0, 0) and order[-1][0] == 2
-    held = [f"{of(plan.held for plan in ranking.timed[1:]) / GB:.2f} GB" for of in (min, max)]
-    told = f"{len(order) - 1} of them, which hold {held[0]} to {held[1]}, this one {ranking.best.held / GB:.2f} GB"
-    assert told in explain(ranking)[0]
 
 
 @pytest.mark.parametrize(("faster", "wins"), [(0.0, False), (0.019, False), (0.026, True)])
@@ -348,7 +344,7 @@ def test_an_engines_model_decides_and_every_rank_chooses_alike() -> None:
     numels = (50_000 * 4096, *[4096 * 4096] * 100)
     first, second = (planned(ASKED, request_of(engine(*numels), FRONTIER)) for _ in range(2))
     assert first == second
-    assert first.notes[0].startswith("scheme auto: ") and "; 1.88B parameters, as " in first.notes[0]
+    assert first.notes[0].startswith("scheme auto: ") and "; 1,882,521,600 parameters, counted as" in first.notes[0]
     assert planned(ASKED, request_of(engine(10), TREE)).plan.world_size == 8
     roomy = planned(ASKED, request_of(engine(*numels, flight=InFlight(live=0, bucket=10**6)), FRONTIER))
     needs = [config.notes[0].partition("and needs ")[2].split(" of ")[0] for config in (roomy, first)]

@@ -13,7 +13,6 @@ from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import (
     ASSUMED_MACHINE,
     EQUAL,
-    HOLDS_ALIKE,
     Price,
     Priced,
     Ranking,
@@ -44,22 +43,26 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         ValueError: if nothing fits, or the user's keys fit no plan.
     """
     ranking = rank_plans(asked, request)
-    best, limit = ranking.best, request.limit
+    best = ranking.best
     default = "" if asked.scheme else ", the default here"
-    held = format_bytes(best.held) + (
-        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    )
     kept = "" if asked.lossy else " and send no fewer bits than asked for"
     slower = best.seconds / ranking.fastest.seconds - 1
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
-        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {held}"
+        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best.price)}"
     )
+    counted = f"{sum(request.work.numels):,} parameters, counted as follows"
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
     return best.candidate.chosen, "; ".join(
-        [line, *near, *_gain(ranking), setting(request.job), *assumed_lines(request)]
+        [line, *near, *_gain(ranking), counted, setting(request.job), *assumed_lines(request)]
     )
+
+
+def _held(price: Price) -> str:
+    limit = price.request.limit
+    of = ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
+    return f"{format_bytes(price.held)}{of}"
 
 
 def _keys(plan: Priced) -> str:
@@ -108,20 +111,10 @@ def explain(ranking: Ranking) -> list[str]:
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
-    equal = ranking.equals
-    held = [plan.held for plan in equal]
-    span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
-    leaner = "; what holds less loses more" if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal) else ""
-    others = (
-        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {span}, "
-        f"this one {format_bytes(best.held)}; it loses least, then holds least{leaner}"
-        if equal
-        else ""
-    )
     fitting = len(ranking.timed)
     return (
         f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
-        f"{fitting + len(ranking.refused)}{others}{_leaner(ranking)}"
+        f"{fitting + len(ranking.refused)}{_leaner(ranking)}"
     )
 
 
@@ -165,13 +158,9 @@ def range_sentence(price: Price) -> str:
 
 def price_sentence(price: Price) -> str:
     """Return the costs of a plan, in one line."""
-    limit = price.request.limit
-    held = format_bytes(price.held) + (
-        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    )
     sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
     step = format_seconds(price.step.seconds)
-    return f"each rank holds {held} and sends {sent} in a step, which takes {step} by prediction"
+    return f"each rank holds {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
 def setting(job: Job) -> str:

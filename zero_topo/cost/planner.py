@@ -272,14 +272,6 @@ class Ranking:
         fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
         return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
-    @property
-    def equals(self) -> list[Priced]:
-        """Return the plans as fast as the winner within :data:`EQUAL` that lose more, or were near the fastest."""
-        best, losses = self.best, len(self.best.candidate.losses)
-        within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
-        near = (plan for plan in self.timed[1:] if plan.seconds <= best.seconds * (1 + EQUAL))
-        return [plan for plan in near if len(plan.candidate.losses) > losses or plan.weighed <= within]
-
 
 def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
     """Price and rank the plans that keep the user's keys; see the module docstring.
