@@ -69,15 +69,17 @@ def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
 
 
 def test_activations_by_hand() -> None:
-    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole if recomputed."""
+    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole, or the loss, if recomputed."""
     model = load_model("gpt2")
     s, b, h, a, v = 1024, 4, 768, 12, 50257
-    whole, ends = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * (h + v)
+    whole, ends, logits = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * h, int(3.52 * 4 * s * b * v)
     job = Job(model, b, 1, checkpointing=False, attention="eager")
-    assert activation_bytes(job) == 12 * whole + ends
-    assert activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + whole + ends
+    assert activation_bytes(job) == 12 * whole + logits + ends
+    assert logits > whole and activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + logits + ends
+    fused = replace(job, checkpointing=True, fused_loss=True)
+    assert activation_bytes(fused) == 12 * 2 * s * b * h + whole + ends
     flash = s * b * h * 34 + 4 * a * s * b
-    assert activation_bytes(replace(job, attention="flash")) == 12 * flash + ends
+    assert activation_bytes(replace(job, attention="flash")) == 12 * flash + logits + ends
 
 
 def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
@@ -85,7 +87,7 @@ def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
     model = replace(load_model("llama-3-8b"), sequence=4096)
     h, keys, f, v = 4096, 8 * 128, 14336, 128256
     layer = 2 * (h + h + h + keys + keys + h + h + h + 4 * f) + 4 * 32
-    ends = 4 * 4096 * (h + v)
+    ends = 4 * 4096 * h + int(3.52 * 4 * 4096 * v)
     assert activation_bytes(Job(model, 1, 1, checkpointing=False)) == 32 * 4096 * layer + ends
 
 
