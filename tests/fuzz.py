@@ -149,7 +149,7 @@ def machine(data: st.DataObject) -> None:
     obeys("topology", "--from", "./machine.json")
     obeys("plan", "--params", "1B", "--machine", "./machine.json", "--json")
     Path("rates.json").write_text(json.dumps(data.draw(RATES)))
-    obeys("simulate", "--gcds", "8", "--model", "gpt2", "--schemes", "topo", "--rates", "rates.json")
+    obeys("simulate", "--gcds", "8", "--model", "gpt2", "--schemes", "topo", "--set", "rates=rates.json")
 
 
 def capture(data: st.DataObject) -> None:

@@ -158,7 +158,7 @@ def test_what_is_not_a_count_is_refused(text: str) -> None:
 def test_a_wrong_count_is_answered_with_numbers_that_the_option_takes(run: Run) -> None:
     """Nobody has 20e9 ranks."""
     status, _, err = run("simulate", "--gcds", "0")
-    assert status == 2 and "--gcds '0' is not a positive whole number, such as 8 or 4K" in err
+    assert status == 2 and "--ranks '0' is not a positive whole number, such as 8 or 4K" in err
 
 
 def test_no_command_has_more_options_than_a_user_reads() -> None:

@@ -31,7 +31,7 @@ def test_only_new_files_and_own_results_are_written_over(
     status, _, said = run(*words, name)
     assert status == 2 and f"{written} exists and is no result" in said and "--force" in said
     assert mine.read_text() == MINE and [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / mine]
-    assert run(*words, name, *(("--set", "force=true") if words[0] == "plan" else ("--force",)))[0] == 0
+    assert run(*words, name, *(("--force",) if words[0] == "schema" else ("--set", "force=true")))[0] == 0
     first = mine.read_bytes()
     assert b"my file" not in first
     assert run(*words, name)[0] == 0
@@ -45,5 +45,5 @@ def test_results_of_another_kind_and_folders_are_not_written_over(run: Run, tmp_
     assert "no result of this kind" in run(*SMALL, "--plot", str(tmp_path / "x.png"))[2]
     assert "which is a file; name a folder" in run("schema", "-o", str(tmp_path / "x.png" / "y"))[2]
     (tmp_path / "folder.png").mkdir()
-    for force in ((), ("--force",)):
+    for force in ((), ("--set", "force=true")):
         assert run(*SMALL, "--plot", str(tmp_path / "folder.png"), *force)[0] == 2

@@ -25,8 +25,6 @@ def test_json_holds_every_combination_and_what_follows_from_them(run: Run) -> No
         assert set(row["breakdown"]) == set(PHASES)
         assert sum(row["breakdown"].values()) == pytest.approx(row["step_s"])
         assert row["tflops_per_gpu"] > 0
-    scaled = [(r["scheme"], r["ranks"], r["over"]) for r in found["scaling_efficiency"]]
-    assert scaled == [(scheme, 64, 16) for scheme in ("zero3", "zero3", "topo", "topo")]
     assert {r["ranks"] for r in found["break_even"]} == {16, 64}
 
 
@@ -40,13 +38,13 @@ def test_the_table_fits_80_columns(run: Run) -> None:
 def test_rates_may_be_given_in_part_and_as_a_fit_prints_them(run: Run, tmp_path: Path) -> None:
     words = ("simulate", "--gcds", "64", "--schemes", "zero3", "--micro-batches", "1", "--json")
     preset, slow = (
-        json.loads(run(*words, *more)[1]) for more in ((), ("--rates", '{"link_efficiency": {"world": 0.1}}'))
+        json.loads(run(*words, *more)[1]) for more in ((), ("--set", 'rates={"link_efficiency": {"world": 0.1}}'))
     )
     assert slow["results"][0]["step_s"] > preset["results"][0]["step_s"]
     assert slow["rates"] == {**preset["rates"], "link_efficiency": {**preset["rates"]["link_efficiency"], "world": 0.1}}
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(slow["rates"]))
-    assert json.loads(run(*words, "--rates", str(file))[1]) == slow
+    assert json.loads(run(*words, "--set", f"rates={file}")[1]) == slow
 
 
 def test_a_machine_may_be_described_and_latency_set(run: Run, tmp_path: Path) -> None:
@@ -58,7 +56,7 @@ def test_a_machine_may_be_described_and_latency_set(run: Run, tmp_path: Path) ->
     assert json.loads(run("simulate", "--machine", str(file), *words)[1])["results"] == usual["results"]
     unknown = json.dumps({**described, "name": "mine"})
     assert run("simulate", "--machine", unknown, *words)[0] == 2
-    rates = ("--rates", json.dumps(usual["rates"]))
+    rates = ("--set", f"rates={json.dumps(usual['rates'])}")
     assert json.loads(run("simulate", "--machine", unknown, *rates, *words)[1])["results"] == usual["results"]
     slow = json.loads(run("simulate", "--gcds", "32", "--set", "latency=1e-3", *words)[1])["results"][0]["step_s"]
     assert slow > 1.1 * usual["results"][0]["step_s"]
@@ -74,7 +72,7 @@ def test_break_even_is_where_the_lines_cross(run: Run) -> None:
     assert times[row["behind_at_1"], few] > times[row["ahead_at_1"], few]
     assert times[row["behind_at_1"], many] < times[row["ahead_at_1"], many]
     status, out, _ = run("simulate", "--schemes", "zero3,topo", "--gcds", "64", "--micro-batches", "1")
-    assert status == 0 and "zero3 never beats topo, at 64 ranks" in out
+    assert status == 0 and " beats " not in out
 
 
 def test_the_figure_has_a_colour_a_scheme_ticks_at_the_ranks_and_names_what_is_assumed(

@@ -123,7 +123,7 @@ def printed(ranks: int, ring: Ring, name: str = "all_gather_perf", per_node: int
 
 
 def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path: Path) -> None:
-    """Any number of files, both collectives; what is printed is read back by --rates, and changes the step."""
+    """Any number of files, both collectives; what is printed is read back by --set rates=FILE, and changes the step."""
     truth = Ring(70e9, 30e-6, small=2**14, small_step=10e-6)
     for ranks in (8, 16, 64):
         (tmp_path / f"gather-{ranks}.out").write_text(printed(ranks, truth))
@@ -140,7 +140,7 @@ def test_outputs_of_rccl_tests_give_rates_that_simulate_takes(run: Run, tmp_path
     own = tmp_path / "own.json"
     own.write_text(json.dumps(found["rates"]))
     words = ("simulate", "--gcds", "64", "--schemes", "stock", "--micro-batches", "1", "--overlap", "0", "--json")
-    slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--rates", str(own)), ()))
+    slow, usual = (json.loads(run(*words, *more)[1]) for more in (("--set", f"rates={own}"), ()))
     assert slow["results"][0]["step_s"] > usual["results"][0]["step_s"]
     plan = ("plan", "--params", "20B", "--machine", "frontier", "--nodes", "8", "--recommend", "--json")
     slow, usual = (json.loads(run(*plan, *more)[1]) for more in (("--set", f"rates={own}"), ()))

@@ -29,17 +29,9 @@ TWINS = sorted((ROOT / "neox_configs").glob("*.yml"))
 MODELS = sorted((ROOT / "neox_configs/models").glob("*.yml"))
 FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier-20b": 48}  # nodes
 PAPERS_RUN = {"paper-10b": "frontier-10b", "paper-20b": "frontier-20b"}  # the model of each
-JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(
-    PAPERS_RUN, "paper-run"
-)  # the others have their JSON's name
-SCHEME_OF = {
-    "paper-run": "paper",
-    "zeropp": "zero++",
-    "demo": "topo",
-    "demo-zero3": "zero3",
-    "frontier": "topo",
-    "dgx-h100": "topo",
-}
+# The others have their JSON's name.
+JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(PAPERS_RUN, "paper-run")
+SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo", "dgx-h100": None}
 SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
 SCHEME_OF |= {**dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo"), "paper-run": "paper"}
 MODES = {"topo": "dense", "topo-q4": "quantized"} | SPARSE

@@ -165,8 +165,8 @@ def test_lossy_beside_a_plan_that_leaves_nothing_to_choose_is_refused(block: dic
 # -- near ties ---------------------------------------------------------------------------------------------------------
 
 
-def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_line_is_true() -> None:
-    """Of 0.4 percent one way or the other; a leaner plan that is told of loses more, and that is said."""
+def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins() -> None:
+    """Of 0.4 percent one way or the other, which counts as equal."""
 
     def clock(config: ResolvedConfig, job: Any) -> float:
         return 1.0 + 0.004 * (config.plan.weights > 1)
@@ -174,9 +174,8 @@ def test_of_plans_as_fast_and_as_exact_the_one_that_holds_least_wins_and_the_lin
     ranking = rank_plans(parse(scheme="auto"), on(DGX, 7), clock)
     leanest = min(plan.held for plan in ranking.timed)
     assert ranking.best.held <= leanest * 1.05 and ranking.best.candidate.config.plan.weights > 1
-    assert "what holds less loses more" not in explain(ranking)[0]
     lossy = rank_plans(parse(scheme="auto", lossy=True, weights=1), on(DGX, 7), clock)
-    assert not lossy.best.candidate.losses and "what holds less loses more" in explain(lossy)[0]
+    assert not lossy.best.candidate.losses
 
 
 @pytest.mark.parametrize(("slower", "wins"), [(0.019, True), (0.021, False)])

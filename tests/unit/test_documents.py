@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.commands import Run
 from tests.launching import ROOT
-from zero_topo.cli.documents import DOCUMENTS, document
+from zero_topo.cli.schema import document, documents
 
 FRONTIER = ("--machine", "frontier", "--nodes", "2")
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
@@ -46,7 +46,7 @@ def test_a_key_that_is_not_described_or_missing_is_noticed(run: Run) -> None:
             document("check").validate_python(wrong)
 
 
-@pytest.mark.parametrize("command", DOCUMENTS)
+@pytest.mark.parametrize("command", documents())
 def test_each_schema_is_printed(command: str, run: Run, tmp_path: Path) -> None:
     status, out, err = run("schema", "--of", command)
     assert (status, err) == (0, "") and json.loads(out)

@@ -37,6 +37,9 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+WHO = ("--account", "ABC123", "--time", "2:00:00")
+
+
 def masks(machine: LaunchMachine) -> list[set[int]]:
     """Cores of each local rank."""
     text = next(setting.use for setting in machine.srun if setting.name == "--cpu-bind").rpartition(":")[2]
@@ -162,7 +165,7 @@ def test_nvidia_ranks_get_cores_next_to_their_gpu() -> None:
 
 
 def test_a_script_is_written_once_and_never_over_something_else(run: Run, tmp_path: Path) -> None:
-    words = ["launch", "slurm", "--machine", "frontier", "--output", "job.sh"]
+    words = ["launch", "slurm", "--machine", "frontier", *WHO, "--output", "job.sh"]
     for _ in range(2):
         status, out, _ = run(*words, "--", "python", "train.py")
         assert status == 0 and "8 ranks on 1 nodes of frontier; submit it with: sbatch job.sh" in out
@@ -179,7 +182,7 @@ def test_submit_prints_the_jobs_number(run: Run, tmp_path: Path, monkeypatch: py
     """And passes on what sbatch says if it refuses."""
     program(tmp_path, "sbatch", '[ -s "$2" ] && echo "42;frontier"')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    words = ["launch", "slurm", "--machine", "frontier", "--nodes", "2", "--submit", "--", "true"]
+    words = ["launch", "slurm", "--machine", "frontier", "--nodes", "2", *WHO, "--submit", "--", "true"]
     assert run(*words)[1] == "job 42: 16 ranks on 2 nodes of frontier (zero-topo.sbatch)\n"
     program(tmp_path, "sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     status, _, err = run(*words)
@@ -197,6 +200,8 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
     [
         (["slurm", "--machine", "fronteir", "--", "true"], "did you mean 'frontier'"),
         (["slurm", "--", "true"], "give --ranks-per-node"),
+        (["slurm", "--machine", "frontier", "--", "true"], "frontier refuses a job without --account and --time"),
+        (["slurm", "--machine", "lumi-g", "--account", "a", "--", "true"], "lumi-g refuses a job without --time;"),
         (["slurm", "--machine", "frontier"], "no command to start"),
         (["slurm", "--machine", "frontier", "--ranks-per-node", "4", "--", "true"], "frontier has 8 on each node"),
         (["slurm", "--machine", "frontier", "--distribution", "plane", "--", "true"], "choose block or cyclic"),
@@ -205,9 +210,6 @@ def test_a_partition_given_replaces_the_machines(run: Run) -> None:
         (["slurm", "--machine", "frontier", "--submit", "--dry-run", "--", "true"], "contradict each other"),
         (["slurm", "--machine", "missing.json", "--", "true"], "missing.json: cannot be read"),
         (["env", "--machine", "fronteir"], "did you mean 'frontier'"),
-        (["mpirun", "--ranks", "2", "--", "python", "t.py"], 'eval "$(zero-topo launch env --machine NAME)"; mpirun'),
-        (["deepspeed", "--ranks", "2", "--", "t.py"], "deepspeed --no_local_rank --num_accelerators RANKS"),
-        (["torchrun", "--nodes", "2", "--host", "a", "--", "t.py"], "--rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"),
     ],
 )
 def test_mistakes_end_in_one_line(run: Run, words: list[str], said: str) -> None:

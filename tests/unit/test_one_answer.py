@@ -36,35 +36,58 @@ def config(path: Path, count: int, **block: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("overlap", [(), ("--overlap", "0.5")])
 @pytest.mark.parametrize(
-    ("machine", "nodes", "model", "count"),
-    [("frontier", 48, "gpt-neox-20b", 4), ("dgx-h100", 4, "llama-2-7b", 1), ("perlmutter", 16, "gpt2", 8)],
+    ("machine", "nodes", "model", "count", "overlap"),
+    [
+        ("frontier", 48, "gpt-neox-20b", 4, ()),
+        ("frontier", 2, "gpt2", 1, ("--overlap", "0.5")),
+        ("dgx-h100", 4, "llama-2-7b", 1, ("--overlap", "0.5")),
+        ("dgx-h100", 16, "llama-2-13b", 16, ()),
+        ("perlmutter", 16, "gpt2", 8, ()),
+    ],
 )
 def test_commands_agree(
     machine: str, nodes: int, model: str, count: int, overlap: tuple[str, ...], run: Run, tmp_path: Path
 ) -> None:
-    """The commands agree on the recommended plan, which check gets as a block, and on a named scheme."""
+    """The commands agree on the recommended plan, which check gets as a block, on a named scheme and on a pipeline."""
     ranks, of = str(nodes * NODES[machine]), ("--machine", machine, "--model", model, *overlap)
     batches = ("--micro-batches", str(count))
-    best = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")["recommended"]
+    report = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")
+    best, activations = report["recommended"], ("--set", f"checkpointing={report['checkpointing']}")
     block = {key: value for key, value in best["block"].items() if key != "topology"}
     stated = config(tmp_path / "best.json", count, **block)
-    cost = printed(run, "check", stated, *of, "--world-size", ranks)["cost"]
+    cost = printed(run, "check", stated, *of, "--ranks", ranks, *activations)["cost"]
     assert cost["step_s"] == best["seconds"] and cost["sent_by_domain"] == best["sent_by_domain"]
-    assert cost["held"] == sum(best["memory"].values())
+    assert (cost["held"], cost["limit"]) == (sum(best["memory"].values()), report["memory_limit"])
     named = config(tmp_path / "zero3.json", count, scheme="zero3")
-    cost = printed(run, "check", named, *of, "--world-size", ranks)["cost"]
-    (point,) = printed(run, "simulate", *of, "--gcds", ranks, *batches, "--schemes", "zero3")["results"]
-    assert cost == {key: point[key] for key in cost}
+    cost = printed(run, "check", named, *of, "--ranks", ranks, *activations)["cost"]
+    pipeline = report["pipeline"]
+    degrees = "/".join("-" if degree is None else str(degree) for degree in best["degrees"].values())
+    schemes = ("--schemes", f"zero3,{degrees},{pipeline['name']}")
+    point, chosen, row = printed(run, "simulate", *of, "--ranks", ranks, *batches, *schemes, *activations)["results"]
+    assert cost == {"limit": report["memory_limit"], **{key: point[key] for key in cost if key != "limit"}}
+    assert (chosen["step_s"], chosen["held"]) == (best["seconds"], sum(best["memory"].values()))
+    assert row["step_s"] == pipeline["seconds"] and row["sent_by_domain"] == pipeline["sent_by_domain"]
+    assert row["held"] == sum(pipeline["memory"].values()) and row["range"] == pipeline["range"]
     (plain,) = printed(run, "plan", *of[:4], "--nodes", str(nodes), *batches, "--set", "scheme=zero3")["schemes"]
     assert plain["sent_by_domain"] == cost["sent_by_domain"]
-    plans = printed(run, "plan", *of, "--nodes", str(nodes), *batches, "--recommend")["plans"]
-    found = [plan for plan in plans if plan["name"] == "zero3"]
+    found = [plan for plan in report["plans"] if plan["name"] == "zero3"]
     assert [(p["seconds"], p["sent_by_domain"], sum(p["memory"].values())) for p in found] in (
         [],
         [(cost["step_s"], cost["sent_by_domain"], cost["held"])],
     )
+
+
+def test_a_config_with_numbers_is_checked_where_no_job_runs(run: Run, tmp_path: Path) -> None:
+    """On a login node: for the fewest ranks that its degrees divide, which is said; another number may be given."""
+    path = config(tmp_path / "ds.json", 1, scheme="zero3", secondary=8)
+    status, out, err = run("check", path)
+    assert (status, err) == (0, "") and "checked for 8 ranks, as this is no job; --ranks N" in out
+    assert run("check", path, "--nodes", "3", "--machine", "frontier")[0] == 0
+    assert run("check", path, "--ranks", "12")[0] == 2
+    for words in (("--machine", "dgx-h100"), ()):
+        findings = json.loads(run("doctor", "--config", path, *words, "--json")[1])["findings"]
+        assert next(one["state"] for one in findings if one["subject"] == f"config {path}") == "ok"
 
 
 def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, tmp_path: Path) -> None:
@@ -78,6 +101,9 @@ def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, t
     ):
         status, out, _ = run(*words)
         assert status == 0 and "1 x 2,048 tokens a micro-batch" in out, words
+        assert re.search(r"parameters, as \d+ layers of width \d+; 1 x", out), words
+        changed = run(*words, "--seq", "1024", "--micro-batch", "2")[1]
+        assert "2 x 1,024 tokens a micro-batch" in changed, words
         assert "of the communication that may run beside computation 0% does (--overlap 0, assumed)" in out
         assert re.search(r"\(--overlap 0\.5\)", run(*words, "--overlap", "0.5")[1]), words
         assert run(*words, "--overlap", "1.5")[0] == 2

@@ -69,15 +69,17 @@ def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
 
 
 def test_activations_by_hand() -> None:
-    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole if recomputed."""
+    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole, or the loss, if recomputed."""
     model = load_model("gpt2")
     s, b, h, a, v = 1024, 4, 768, 12, 50257
-    whole, ends = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * (h + v)
+    whole, ends, logits = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * h, int(3.52 * 4 * s * b * v)
     job = Job(model, b, 1, checkpointing=False, attention="eager")
-    assert activation_bytes(job) == 12 * whole + ends
-    assert activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + whole + ends
+    assert activation_bytes(job) == 12 * whole + logits + ends
+    assert logits > whole and activation_bytes(replace(job, checkpointing=True)) == 12 * 2 * s * b * h + logits + ends
+    fused = replace(job, checkpointing=True, fused_loss=True)
+    assert activation_bytes(fused) == 12 * 2 * s * b * h + whole + ends
     flash = s * b * h * 34 + 4 * a * s * b
-    assert activation_bytes(replace(job, attention="flash")) == 12 * flash + ends
+    assert activation_bytes(replace(job, attention="flash")) == 12 * flash + logits + ends
 
 
 def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
@@ -85,7 +87,7 @@ def test_gated_layers_and_fewer_heads_of_keys_keep_what_they_have() -> None:
     model = replace(load_model("llama-3-8b"), sequence=4096)
     h, keys, f, v = 4096, 8 * 128, 14336, 128256
     layer = 2 * (h + h + h + keys + keys + h + h + h + 4 * f) + 4 * 32
-    ends = 4 * 4096 * (h + v)
+    ends = 4 * 4096 * h + int(3.52 * 4 * 4096 * v)
     assert activation_bytes(Job(model, 1, 1, checkpointing=False)) == 32 * 4096 * layer + ends
 
 
@@ -217,19 +219,15 @@ def test_the_winner_is_the_fastest_that_fits_and_the_order_is_repeatable() -> No
     assert all(plan.held > (request().limit or 0) for plan in ranking.refused)
 
 
-def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name_and_less_to_send() -> None:
-    """And the winner says what the others hold."""
+def test_equal_times_prefer_what_loses_nothing_then_what_holds_less_then_a_name() -> None:
     ranking = rank_plans(ASKED, request(), lambda config, job: 1.0)
     assert {"zero3", "zero++", "mics", "paper", "topo"} <= {plan.candidate.name for plan in ranking.timed}
     leanest = {n: min(plan.held for plan in ranking.timed if len(plan.candidate.losses) == n) for n in range(3)}
     order = []
     for plan in ranking.timed:
         n = len(plan.candidate.losses)
-        order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named, plan.wire))
+        order.append((n, (plan.held / leanest[n] - 1) // 0.05, not plan.candidate.named))
     assert order == sorted(order) and order[0][:2] == (0, 0) and order[-1][0] == 2
-    held = [f"{of(plan.held for plan in ranking.timed[1:]) / GB:.2f} GB" for of in (min, max)]
-    told = f"{len(order) - 1} of them, which hold {held[0]} to {held[1]}, this one {ranking.best.held / GB:.2f} GB"
-    assert told in explain(ranking)[0]
 
 
 @pytest.mark.parametrize(("faster", "wins"), [(0.0, False), (0.019, False), (0.026, True)])
@@ -274,13 +272,13 @@ def test_what_is_recommended_always_fits(nodes: int, memory: int, params: int, m
     assert sum(predict_memory(chosen, wanted.work, wanted.job).values()) <= wanted.limit
 
 
-def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit() -> None:
+def test_reasons_name_the_winner_the_waits_the_runner_up_and_what_does_not_fit() -> None:
     lines = explain(
         rank_plans(ASKED, request(replace(load_preset("frontier", 16), memory_per_rank=64 * GB)), by_weights)
     )
     text = "\n".join(lines)
     assert " wins with 1.00 s a step among " in lines[0] and "plans that fit, of" in lines[0]
-    assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
+    assert "% of the memory is kept in reserve" in text and "it waits " in text and "the runner-up, " in text
     assert "paper does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
 
 

@@ -75,7 +75,7 @@ CASES = {
 
 def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     """Bytes of a rank, on the back of an envelope: states by their degrees, DeepSpeed's defaults, one layer's
-    activations by the parts of a layer and every layer's input, FP32 logits. A gather's message is there, or those of
+    activations by the parts of a layer and every layer's input, the loss. A gather's message is there, or those of
     a bucket: what is scattered and comes, and what is synced."""
     model, params, held = report["model"], report["params"], plan["degrees"]
     h, f, s = model["hidden"], model["intermediate"], model["sequence"]
@@ -96,8 +96,10 @@ def by_hand(report: dict[str, Any], plan: dict[str, Any]) -> float:
     flight = 2 * whole + 2 * 5e8 + max(message, bucket)
     # of a published shape: three matrices and no biases; of a made-up one two, and two masks of a byte
     kept = 2 * (4 * h + 2 * h + 2 * keys + 4 * f) if model["gated"] else 2 * (8 * h + 2 * f + h)
-    logits = 4 * s * (h + model["vocab"])
-    return states + copies + flight + s * kept + 2 * s * h * model["layers"] + logits
+    logits, ends = 3.52 * 4 * s * model["vocab"], 4 * s * h
+    if report["checkpointing"]:
+        return states + copies + flight + 2 * s * h * model["layers"] + max(s * kept, logits) + ends
+    return states + copies + flight + s * kept * model["layers"] + logits + ends
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,10 +138,16 @@ def test_the_papers_largest_models_are_those_of_states_alone(run: Run) -> None:
 def test_attention_and_sequence_decide_what_activations_take(run: Run, tmp_path: Path) -> None:
     """Eager attention at the model's whole length is what once made a plan impossible."""
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B))
-    words = ("plan", "--model", str(tmp_path), "--machine", "frontier", "--nodes", "64", "--recommend")
+    machine = ("--machine", "frontier", "--nodes", "64")
+    words = ("plan", "--model", str(tmp_path), *machine, "--recommend", "--set", "fused-loss=true")
     held = [
         json.loads(run(*words, *more, "--json")[1])["recommended"]["memory"]["activations"]
-        for more in ((), ("--seq", "8192"), ("--set", "attention=eager"), ("--set", "checkpointing=false"))
+        for more in (
+            ("--set", "checkpointing=true"),
+            ("--set", "checkpointing=true", "--seq", "8192"),
+            ("--set", "checkpointing=true", "--set", "attention=eager"),
+            ("--set", "checkpointing=false"),
+        )
     ]
     assert held[1] == pytest.approx(2 * held[0], rel=0.01) and held[2] - held[0] == pytest.approx(
         5 * 32 * 4096**2, rel=0.01

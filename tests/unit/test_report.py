@@ -15,7 +15,7 @@ from benchmarks import tree_figure
 from tests.commands import Run
 from tests.launching import ROOT
 from tests.plans import resolve
-from zero_topo.cli.documents import document
+from zero_topo.cli.schema import document
 from zero_topo.config import ResolvedConfig
 from zero_topo.cost import Workload, memory_bytes, step_bytes
 from zero_topo.observe.progress import Progress

@@ -20,6 +20,7 @@ from tests.commands import Run
 from tests.documents import PAGES, README, commands, record, row, tables
 from tests.launching import ROOT
 from tests.matrix import recorded
+from tests.tables_of_gain import GAINS
 from tests.tables_of_losses import TABLES, fragment_sentences, loss_sentences
 from tests.tables_of_speed import SPEEDS, cluster_sentences, scale_sentences, stock_sentences
 from tests.unit.test_simulator import DEFAULTS, PAPER, ratios
@@ -177,6 +178,7 @@ def refusal(changed: dict[str, Any]) -> str:
         ("features, refused", refused_feature_rows),
         *TABLES.items(),
         *SPEEDS.items(),
+        *GAINS.items(),
     ],
 )
 def test_a_table_is_what_the_formulas_or_the_record_say(table: str, rows: Callable[[], list[str]]) -> None:

@@ -32,7 +32,7 @@ def test_each_unknown_moves_its_own_part_of_the_step(unknown: Unknown, rings: bo
     }
     found: dict[Collective, dict[str, Ring]] = {"gather": {"gpu": Ring(1e6, 0.25)}} if rings else {}
     rates = replace(RATES, spread={**SURE, unknown: 0.2}, rings=found)
-    step, within = predict_step(CONFIG, JOB, rates).seconds, step_range(CONFIG, JOB, rates)
+    step, within = predict_step(CONFIG, JOB, rates).seconds, step_range(CONFIG, JOB, rates, predict_step)
     assert within.high_s - step == pytest.approx(seconds[unknown] * (1 / 0.8 - 1), rel=1e-5, abs=1e-6)
     assert step - within.low_s == pytest.approx(seconds[unknown] * (1 - 1 / 1.2), rel=1e-5, abs=1e-6)
     assert within.depends_on[unknown] == pytest.approx((within.high_s - within.low_s) / step)
@@ -42,12 +42,12 @@ def test_each_unknown_moves_its_own_part_of_the_step(unknown: Unknown, rings: bo
 def test_overlap_is_part_of_the_range_unless_it_is_stated() -> None:
     """The best case hides all it can, the worst nothing; what is not known counts as a third off."""
     best, worst = (predict_step(CONFIG, replace(JOB, overlap=share), RATES).seconds for share in (1.0, 0.0))
-    within, stated = step_range(CONFIG, replace(JOB, overlap=None), RATES), step_range(CONFIG, JOB, RATES)
+    within, stated = (step_range(CONFIG, replace(JOB, overlap=share), RATES, predict_step) for share in (None, 0.0))
     assert best < worst and (within.low_s, within.high_s) == pytest.approx((best, worst))
     usual = predict_step(CONFIG, replace(JOB, overlap=None), RATES).seconds
     assert within.sentence() == f"overlap ({(worst - best) / usual:.0%})"
     assert (stated.low_s, stated.high_s) == pytest.approx((worst, worst))
     assert stated.sentence() == "nothing that is unknown"
-    unsure = step_range(CONFIG, JOB, replace(RATES, spread={}))
+    unsure = step_range(CONFIG, JOB, replace(RATES, spread={}), predict_step)
     expected = (worst / (1 + UNKNOWN_SPREAD), worst / (1 - UNKNOWN_SPREAD))
     assert (unsure.low_s, unsure.high_s) == pytest.approx(expected)

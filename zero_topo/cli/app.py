@@ -19,7 +19,6 @@ from typing import Annotated
 
 import typer
 
-from zero_topo.cli.moved import check_moved
 from zero_topo.cli.output import only_json, plain_output
 from zero_topo.strict import cut
 from zero_topo.versions import installed
@@ -99,8 +98,6 @@ def run(
         completion_init()
     try:
         ours = list(takewhile(NOT_OURS.__ne__, words))
-        if make is build:
-            check_moved(ours)
         with only_json() if JSON in ours else nullcontext():
             application = make(words[0] if words else "")
             status = application(args=words or ["--help"], prog_name=program, standalone_mode=False)

@@ -1,29 +1,24 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo check``: would this DeepSpeed config start, and with which plan?"""
+"""``zero-topo check``: would this DeepSpeed config start, with which plan, and at what cost?"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.table import Table
 
-from zero_topo.cli.forecast import (
-    forecasts,
-    forecasts_json,
-    forecasts_table,
-    largest_note,
-    model_named,
-    request_for,
-)
-from zero_topo.cli.inputs import machine
-from zero_topo.cli.options import MACHINES, MODEL_NAMES, Overlap
+from zero_topo.cli.job import JobOptions, machine_of, model_of, request_of
+from zero_topo.cli.options import taking
 from zero_topo.cli.output import print_json
-from zero_topo.cli.tables import DEGREES, places_table, show
+from zero_topo.cli.plan import Ranked, plan_json
+from zero_topo.cli.tables import DEGREES, degrees, places_table, show
 from zero_topo.config import (
     AUTO,
+    ResolvedConfig,
     ZeroTopoConfig,
     deepspeed_problems,
     is_automatic,
@@ -32,97 +27,149 @@ from zero_topo.config import (
 )
 from zero_topo.config.deepspeed_json import with_environment_block
 from zero_topo.config.stock_keys import translate
-from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.cost.explain import assumed_lines, price_sentence, setting
 from zero_topo.cost.fit import planned
+from zero_topo.cost.planner import Ranking, max_params, rank_plans
+from zero_topo.cost.transformer import SEQUENCE, scaled
 from zero_topo.cost.volume import by_domain
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
+from zero_topo.observe.console import figures_table
+from zero_topo.observe.documents import Document, Resolved
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.discover import MEASURED
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.render import render_tree
+from zero_topo.units import format_bytes, format_count, format_seconds
 from zero_topo.versions import installed_refusals
 
 FOUND = (AUTO, MEASURED)
 """Topologies that are found where the job runs."""
+USUAL = (10**9, 7 * 10**9, 70 * 10**9)
+"""Parameters of the models that are predicted if none is named."""
 
 
-def check(
-    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
-    ] = None,
-    where: Annotated[
-        str | None,
-        typer.Option(
-            "--machine",
-            autocompletion=MACHINES,
-            metavar="FILE|PRESET",
-            help="Machine of the job, if the block does not name one.",
-        ),
-    ] = None,
-    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20B: checks memory.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=MODEL_NAMES,
-            metavar="NAME|FILE",
-            help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params.",
-        ),
-    ] = None,
-    overlap: Overlap = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class CheckOptions(JobOptions):
+    """Of ``check``."""
+
+    ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')] = ""
+    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False
+
+
+class Cost(Document):
+    """Of a step of a rank, and the memory it needs; the limit is None if the memory is not known."""
+
+    step_s: float
+    sent_by_domain: dict[str, int]
+    held: int
+    limit: int | None
+
+
+class Checked(Resolved):
+    """``check``."""
+
+    topology: Topology
+    cost: Cost | None
+    translated: list[str]
+
+
+class _Forecast(Document):
+    params: int
+    chosen: Ranked | None
+
+
+class Automatic(Document):
+    """``check`` of a block whose plan is chosen for the model, if none is named."""
+
+    scheme: Literal["auto"]
+    lossy: bool
+    topology: Topology
+    forecasts: list[_Forecast]
+    translated: list[str]
+    notes: list[str]
+
+
+DOCUMENT = Checked | Automatic
+
+
+@taking(CheckOptions)
+def check(options: CheckOptions) -> None:
     """Validate a DeepSpeed config and show its plan. Starts nothing and needs no GPU."""
-    loaded = with_environment_block(load_deepspeed_config(ds_config))
-    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, world_size)])
+    if not options.ds_config:
+        raise ValueError("which config? give the DeepSpeed JSON")
+    loaded = with_environment_block(load_deepspeed_config(options.ds_config))
+    _refuse([*installed_refusals(), *deepspeed_problems(loaded), *deepspeed_refusals(loaded, None)])
     block = ZeroTopoConfig.from_ds_config(loaded)
     if block is None:
-        raise ValueError(f'{ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
-    found = _machine(block, loaded, where, world_size)
-    shape = model_named(params, model)
+        raise ValueError(f'{options.ds_config}: has no "zero_topo" block; add one, such as "zero_topo": {{}}')
+    found, doubts = _machine(options, block, loaded)
+    model = model_of(options)
     translated = translate(loaded, optimizer=True).lines
-    if is_automatic(block, found) and shape is None:
-        _forecast(block, found, loaded, overlap, as_json)
+    if is_automatic(block, found) and model is None:
+        _forecast(options, block, found, loaded, [*translated, *doubts])
         return
-    cost: dict[str, Any] = {}
-    if shape is None:
+    cost: dict[str, Any] | None = None
+    if model is None:
         resolved = resolve_config(block, found)
-        resolved = replace(resolved, notes=(*resolved.notes, *largest_note(resolved, loaded)))
+        notes = [*resolved.notes, *_largest(options, resolved, loaded)]
     else:
-        request = request_for(loaded, found, shape, overlap)
+        request = request_of(options, found, model, loaded)
         price = request.price(planned(block, request))
-        notes = [*price.config.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
-        resolved = replace(price.config, notes=tuple(dict.fromkeys(notes)))
+        resolved = price.config
+        notes = [*resolved.notes, price_sentence(price), setting(request.job), *assumed_lines(request)]
         cost = {"step_s": price.step.seconds, "sent_by_domain": by_domain(price.sent), "held": price.held}
-    if as_json:
+        cost["limit"] = request.limit
+    resolved = replace(resolved, notes=tuple(dict.fromkeys([*doubts, *notes])))
+    if options.as_json:
         print_json({"topology": found.to_json(), **resolved.to_json(), "cost": cost, "translated": list(translated)})
         return
-    print(render_tree(found))
-    print()
+    _show_tree(found)
     show(places_table({resolved.scheme or "free form": resolved}, "Shards: domain, ranks, format"))
     _say((*translated, *resolved.notes))
 
 
-def _machine(block: ZeroTopoConfig, loaded: Mapping[str, Any], where: str | None, world_size: int | None) -> Topology:
-    """Where the config will run, once DeepSpeed's batch sizes fit its ranks."""
-    setting = block.topology
-    if where is not None and setting not in FOUND:
-        raise ValueError(f"--machine {where}: the block says itself where it runs (topology {setting!r}); leave it out")
-    setting = where or setting
-    found = machine(setting, world_size)
-    anywhere = isinstance(setting, str) and setting in (AUTO, *preset_names())
-    if not anywhere or launcher_view(os.environ) is not None:
+def _machine(options: CheckOptions, block: ZeroTopoConfig, loaded: Mapping[str, Any]) -> tuple[Topology, list[str]]:
+    """Where the config will run, once DeepSpeed's batch sizes fit its ranks; and what was assumed for that."""
+    if options.machine != AUTO and block.topology not in FOUND:
+        raise ValueError(
+            f"--machine {options.machine}: the block says itself where it runs (topology {block.topology!r}); leave it "
+            "out"
+        )
+    where: Any = block.topology if options.machine == AUTO else options.machine
+    named = replace(options, machine=where)
+    counted = options.ranks is not None or options.nodes is not None
+    fewest = None if counted else fewest_ranks(block, where, os.environ)
+    found = machine_of(named if fewest is None else replace(named, ranks=str(fewest)))
+    anywhere = isinstance(where, str) and where in (AUTO, *preset_names())
+    if counted or not anywhere or launcher_view(os.environ) is not None:
         _refuse(deepspeed_refusals(loaded, found.world_size))
-    return found
+    if fewest is None:
+        return found, []
+    return found, [f"checked for {fewest} ranks, as this is no job; --ranks N checks for others"]
+
+
+def _largest(options: CheckOptions, resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
+    """How large a model a named plan holds, if the memory is known."""
+    sized = scaled(USUAL[0], sequence=options.seq or SEQUENCE)
+    request = request_of(options, resolved.topology, sized, loaded)
+    most = max_params(resolved, request)
+    if most is None or request.limit is None:
+        return []
+    return [
+        f"this plan trains models of up to {format_count(most)} parameters in {format_bytes(request.limit)} of each "
+        f"rank, of conventional shape, {sized.sequence} tokens a sequence, activations recomputed"
+    ]
 
 
 def _forecast(
-    block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], overlap: float | None, as_json: bool
+    options: CheckOptions, block: ZeroTopoConfig, found: Topology, loaded: Mapping[str, Any], translated: list[str]
 ) -> None:
-    """What an automatic block would choose, as no model is named."""
+    """What an automatic block would choose for models of usual sizes, as no model is named."""
     before_a_model(block, found)
-    chosen = forecasts(block, found, loaded, overlap)
+    sizes = USUAL if found.memory_per_rank is not None else ()
+    models = {params: scaled(params, sequence=options.seq or SEQUENCE) for params in sizes}
+    chosen = {params: rank_plans(block, request_of(options, found, model, loaded)) for params, model in models.items()}
     default = "" if block.scheme else ", the default here"
     fewer = "lossy" if block.lossy else "with no fewer bits than the block asks for"
     notes = [
@@ -135,18 +182,39 @@ def _forecast(
             f"how much memory a rank of {found.name} has is not known here, so neither is the plan: a job asks its "
             "devices; --machine dgx-h100, or another, tells it now"
         )
-    translated = translate(loaded, optimizer=True).lines
-    if as_json:
-        told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json()}
-        told |= {"forecasts": forecasts_json(chosen), "translated": list(translated), "notes": notes}
-        print_json(told)
+    if options.as_json:
+        rows = [
+            {"params": params, "chosen": plan_json(ranking.timed[0], {}) if ranking.timed else None}
+            for params, ranking in chosen.items()
+        ]
+        told = {"scheme": AUTO, "lossy": block.lossy, "topology": found.to_json(), "forecasts": rows}
+        print_json({**told, "translated": translated, "notes": notes})
         return
-    print(render_tree(found))
-    print()
+    _show_tree(found)
     if chosen:
-        show(forecasts_table(chosen))
+        show(_forecasts(chosen))
         print(f"{DEGREES}\n")
     _say((*translated, *notes))
+
+
+def _forecasts(chosen: Mapping[int, Ranking]) -> Table:
+    """Model by degrees, predicted step, bytes held, and how many times as fast ``"lossy": true`` would be."""
+    title = "Chosen for models of these sizes, and the gain of a lossy one"
+    table = figures_table(["parameters", "degrees", "step", "held", "lossy"], title)
+    for params, ranking in chosen.items():
+        if not ranking.timed:
+            table.add_row(format_count(params), "none fits", "-", "-", "fits" if ranking.lossier else "-")
+            continue
+        best, faster = ranking.best, ranking.faster
+        gain = "-" if faster is None else f"{best.seconds / faster.seconds:.2f} x"
+        step = format_seconds(best.seconds)
+        table.add_row(format_count(params), degrees(best.candidate.config), step, format_bytes(best.held), gain)
+    return table
+
+
+def _show_tree(found: Topology) -> None:
+    """Print the machine."""
+    print(f"{render_tree(found)}\n")
 
 
 def _say(notes: tuple[str, ...]) -> None:

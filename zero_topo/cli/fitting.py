@@ -11,8 +11,21 @@ from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.cost.collectives import fit_rings, read_tests
 from zero_topo.observe.console import figures_table
+from zero_topo.observe.documents import Document
 from zero_topo.strict import to_json
+from zero_topo.topology.rates import Ring
 from zero_topo.units import format_rate, format_seconds
+
+
+class _Rings(Document):
+    rings: dict[str, dict[str, Ring]]
+
+
+class Collectives(Document):
+    """``simulate --calibrate``."""
+
+    rates: _Rings
+    measurements: int
 
 
 def fit(files: Sequence[Path], as_json: bool) -> None:
@@ -39,5 +52,5 @@ def fit(files: Sequence[Path], as_json: bool) -> None:
             cells = (format_rate(ring.bandwidth), format_seconds(ring.step), few[1], few[0], f"{ring.spread:.0%}")
             table.add_row(name, domain, *cells)
     show(table)
-    print(f"From {len(timed)} measurements. For 'simulate --rates FILE' and 'plan --set rates=FILE':")
+    print(f"From {len(timed)} measurements. For --set rates=FILE of plan, simulate and check:")
     print(json.dumps(written, indent=2))

@@ -76,6 +76,18 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
     return cast("Rates", read(Rates, "--rates", merged))
 
 
+def counts(text: str, what: str, most: int) -> list[int]:
+    """The numbers of a list with commas between them, ascending.
+
+    Raises:
+        ValueError: if there is none, or one is not a positive whole number up to ``most``.
+    """
+    found = sorted({read_count(word, what, most=most) for word in words_of(text)})
+    if not found:
+        raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
+    return found
+
+
 def words_of(text: str) -> list[str]:
     """The words of a list with commas between them."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -17,6 +17,7 @@ from zero_topo.launch.machines import LaunchMachine, bash_value, load_launch_mac
 from zero_topo.launch.slurm import HEADER, SlurmJob, script, submit
 from zero_topo.observe.files import check_files
 from zero_topo.topology.launchers import launcher_view
+from zero_topo.topology.presets import load_machine
 
 launch = typer.Typer(
     help="Start a job: a Slurm script, or a machine's variables for any other launcher.",
@@ -77,20 +78,13 @@ def slurm(options: SlurmOptions) -> None:
     if options.submit and options.dry_run:
         raise ValueError("--submit and --dry-run contradict each other; give one of the two")
     machine, ranks = _machine(options)
-    job = SlurmJob(
-        command=tuple(options.command),
-        machine=machine,
-        nodes=options.nodes,
-        ranks_per_node=ranks,
-        name=options.name,
-        log=options.log,
-        account=options.account,
-        time=options.time,
-        partition=options.partition,
-        distribution=options.distribution,
-        port=options.master_port,
-        environment=options.environment,
-    )
+    same = ("nodes", "name", "log", "account", "time", "partition", "distribution", "environment")
+    given = {name: getattr(options, name) for name in same}
+    job = SlurmJob(tuple(options.command), machine, ranks_per_node=ranks, port=options.master_port, **given)
+    if not options.dry_run and machine.preset is not None and load_machine(machine.preset).clusters:
+        missing = [f"--{name}" for name in ("account", "time") if getattr(options, name) is None]
+        if missing:
+            raise ValueError(f"{machine.name} refuses a job without {' and '.join(missing)}; give them")
     text, path = script(job), options.output or Path(f"{options.name}.sbatch")
     if options.dry_run:
         print(text, end="")

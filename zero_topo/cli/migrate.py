@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zero_topo.cli.options import MACHINES, MODEL_NAMES, Force, Overlap, taking
+from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
+from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json
-from zero_topo.cli.plan_options import ITEMSIZE, PlanOptions, found_machine, found_model, found_params
 from zero_topo.cli.tables import memory_table, places_table, show, volume_table
 from zero_topo.config import (
     ZeroTopoConfig,
@@ -38,49 +39,51 @@ from zero_topo.config.stock_keys import (
 )
 from zero_topo.cost import by_domain
 from zero_topo.cost.explain import setting
-from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Job
+from zero_topo.cost.fit import planned
+from zero_topo.cost.planner import Price
 from zero_topo.cost.volume import loco_bytes, stock_config
 from zero_topo.doctor.refusals import setting_refusals, unasked
+from zero_topo.observe.documents import Document
 from zero_topo.observe.files import check_files
 from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
 
-BEFORE, AFTER, OTHER = "before", "after", "topo"
+BEFORE, AFTER, DEFAULT = "before", "after", "default"
 USUAL_PARAMS = "1B"
 
 
 @dataclass(frozen=True)
-class MigrateOptions:
+class MigrateOptions(JobOptions):
     """Of ``migrate``."""
 
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help="DeepSpeed JSON with stage 3.")] = ""
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=MACHINES,
-            metavar="FILE|PRESET",
-            help="Machine of the job, for bytes and memory; default: this job's.",
-        ),
-    ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
-        None
-    )
-    params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=MODEL_NAMES,
-            metavar="NAME|FILE",
-            help="Model name, Hugging Face config.json or GPT-NeoX YAML, instead of --params.",
-        ),
-    ] = None
-    overlap: Overlap = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the new config to.")] = None
     force: Force = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False
+
+
+class CostsBeside(Document):
+    """Rows "before", "after" and "default" -> costs."""
+
+    topology: Topology
+    params: int
+    micro_batches: int
+    memory: dict[str, dict[str, int]]
+    sent_by_domain: dict[str, dict[str, int]]
+    step_s: dict[str, float]
+
+
+class Migrated(Document):
+    """``migrate``."""
+
+    config: dict[str, Any]
+    translated: list[str]
+    differences: list[str]
+    costs: CostsBeside | None
+
+
+DOCUMENT = Migrated
 
 
 @taking(MigrateOptions)
@@ -150,15 +153,13 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of a rank before and after, and of the scheme "topo" beside them.
+    """Bytes of a rank before and after, and of the default block.
 
     Attributes:
-        params: of the model.
         prices: row -> what the plan costs.
         loco: bytes that LoCo keeps before.
     """
 
-    params: int
     prices: Mapping[str, Price]
     loco: int
 
@@ -177,7 +178,7 @@ class Costs:
         """In JSON types."""
         return {
             "topology": self.prices[AFTER].config.topology.to_json(),
-            "params": self.params,
+            "params": self.prices[AFTER].request.job.model.params,
             "micro_batches": self.prices[AFTER].request.job.micro_batches,
             "memory": self.memory,
             "sent_by_domain": self.sent,
@@ -189,42 +190,29 @@ class Costs:
         after = self.prices[AFTER]
         found, job = after.config.topology, after.request.job
         configs = {row: price.config for row, price in self.prices.items()}
-        show(places_table(configs, f"{self.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
+        show(places_table(configs, f"{job.model.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
         show(memory_table(self.memory, found.memory_per_rank))
         show(volume_table(self.sent, job.micro_batches))
         steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
         print(f"- a step takes by prediction: {', '.join(steps)}")
         print(f"- {setting(job)}")
-        print(f"- {OTHER}: what {json.dumps({ROOT: _other(found)})} would do here; see zero-topo plan --recommend\n")
+        print(f'- {DEFAULT}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
 
 
 def _costs(
     options: MigrateOptions, active: Mapping[str, Any], block: ZeroTopoConfig, ds_config: Mapping[str, Any]
 ) -> Costs | None:
     """Bytes before and after; None where no machine is named and this is no job."""
-    if options.machine is None and launcher_view(os.environ) is None and options.world_size is None:
+    counted = options.ranks is not None or options.nodes is not None
+    if options.machine == "auto" and launcher_view(os.environ) is None and not counted:
         return None
-    asked = PlanOptions(
-        params=None if options.model else options.params or USUAL_PARAMS,
-        model=options.model,
-        topology=options.machine or "auto",
-        nodes=options.nodes,
-        world_size=options.world_size,
-    )
-    params, found = found_params(asked), found_machine(asked)
-    micro, steps = (
-        value if isinstance(value := ds_config.get(key), int) and value > 0 else 1
-        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    job = Job(found_model(asked), micro, steps, itemsize=ITEMSIZE, overlap=options.overlap)
-    request = Request(found, job, (params,), states_only=True)
-    stock = replace(request, job=replace(job, stock=MICS_HOPS not in active))
-    plans = {AFTER: resolve_config(block, found), OTHER: resolve_config(ZeroTopoConfig.parse(_other(found)), found)}
+    found, model = machine_of(options), model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
+    request = request_of(options, found, model, ds_config)
+    request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True)
+    stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
+    plans = {AFTER: resolve_config(block, found)}
+    with suppress(ValueError):  # nothing fits
+        plans[DEFAULT] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
     prices = {BEFORE: stock.price(stock_config(active, found))}
     prices |= {row: request.price(plan) for row, plan in plans.items()}
-    return Costs(params, prices, loco_bytes(active, request.work, found))
-
-
-def _other(found: Topology) -> dict[str, Any]:
-    """What moving is for: weights inside a GPU of several ranks, or else a node."""
-    return {"scheme": "topo", **({} if found.ranks_per_gpu > 1 else {"weights": "node"})}
+    return Costs(prices, loco_bytes(active, request.work, found))

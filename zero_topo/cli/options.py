@@ -18,10 +18,6 @@ from zero_topo.topology.presets import preset_names
 
 SET = "settings"
 
-Overlap = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
-]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 T = TypeVar("T")
 

@@ -1,43 +1,66 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo plan``: who holds what under a scheme, what it costs in memory and bytes, and which plan to take.
-
-To add a view, write it in ``plan_views.py`` and name the option that asks for it in :data:`VIEWS`.
-"""
+"""``zero-topo plan``: who holds what under a scheme, what it costs in memory and bytes, and which plan to take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from zero_topo.cli.options import refuse_others, taking
+import typer
+
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count
+from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, need_model, request_of
+from zero_topo.cli.options import SPARSE_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
-from zero_topo.cli.plan_options import (
-    ITEMSIZE,
-    PlanOptions,
-    found_machine,
-    found_model,
-    found_request,
-    found_schemes,
-    found_work,
-)
-from zero_topo.cli.plan_views import largest_models, recommendation
-from zero_topo.cli.tables import memory_table, places_table, show, volume_table
+from zero_topo.cli.tables import DEGREES, largest_table, memory_table, places_table, ranking_table, show, volume_table
+from zero_topo.config import SCHEMES, ResolvedConfig, ZeroTopoConfig, load_deepspeed_config, resolve_config
+from zero_topo.config.errors import ROOT
 from zero_topo.cost import Workload, by_domain, memory_bytes, step_bytes
-from zero_topo.cost.footprint import predict_memory
+from zero_topo.cost.explain import explain, setting
+from zero_topo.cost.footprint import InFlight, predict_memory
+from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
+from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
+from zero_topo.cost.step import Range
+from zero_topo.cost.transformer import Transformer
+from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png
+from zero_topo.strict import to_json
 from zero_topo.topology import Topology
 from zero_topo.topology.discover import ALONE
+from zero_topo.topology.presets import assumptions
+from zero_topo.units import format_bytes, format_count
 
-VIEWS: tuple[tuple[str, Callable[[PlanOptions], None]], ...] = (
-    ("recommend", recommendation),
-    ("max_params", largest_models),
-)
-
+SHOWN_PLANS = 8
 OF_A_JOB = (
-    *("micro_batch", "checkpointing", "overlap", "attention", "states_only"),
+    *("micro_batch", "checkpointing", "overlap", "attention", "fused_loss", "states_only"),
     *("reserve", "lossy", "sparse", "rates", "deepspeed_config"),
 )
-"""Options that the plain view, which is formulas of the parameters, does not ask."""
+"""Options that the plain view, which is formulas of the parameters, does not read."""
+
+
+@dataclass(frozen=True)
+class PlanOptions(JobOptions):
+    """Of ``plan``."""
+
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="List the fastest plans that fit, and explain the first.")
+    ] = False
+    max_params: Annotated[
+        bool, typer.Option("--max-params", help="Show the largest model that each scheme can train.")
+    ] = False
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow quantized and sparse traffic in --recommend.")] = False
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the memory per rank.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False
+    trainable: Annotated[str | None, Rare("trained parameters, the others are frozen")] = None
+    states_only: Annotated[bool, Rare("count weights, gradients and optimizer states alone, as papers do")] = False
+    scheme: Annotated[tuple[str, ...], Rare("schemes to show, comma-separated; default: all", tuple(SCHEMES))] = ()
+    sparse: Annotated[
+        tuple[str, ...], Rare("modes of sparse sync to try as well, comma-separated; implies lossy", SPARSE_NAMES)
+    ] = ()
+    deepspeed_config: Annotated[str | None, Rare("DeepSpeed JSON whose bucket sizes and offload count")] = None
+    force: Annotated[bool, Rare("write over any file")] = False
 
 
 @taking(PlanOptions)
@@ -46,29 +69,79 @@ def plan(options: PlanOptions) -> None:
 
     Training is in 16 bits with Adam.
     """
-    asked = [(name, view) for name, view in VIEWS if getattr(options, name)]
-    if len(asked) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in asked)
-        raise ValueError(f"{names} are different views; ask for one at a time")
-    if asked or options.plot is not None:
+    if options.recommend and options.max_params:
+        raise ValueError("--recommend and --max-params are different views; ask for one at a time")
+    predicts = options.recommend or options.max_params or options.plot is not None
+    if predicts:
         refuse_others(options, lambda name: name != "trainable", "leave out --recommend, --max-params, --plot")
+    else:
+        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend, --max-params or --plot")
     if options.plot is not None:
         _draw(options, options.plot)
-    elif not (options.recommend or options.max_params):
-        refuse_others(options, lambda name: name not in OF_A_JOB, "add --recommend, --max-params or --plot")
-    (asked[0][1] if asked else schemes)(options)
+    view = recommendation if options.recommend else largest_models if options.max_params else schemes
+    view(options)
+
+
+def _request(options: PlanOptions) -> Request:
+    """Machine, model and job for the planner.
+
+    Raises:
+        ValueError: as those, for an unknown mode of sync, or a config that cannot be read.
+    """
+    for mode in options.sparse:
+        if mode not in SPARSE_NAMES:
+            raise ValueError(f"sparse {mode}: no sparse mode of sync; choose among {', '.join(SPARSE_NAMES)}")
+    flight = InFlight.read(load_deepspeed_config(options.deepspeed_config or {}))
+    request = request_of(options, machine_of(options), need_model(options))
+    usual = 0.0 if options.states_only else RESERVE
+    return replace(
+        request,
+        reserve=usual if options.reserve is None else options.reserve,
+        sparse=options.sparse,
+        flight=flight,
+        states_only=options.states_only,
+    )
+
+
+def _schemes(options: PlanOptions, topology: Topology) -> dict[str, ResolvedConfig]:
+    """The schemes to show, by default all, on a machine."""
+    blocks = {name: ZeroTopoConfig.parse({"scheme": name}) for name in options.scheme or SCHEMES}
+    return {name: resolve_config(block, topology) for name, block in blocks.items()}
+
+
+# -- all schemes -------------------------------------------------------------------------------------------------------
+
+
+class _Sent(Document):
+    phase: str
+    domain: str
+    bytes: int
+
+
+class _Costed(Resolved):
+    memory: dict[str, int]
+    sent: list[_Sent]
+    sent_by_domain: dict[str, int]
+
+
+class Schemes(Document):
+    """``plan``."""
+
+    topology: Topology
+    params: int
+    trainable: int
+    micro_batches: int
+    schemes: list[_Costed]
 
 
 def schemes(options: PlanOptions) -> None:
     """The plain view: degrees, bytes held and bytes sent of each scheme."""
-    work, found = found_work(options), found_machine(options)
-    configs = found_schemes(options, found)
+    work, found = _work(options), machine_of(options)
+    configs = _schemes(options, found)
     memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}
     sent = {name: step_bytes(config, work) for name, config in configs.items()}
     if options.as_json:
-        counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": options.micro_batches}
-        head = {"topology": found.to_json(), **counts}
-        rows = [
+        rows: list[Any] = [
             {
                 **config.to_json(),
                 "memory": memory[name],
@@ -77,18 +150,33 @@ def schemes(options: PlanOptions) -> None:
             }
             for name, config in configs.items()
         ]
-        print_json({**head, "schemes": rows})
+        counts = {"params": _params(work), "trainable": sum(work.numels), "micro_batches": work.micro_batches}
+        print_json({"topology": found.to_json(), **counts, "schemes": rows})
         return
     show(places_table(configs, _title(found, work)))
     show(memory_table(memory, found.memory_per_rank))
-    show(volume_table({name: by_domain(of) for name, of in sent.items()}, options.micro_batches))
+    show(volume_table({name: by_domain(of) for name, of in sent.items()}, work.micro_batches))
     if found.name == ALONE:
         print("- no machine is named, and this is no job: one rank; for another --machine frontier --nodes 48")
-    for note in found_model(options).notes if options.model else ():
+    for note in need_model(options).notes if options.model else ():
         print(f"- {note}")
     if len(configs) == 1:
         for note in next(iter(configs.values())).notes:
             print(f"- {note}")
+
+
+def _work(options: PlanOptions) -> Workload:
+    """Parameters and micro-batches; a number of parameters is one matrix, trained in part if the options say so."""
+    model = need_model(options) if options.params is None else None
+    steps = request_of(options, machine_of(options), model or need_model(replace(options, params="1B"))).job
+    if model is not None and options.trainable is None:
+        return Workload.uniform(model.numels(), ITEMSIZE, steps.micro_batches, model.dims())
+    params = model.params if model is not None else read_count(options.params or "", "--params", LIKE_PARAMS)
+    trained = params if options.trainable is None else read_count(options.trainable, "trainable", LIKE_PARAMS)
+    if trained > params:
+        raise ValueError(f"trainable {trained:,} is more than the {params:,} parameters of the model")
+    work = Workload.uniform([trained], ITEMSIZE, steps.micro_batches)
+    return replace(work, frozen=replace(work, numels=(params - trained,)) if trained < params else None)
 
 
 def _title(found: Topology, work: Workload) -> str:
@@ -107,10 +195,190 @@ def _draw(options: PlanOptions, path: Path) -> None:
     from zero_topo.observe.plots import job_line
 
     check_files([(path, ".png", MEMORY)], options.force)
-    request = found_request(options)
+    request = _request(options)
     job, machine = request.job, request.topology
-    configs = found_schemes(options, machine)
+    configs = _schemes(options, machine)
     held = {name: predict_memory(config, request.work, job, request.flight) for name, config in configs.items()}
     title = f"{job.model.params:,} parameters on {machine.world_size} ranks of {machine.name}"
     notes = job_line(job, [machine.world_size], [job.micro_batches])
     write_png(memory_bars(held, machine.memory_per_rank, title, notes), path, MEMORY)
+
+
+# -- the best plan -----------------------------------------------------------------------------------------------------
+
+
+class Ranked(Document):
+    """A plan; bytes and seconds."""
+
+    name: str
+    degrees: Degrees
+    quantize: dict[str, str | None]
+    seconds: float
+    losses: list[str]
+    sent_by_domain: dict[str, int]
+    memory: dict[str, int]
+    block: ZeroTopoConfig
+
+
+class _Recommended(Ranked):
+    range: Range
+
+
+class _Refused(Document):
+    name: str
+    memory: dict[str, int]
+    needs: int
+
+
+class _Compared(Document):
+    name: str
+    seconds: float
+    range: Range
+    sent_by_domain: dict[str, int]
+    memory: dict[str, int]
+
+
+class Recommendation(Document):
+    """``plan --recommend``."""
+
+    topology: Topology
+    model: Transformer
+    params: int
+    micro_batch: int
+    micro_batches: int
+    checkpointing: bool
+    setting: str
+    overlap: float
+    memory_limit: int | None
+    reserve: float
+    recommended: _Recommended
+    why: list[str]
+    assumed: list[str]
+    plans: list[Ranked]
+    lossier: list[Ranked]
+    pipeline: _Compared | None
+    refused: list[_Refused]
+
+
+def recommendation(options: PlanOptions) -> None:
+    """All plans ranked, the best explained, and the block to paste."""
+    lossy = options.lossy or bool(options.sparse)
+    request = _request(options)
+    rank = rank_both if options.checkpointing is None else rank_plans
+    ranking = rank(ZeroTopoConfig.parse({"lossy": lossy}), request)
+    reasons, pipeline = explain(ranking), best_pipeline(ranking.request)
+    if options.as_json:
+        print_json(_ranking_json(ranking, reasons, pipeline, options))
+        return
+    model, found = request.job.model, request.topology
+    shape = f"{format_count(model.params)} parameters ({model.layers} layers of width {model.hidden})"
+    title = f"{shape} on {found.world_size} ranks of {found.name}"
+    show(ranking_table(ranking.timed[:SHOWN_PLANS], title, pipeline))
+    print(f"{DEGREES}\n")
+    for line in (setting(ranking.request.job), *reasons):
+        print(f"- {line}")
+    print(f"\n{json.dumps({ROOT: {**_machine(options), **ranking.best.candidate.settings}}, indent=2)}")
+
+
+def _ranking_json(
+    ranking: Ranking, reasons: list[str], pipeline: PipelinePrice | None, options: PlanOptions
+) -> dict[str, Any]:
+    request, machine = ranking.request, _machine(options)
+    other = None
+    if pipeline is not None:
+        other = {
+            "name": pipeline.config.name,
+            "seconds": pipeline.step.seconds,
+            "range": to_json(pipeline.range),
+            "sent_by_domain": by_domain(pipeline.sent),
+            "memory": dict(pipeline.memory),
+        }
+    return {
+        "topology": request.topology.to_json(),
+        "model": asdict(request.job.model),
+        "params": request.job.model.params,
+        "micro_batch": request.job.micro_batch,
+        "micro_batches": request.job.micro_batches,
+        "checkpointing": request.job.checkpointing,
+        "setting": setting(request.job),
+        "overlap": request.job.hidden,
+        "memory_limit": request.limit,
+        "reserve": request.reserve,
+        "recommended": {**plan_json(ranking.best, machine), "range": to_json(ranking.best.price.range)},
+        "why": reasons,
+        "assumed": assumptions(request.topology.name),
+        "plans": [plan_json(plan, machine) for plan in ranking.timed],
+        "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
+        "pipeline": other,
+        "refused": [
+            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
+        ],
+    }
+
+
+def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
+    """A plan in JSON types, with the keys of the machine in its block."""
+    return {
+        "name": plan.candidate.name,
+        "degrees": plan.candidate.config.plan.degrees(),
+        "quantize": plan.candidate.config.to_json()["quantize"],
+        "seconds": plan.seconds,
+        "losses": [word for part in plan.candidate.losses for word in part],
+        "sent_by_domain": by_domain(plan.price.sent),
+        "memory": dict(plan.memory),
+        "block": {**machine, **plan.candidate.settings},
+    }
+
+
+def _machine(options: PlanOptions) -> dict[str, Any]:
+    """The key of a block that names the machine."""
+    setting = options.machine
+    return {} if setting == "auto" else {"topology": json.loads(setting) if setting.startswith("{") else setting}
+
+
+# -- the largest models ------------------------------------------------------------------------------------------------
+
+
+class _Largest(Document):
+    max_params: int | None
+
+
+class MaxParams(Document):
+    """``plan --max-params``."""
+
+    topology: Topology
+    memory_limit: int
+    reserve: float
+    setting: str
+    schemes: dict[str, _Largest]
+
+
+def largest_models(options: PlanOptions) -> None:
+    """The largest model that each scheme trains on the machine."""
+    named = options.params or options.model or options.layers or options.hidden
+    request = _request(options if named else replace(options, params="1B"))
+    machine = request.topology
+    if request.limit is None:
+        raise ValueError(
+            f'--max-params: the memory of a rank of {machine.name} is not known; give "memory_per_rank" (bytes) '
+            "in a .json file of the machine, or take a preset"
+        )
+    found = {name: max_params(config, request) for name, config in _schemes(options, request.machine).items()}
+    if options.as_json:
+        print_json(
+            {
+                "topology": machine.to_json(),
+                "memory_limit": request.limit,
+                "reserve": request.reserve,
+                "setting": setting(request.job),
+                "schemes": {name: {"max_params": n} for name, n in found.items()},
+            }
+        )
+        return
+    show(largest_table(found, f"Largest model on {machine.world_size} ranks of {machine.name}"))
+    counted = "weights, gradients and optimizer alone; " if request.states_only else ""
+    print(f"- {counted}in {format_bytes(request.limit)} of each rank ({request.reserve:.0%} kept in reserve)")
+    print(f"- {setting(request.job)}")
+
+
+DOCUMENT = Schemes | Recommendation | MaxParams

@@ -10,7 +10,10 @@ import typer
 
 from zero_topo.cli.options import Force
 from zero_topo.cli.output import print_json
+from zero_topo.observe.documents import Report
 from zero_topo.observe.files import check_files
+
+DOCUMENT = Report
 
 
 def report(
@@ -23,13 +26,12 @@ def report(
     force: Force = False,
 ) -> None:
     """Print traffic and memory of a run, next to ZeRO-3's. Writes an HTML page with figures as well."""
-    from zero_topo.cli.documents import DOCUMENTS
     from zero_topo.observe.files import PAGE
     from zero_topo.observe.page import HTML, write_page
     from zero_topo.observe.runlog import read_metrics, read_report
     from zero_topo.observe.tables import render
 
-    found = read_report(folder, DOCUMENTS["report"])
+    found = read_report(folder, DOCUMENT)
     file = html or (None if as_json else folder / HTML)
     check_files([(file, ".html", PAGE)], force)
     if as_json:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -13,75 +14,62 @@ import typer
 from pydantic import Field
 from rich.table import Table
 
-from zero_topo.cli.fitting import fit
-from zero_topo.cli.inputs import MOST_MICRO_BATCHES, machine, read_count, read_rates, words_of
-from zero_topo.cli.options import MACHINES, MODEL_NAMES, SCHEME_NAMES, Force, Overlap, Rare, refuse_others, taking
+from zero_topo.cli.fitting import Collectives, fit
+from zero_topo.cli.inputs import MOST_MICRO_BATCHES, counts, words_of
+from zero_topo.cli.job import JobOptions, Machine, Model, Ranks, machines_of, need_model, request_of
+from zero_topo.cli.options import SCHEME_NAMES, Rare, refuse_others, taking
 from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.explain import range_sentence, setting
-from zero_topo.cost.model_files import load_model
+from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline
 from zero_topo.cost.planner import Price, Request
-from zero_topo.cost.step import Job, known_rates, rates_of
+from zero_topo.cost.step import Range, rates_of
 from zero_topo.cost.volume import by_domain
 from zero_topo.observe.console import figures_table
+from zero_topo.observe.documents import Document
 from zero_topo.observe.files import SCALING, check_files, write_png
 from zero_topo.strict import Seconds, did_you_mean, to_json
-from zero_topo.topology import Topology, preset_names
-from zero_topo.topology.model import MOST_RANKS
+from zero_topo.topology import preset_names
 from zero_topo.topology.presets import assumptions
 from zero_topo.topology.rates import Rates
 from zero_topo.units import format_bytes
 
-GCDS = "64,128,256,384"
+RANKS, MICRO_BATCHES = "64,128,256,384", "1,8"
 STOCK = "stock"
 NotNegative = Annotated[int, Field(ge=0)]
-SHOWN = (("compute", "optimizer"), ("gather_forward", "gather_backward"), ("scatter",), ("sync", "publish"))
-"""Phases of each column of the table."""
+SHOWN = {
+    "compute": ("compute", "optimizer"),
+    "gather": ("gather_forward", "gather_backward", "publish"),
+    "reduce": ("scatter", "sync"),
+    "other": ("tensor", "stages", "bubble"),
+}
+"""Column of the table -> phases."""
+DEGREES = re.compile(r"(\d+)/(\d+|-)/(\d+)/(\d+)")
+PIPELINE = re.compile(rf"{NAME}-(\d+)x(\d+)")
 NEVER = 10**6
 """Micro-batches beyond which nobody breaks even: a step of so many takes days."""
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(JobOptions):
     """Of ``simulate``."""
 
-    machine: Annotated[
-        str,
-        typer.Option(
-            autocompletion=MACHINES,
-            metavar="PRESET|FILE|JSON",
-            help="Preset, .json file or JSON object that describes the machine.",
-        ),
-    ] = "frontier"
-    model: Annotated[
-        str,
-        typer.Option(
-            autocompletion=MODEL_NAMES,
-            metavar="NAME|FILE",
-            help="Model name, Hugging Face config.json or GPT-NeoX YAML.",
-        ),
-    ] = "gpt-neox-20b"
-    gcds: Annotated[str | None, typer.Option(help="Rank counts, comma-separated.", show_default=GCDS)] = None
+    machine: Machine = "frontier"
+    model: Model = None
+    ranks: Ranks = None
     schemes: Annotated[
         str,
         typer.Option(
             autocompletion=SCHEME_NAMES,
-            help="Names or block files (.json), comma-separated; stock-NAME is stock DeepSpeed's traffic.",
+            help="Comma-separated: schemes, blocks (.json), degrees as plan prints them (2/-/8/384), stock-NAME as "
+            "unmodified DeepSpeed sends it, pipeline or pipeline-STAGESxTENSOR with ZeRO-1.",
         ),
-    ] = "zero3,zero++,paper,topo"
-    micro_batches: Annotated[str, typer.Option(help="Micro-batches per optimizer step, comma-separated.")] = "1,8"
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-batch.")] = 1
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's.")] = None
-    overlap: Overlap = None
-    rates: Annotated[
-        str, typer.Option(metavar="FILE|JSON", help="Link rates that replace the preset's, all or some keys.")
-    ] = "{}"
+    ] = "stock-zero3,zero3,zero++,paper,topo,pipeline"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds.")] = False
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s per rank over the rank count.")
     ] = None
-    force: Force = False
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
@@ -90,7 +78,40 @@ class Options:
     ] = None
     prefetch: Annotated[NotNegative, Rare("modules whose weights are gathered ahead")] = 1
     latency: Annotated[Seconds | None, Rare("seconds per message, instead of the machine's")] = None
-    checkpointing: Annotated[bool, Rare("false keeps activations instead of recomputing them")] = True
+    force: Annotated[bool, Rare("write over any file")] = False
+
+
+class Point(Document):
+    """One predicted step."""
+
+    scheme: str
+    ranks: int
+    micro_batches: int
+    step_s: float
+    tflops_per_gpu: float
+    breakdown: dict[str, float]
+    range: Range
+    sent_by_domain: dict[str, int]
+    held: int
+    fits: bool
+
+
+class Simulated(Document):
+    """``simulate``."""
+
+    machine: str
+    model: str
+    params: int
+    setting: str
+    overlap: float
+    notes: list[str]
+    rates: Rates
+    assumed: list[str]
+    results: list[Point]
+    break_even: list[dict[str, Any]]
+
+
+DOCUMENT = Simulated | Collectives
 
 
 @taking(Options)
@@ -102,52 +123,74 @@ def simulate(options: Options) -> None:
         fit(options.calibrate, options.as_json)
         return
     check_files([(options.plot, ".png", SCALING)], options.force)
-    machines, rates = _machines(options)
-    job = Job(
-        load_model(options.model, options.seq),
-        options.micro_batch,
-        1,
-        options.checkpointing,
-        prefetch=options.prefetch,
-        overlap=options.overlap,
-    )
-    counts = _counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES)
-    schemes = _schemes(words_of(options.schemes))
+    named = options.model or options.params or options.layers
+    options = options if named else replace(options, model="gpt-neox-20b")
+    steps = counts(options.micro_batches or MICRO_BATCHES, "--micro-batches", MOST_MICRO_BATCHES)
+    places, schemes = _places(options), _schemes(words_of(options.schemes))
     prices = {
-        (name, place.world_size, count): _price(schemes[name], place, job, count, rates)
-        for name in schemes
-        for place in machines
-        for count in counts
+        (name, place.topology.world_size, count): _price(name, scheme, place, count)
+        for name, scheme in schemes.items()
+        for place in places
+        for count in steps
     }
+    job, rates = places[0].job, places[0].rates
     points = [_point(*key, price) for key, price in prices.items()]
     content = {
         "machine": options.machine,
-        "model": options.model,
+        "model": job.model.name,
         "params": job.model.params,
         "setting": setting(job),
         "overlap": job.hidden,
         "notes": job.model.notes,
         "rates": to_json(rates),
-        "assumed": assumptions(machines[0].name),
+        "assumed": assumptions(places[0].topology.name),
         "results": points,
-        "scaling_efficiency": list(_scaling(points)),
-        "break_even": [row for place in machines for row in _break_even(schemes, place, job, rates)],
+        "break_even": [row for place in places for row in _break_even(schemes, place)],
     }
     if options.plot is not None:
-        _draw(options, options.plot, job, content)
+        _draw(options.plot, places[0], content)
     if options.as_json:
         print_json(content)
         return
-    _show(options, prices, content)
+    _show(prices, content)
     if options.plot is not None:
         print(f"Written: {options.plot}")
 
 
-def _price(scheme: tuple[ZeroTopoConfig, bool], place: Topology, job: Job, count: int, rates: Rates) -> Price:
-    """What a scheme costs on a machine with so many micro-batches a step."""
-    block, stock = scheme
-    request = Request(place, replace(job, micro_batches=count, stock=stock), own_rates=rates)
-    return request.price(resolve_config(block, place))
+def _places(options: Options) -> list[Request]:
+    """The machine with each number of ranks, and the job there; the user's latency in place of the machine's own."""
+    preset = options.machine in preset_names()
+    usual = replace(options, ranks=RANKS) if preset and not (options.ranks or options.nodes) else options
+    model = need_model(options)
+    found = []
+    for place in machines_of(usual):
+        if options.rates is None:
+            rates_of(place)  # complains of a machine whose rates nobody knows
+        request = request_of(replace(options, micro_batches="1"), place, model)
+        request = replace(request, job=replace(request.job, prefetch=options.prefetch))
+        found.append(request if options.latency is None else _at_latency(request, options.latency))
+    return found
+
+
+def _at_latency(request: Request, latency: float) -> Request:
+    links = {name: replace(link, latency=latency) for name, link in request.topology.links.items()}
+    rates = request.rates.with_rings(lambda ring: replace(ring, step=latency, small_step=None))
+    return replace(request, topology=replace(request.topology, links=links), own_rates=rates)
+
+
+def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int) -> Price:
+    """What a scheme, or a pipeline, costs on a machine with so many micro-batches a step."""
+    job = replace(place.job, micro_batches=count)
+    if scheme is not None:
+        stock = name.startswith(STOCK)
+        return replace(place, job=replace(job, stock=stock)).price(resolve_config(scheme, place.topology))
+    request, degrees = replace(place, job=job), PIPELINE.fullmatch(name)
+    if degrees is not None:
+        return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
+    best = best_pipeline(request)
+    if best is None:
+        raise ValueError(f"--schemes {NAME}: none fits on {place.topology.world_size} ranks; leave it out")
+    return best
 
 
 def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
@@ -166,123 +209,97 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
     }
 
 
-def _scaling(points: Sequence[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """TFLOP/s per rank over that on the fewest ranks, for each scheme and number of micro-batches."""
-    least = min(point["ranks"] for point in points)
-    base = {(p["scheme"], p["micro_batches"]): p["tflops_per_gpu"] for p in points if p["ranks"] == least}
-    for point in points:
-        if point["ranks"] != least:
-            named = {key: point[key] for key in ("scheme", "micro_batches", "ranks")}
-            efficiency = point["tflops_per_gpu"] / base[point["scheme"], point["micro_batches"]]
-            yield {**named, "over": least, "efficiency": efficiency}
-
-
-def _break_even(
-    schemes: Mapping[str, tuple[ZeroTopoConfig, bool]], place: Topology, job: Job, rates: Rates
-) -> Iterable[dict[str, Any]]:
+def _break_even(schemes: Mapping[str, ZeroTopoConfig | None], place: Request) -> Iterable[dict[str, Any]]:
     """For each pair of schemes: from how many micro-batches on the one that is slower at 1 wins; None if never.
 
-    A step's time is a straight line in the number of its micro-batches, which two predictions give.
+    A step's time is a straight line in the number of its micro-batches, which two predictions give; the best pipeline
+    may be another one for each number, so it has no line.
     """
     times = {
-        name: [_price(scheme, place, job, count, rates).step.seconds for count in (1, 2)]
+        name: [_price(name, scheme, place, count).step.seconds for count in (1, 2)]
         for name, scheme in schemes.items()
+        if name != NAME
     }
-    for pair in combinations(schemes, 2):
+    for pair in combinations(times, 2):
         ahead, behind = sorted(pair, key=lambda name: times[name][0])
         first, second = (there - here for here, there in zip(times[ahead], times[behind], strict=True))
         found = 1 + first / (first - second) if second < first else None
         even = found if found is not None and found <= NEVER else None
         names = {"ahead_at_1": ahead, "behind_at_1": behind}
-        yield {"ranks": place.world_size, **names, "break_even": even}
+        yield {"ranks": place.topology.world_size, **names, "break_even": even}
 
 
-def _machines(options: Options) -> tuple[list[Topology], Rates]:
-    """The machine with each number of ranks, and how fast a rank is; the user's latency in place of its own."""
-    preset = options.machine in preset_names()
-    counts = _counts(options.gcds or GCDS, "--gcds") if preset or options.gcds else [None]
-    machines = [machine(options.machine, count) for count in counts]
-    known = known_rates(machines[0])
-    rates = read_rates(options.rates, known) if known or options.rates != "{}" else rates_of(machines[0])
-    if (latency := options.latency) is None:
-        return machines, rates
-    links = [{name: replace(link, latency=latency) for name, link in m.links.items()} for m in machines]
-    slower = rates.with_rings(lambda ring: replace(ring, step=latency, small_step=None))
-    return [replace(m, links=of) for m, of in zip(machines, links, strict=True)], slower
-
-
-def _schemes(names: Sequence[str]) -> dict[str, tuple[ZeroTopoConfig, bool]]:
+def _schemes(names: Sequence[str]) -> dict[str, ZeroTopoConfig | None]:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"schemes {list(names)} must be at least one, each named once")
     return {name: _entry(name) for name in names}
 
 
-def _entry(name: str) -> tuple[ZeroTopoConfig, bool]:
-    """A scheme, or the block of a file, and whether DeepSpeed's own engine sends it: ``stock-NAME``, or ZeRO-3."""
+def _entry(name: str) -> ZeroTopoConfig | None:
+    """A scheme, the block of a file, or degrees; ``stock-NAME`` is DeepSpeed's own engine. None for a pipeline."""
     plain = "zero3" if name == STOCK else name.removeprefix(f"{STOCK}-")
+    if name == NAME or PIPELINE.fullmatch(name):
+        return None
     if plain.endswith(".json"):
         content = load_deepspeed_config(plain)
-        return ZeroTopoConfig.parse(content.get("zero_topo", content)), plain != name
+        return ZeroTopoConfig.parse(content.get("zero_topo", content))
+    if degrees := DEGREES.fullmatch(plain):
+        roles = ("weights", "secondary", "gradients", "optimizer")
+        pairs = zip(roles, degrees.groups(), strict=True)
+        return ZeroTopoConfig.parse({role: int(degree) for role, degree in pairs if degree != "-"})
     if plain not in SCHEMES:
         near = did_you_mean(name, [*SCHEMES, *(f"{STOCK}-{other}" for other in SCHEMES)])
         raise ValueError(
-            f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, and a .json file with a zero_topo block, "
-            f"each also with '{STOCK}-' before it)"
+            f"unknown scheme {name!r}{near} (known: {', '.join(SCHEMES)}, degrees such as 2/-/8/384, a .json file with "
+            f"a zero_topo block, each also with '{STOCK}-' before it; {NAME}, {NAME}-4x2)"
         )
-    return ZeroTopoConfig.parse({"scheme": plain}), plain != name
+    return ZeroTopoConfig.parse({"scheme": plain})
 
 
-def _counts(text: str, what: str, most: int = MOST_RANKS) -> list[int]:
-    counts = sorted({read_count(word, what, most=most) for word in words_of(text)})
-    if not counts:
-        raise ValueError(f"{what} {text!r} names no number; write one or more, such as 8,16")
-    return counts
-
-
-def _draw(options: Options, path: Path, job: Job, content: Mapping[str, Any]) -> None:
+def _draw(path: Path, place: Request, content: Mapping[str, Any]) -> None:
     from zero_topo.observe.plots import job_line
     from zero_topo.observe.scaling_figure import scaling
 
-    points = content["results"]
-    notes = [job_line(job, (p["ranks"] for p in points), (p["micro_batches"] for p in points)), content["setting"]]
-    notes.append("bars: all that is not known at its best and at its worst")
+    points, where = content["results"], content["machine"]
+    notes = [job_line(place.job, (p["ranks"] for p in points), (p["micro_batches"] for p in points))]
+    notes += [content["setting"], "bars: all that is not known at its best and at its worst"]
     if content["assumed"]:
-        notes.append(f"assumed for {options.machine}: {', '.join(content['assumed'])}")
-    figure = scaling(points, f"{options.model} on {options.machine}", "\n".join(notes))
+        notes.append(f"assumed for {where}: {', '.join(content['assumed'])}")
+    figure = scaling(points, f"{content['model']} on {where}", "\n".join(notes))
     write_png(figure, path, SCALING, dpi=200)
 
 
-def _show(options: Options, prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, Any]) -> None:
+def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, Any]) -> None:
     for count in dict.fromkeys(key[2] for key in prices):
-        title = f"{options.model} on {options.machine}, K = {count}, predicted"
+        title = f"{content['model']} on {content['machine']}, K = {count}, predicted"
         show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
     print(f"- {content['setting']}")
     for row in content["break_even"]:
-        if row["ranks"] == content["break_even"][-1]["ranks"]:
-            ahead, behind, even = row["ahead_at_1"], row["behind_at_1"], row["break_even"]
-            beats = f"{behind} never beats {ahead}" if even is None else f"{behind} beats {ahead} from {even:.1f}"
-            print(f"- {beats}{'' if even is None else ' micro-batches on'}, at {row['ranks']:,} ranks")
+        if row["break_even"] is not None and row["ranks"] == content["break_even"][-1]["ranks"]:
+            crossing = f"{row['behind_at_1']} beats {row['ahead_at_1']} from {row['break_even']:.1f} micro-batches on"
+            print(f"- {crossing}, at {row['ranks']:,} ranks")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:
-            print(f"- {key[0]} at {key[1]:,} ranks: {range_sentence(price)}")
-    for key, price in prices.items():
+            kind = f" ({price.config.name})" if isinstance(price, PipelinePrice) and key[0] == NAME else ""
+            print(f"- {key[0]}{kind} at {key[1]:,} ranks: {range_sentence(price)}")
         if not price.fits and key[2] == last[2]:
             limit = format_bytes(price.request.limit or 0)
             print(f"- {key[0]} on {key[1]:,} ranks does not fit: it needs {format_bytes(price.held)} of {limit}")
     for note in content["notes"]:
         print(f"- {note}")
     if content["assumed"]:
-        print(f"- assumed, not measured, for {options.machine}: {', '.join(content['assumed'])}")
+        print(f"- assumed, not measured, for {content['machine']}: {', '.join(content['assumed'])}")
 
 
 def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Table:
     """Scheme and ranks by seconds of a step, TFLOP/s and their range, and the step's shares of what took time."""
-    columns = ["", "ranks", "step", "TFLOP/s", "range", "compute", "gather", "scatter", "sync"]
-    table = figures_table(columns, title)
+    steps = [price.step.breakdown for price in prices.values()]
+    parts = {name: phases for name, phases in SHOWN.items() if any(phases[0] in step for step in steps)}
+    table = figures_table(["", "ranks", "step", "TFLOP/s", "range", *parts], title)
     for (scheme, ranks, _), price in prices.items():
         found, within = price.step, price.range
-        shares = (sum(found.breakdown[phase] for phase in phases) / found.seconds for phases in SHOWN)
+        shares = (sum(found.breakdown.get(phase, 0) for phase in phases) / found.seconds for phases in parts.values())
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
         flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"

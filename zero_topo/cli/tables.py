@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from zero_topo.config import ROLES, ResolvedConfig
+from zero_topo.cost.pipeline import PipelinePrice
 from zero_topo.cost.planner import Priced
 from zero_topo.observe.console import figures_table, wide_console
 from zero_topo.observe.tables import bytes_or_dash
@@ -74,8 +75,8 @@ def volume_table(rows: Mapping[str, Mapping[str, int]], micro_batches: int) -> T
     return table
 
 
-def ranking_table(plans: Sequence[Priced], title: str) -> Table:
-    """Plans: degrees of the roles, sync, step and its range, what it holds."""
+def ranking_table(plans: Sequence[Priced], title: str, pipeline: PipelinePrice | None = None) -> Table:
+    """Plans: degrees of the roles, sync, step and its range, what it holds; last the pipeline to compare with."""
     table = figures_table(["scheme", "degrees", "loses", "sync", "step", "range", "held"], title, ("scheme", "degrees"))
     for plan in plans:
         config = plan.candidate.config
@@ -86,6 +87,10 @@ def ranking_table(plans: Sequence[Priced], title: str) -> Table:
         loses = "yes" if plan.candidate.losses else "no"
         step = (format_seconds(plan.seconds), f"{plan.price.range.low_s:.3g}-{plan.price.range.high_s:.3g} s")
         table.add_row(scheme, degrees(config), loses, sync if moves else "-", *step, format_bytes(plan.held))
+    if pipeline is not None:
+        within = pipeline.range
+        times = (format_seconds(pipeline.step.seconds), f"{within.low_s:.3g}-{within.high_s:.3g} s")
+        table.add_row(pipeline.config.name, "", "no", "", *times, format_bytes(pipeline.held))
     return table
 
 

@@ -8,11 +8,16 @@ from typing import Annotated
 import typer
 
 from zero_topo.cli.described import Described, described, this_machine
+from zero_topo.cli.inputs import read_count
+from zero_topo.cli.job import Ranks
 from zero_topo.cli.options import MACHINES
 from zero_topo.cli.output import print_json
+from zero_topo.topology import Topology
+from zero_topo.topology.model import MOST_RANKS
 from zero_topo.topology.render import render_tree
 from zero_topo.topology.render_devices import render_devices
 
+DOCUMENT = Topology
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
     "--shownodesbw, or nvidia-smi topo -m; may be repeated, the most trusted counts."
@@ -23,9 +28,7 @@ def topology(
     source: Annotated[
         list[str] | None, typer.Option("--from", autocompletion=MACHINES, metavar="FILE|PRESET", help=FROM_HELP)
     ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
-    ] = None,
+    ranks: Ranks = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --from can read.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
@@ -36,7 +39,8 @@ def topology(
         from zero_topo.cli.measure import measure_command
 
         return measure_command(source, as_json)
-    found = described(source, world_size) if source else this_machine(world_size)
+    count = None if ranks is None else read_count(ranks, "--ranks", most=MOST_RANKS)
+    found = described(source, count) if source else this_machine(count)
     if as_json:
         print_json(found.topology.to_json())
     else:

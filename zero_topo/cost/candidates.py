@@ -12,6 +12,7 @@ Note [What is tried]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,9 @@ from typing import Any
 
 from zero_topo.config import AUTO, SCHEMES, DenseSync, ResolvedConfig, ZeroTopoConfig, is_automatic, resolve_config
 from zero_topo.plan import divisors
+from zero_topo.topology.launchers import launcher_view
 from zero_topo.topology.model import DOMAINS, Topology
+from zero_topo.topology.presets import load_machine, preset_names
 
 Block = Mapping[str, Any]
 PAPER_BITS: Block = MappingProxyType({"weights": "int8", "secondary": "int8", "gradients": "int4"})
@@ -113,6 +116,26 @@ def before_a_model(block: ZeroTopoConfig, topology: Topology) -> ResolvedConfig:
     if not is_automatic(block, topology):
         return resolve_config(block, topology)
     return candidates(block, replace(topology, order=None, hosts=None))[0].config
+
+
+def fewest_ranks(block: ZeroTopoConfig, setting: object, env: Mapping[str, str]) -> int | None:
+    """Return the fewest ranks on which a block can be checked where no job runs, such as on a login node.
+
+    Args:
+        block: the ``zero_topo`` block.
+        setting: the machine: the block's ``topology``, or another in its place.
+        env: environment variables.
+
+    Returns:
+        Whole nodes of the preset that its numbers of ranks divide; None inside a job, or if the ranks are known.
+    """
+    presets = preset_names()
+    if launcher_view(env) is not None or not isinstance(setting, str) or setting not in (AUTO, *presets):
+        return None
+    node = load_machine(setting).ranks_per_node if setting in presets else None
+    degrees = [each for each in (block.weights, block.secondary, block.gradients, block.optimizer) if each]
+    numbers = [each for each in (*degrees, node) if isinstance(each, int)]
+    return math.lcm(*numbers) if numbers else None
 
 
 def _name(own: Block, config: ResolvedConfig) -> str:

@@ -9,22 +9,22 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from zero_topo.config import AUTO, ZeroTopoConfig
+from zero_topo.cost.pipeline import best_pipeline
 from zero_topo.cost.planner import (
     ASSUMED_MACHINE,
     EQUAL,
-    HOLDS_ALIKE,
     Price,
     Priced,
     Ranking,
     Request,
     rank_plans,
-    wire_seconds,
 )
 from zero_topo.cost.step import Job
 from zero_topo.cost.volume import by_domain
 from zero_topo.topology.presets import assumptions
-from zero_topo.units import format_bytes, format_seconds
+from zero_topo.units import format_bytes, format_count, format_seconds
 
+OWN_WORK = ("compute", "optimizer")
 RISKS: Mapping[str, tuple[str, float, float]] = MappingProxyType(
     {
         "topo-scatter4": ("int4 gradients inside the node alone", 0.0037, 0.0076),
@@ -43,24 +43,26 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
         ValueError: if nothing fits, or the user's keys fit no plan.
     """
     ranking = rank_plans(asked, request)
-    best, limit = ranking.best, request.limit
+    best = ranking.best
     default = "" if asked.scheme else ", the default here"
-    held = format_bytes(best.held) + (
-        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    )
     kept = "" if asked.lossy else " and send no fewer bits than asked for"
     slower = best.seconds / ranking.fastest.seconds - 1
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
         f"scheme {AUTO}{default}: {_keys(best)}, {format_seconds(best.seconds)} a step by prediction, {place} "
-        f"of the {ranking.fitting} plans that fit{kept}, and needs {held}"
+        f"of the {len(ranking.timed)} plans that fit{kept}, and needs {_held(best.price)}"
     )
-    model = request.job.model
-    shape = f"{sum(request.work.numels):,} parameters, counted as {model.layers} layers of width {model.hidden}"
+    counted = f"{sum(request.work.numels):,} parameters, counted as follows"
     near = [f"near: {_beside(plan, best)}" for plan in ranking.timed[1:2]]
     return best.candidate.chosen, "; ".join(
-        [line, *near, *_gain(ranking), shape, setting(request.job), *assumed_lines(request)]
+        [line, *near, *_gain(ranking), counted, setting(request.job), *assumed_lines(request)]
     )
+
+
+def _held(price: Price) -> str:
+    limit = price.request.limit
+    of = ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
+    return f"{format_bytes(price.held)}{of}"
 
 
 def _keys(plan: Priced) -> str:
@@ -93,8 +95,13 @@ def explain(ranking: Ranking) -> list[str]:
     """
     best, request = ranking.best, ranking.request
     lines = [_winner_line(best, ranking), *_loss_lines(best, ranking), *_gain(ranking), range_sentence(best.price)]
-    lines += [_memory_line(best, request), *_advice(best, request), _wire_line(best, request)]
-    lines += [_runner_up_line(best, ranking.timed[1], request)] if len(ranking.timed) > 1 else []
+    lines += [
+        _memory_line(best, request),
+        *_advice(best, request),
+        *_pipeline_line(best, request),
+        _step_line(best),
+    ]
+    lines += [_runner_up_line(best, ranking.timed[1])] if len(ranking.timed) > 1 else []
     if request.limit is not None:
         told = [plan for plan in ranking.refused if plan.candidate.named]
         lines += [plan.why_not(request.limit) for plan in told]
@@ -104,19 +111,10 @@ def explain(ranking: Ranking) -> list[str]:
 
 
 def _winner_line(best: Priced, ranking: Ranking) -> str:
-    equal = ranking.equals
-    held = [plan.held for plan in equal]
-    span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
-    leaner = "; what holds less loses more" if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal) else ""
-    others = (
-        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {span}, "
-        f"this one {format_bytes(best.held)}; it loses least, then holds least{leaner}"
-        if equal
-        else ""
-    )
+    fitting = len(ranking.timed)
     return (
-        f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {ranking.fitting} plans that "
-        f"fit, of {ranking.fitting + len(ranking.refused)}{others}{_leaner(ranking)}"
+        f"{best.candidate.name} wins with {format_seconds(best.seconds)} a step among the {fitting} plans that fit, of "
+        f"{fitting + len(ranking.refused)}{_leaner(ranking)}"
     )
 
 
@@ -160,35 +158,45 @@ def range_sentence(price: Price) -> str:
 
 def price_sentence(price: Price) -> str:
     """Return the costs of a plan, in one line."""
-    limit = price.request.limit
-    held = format_bytes(price.held) + (
-        ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
-    )
     sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
     step = format_seconds(price.step.seconds)
-    return f"each rank holds {held} and sends {sent} in a step, which takes {step} by prediction"
+    return f"each rank holds {_held(price)} and sends {sent} in a step, which takes {step} by prediction"
 
 
 def setting(job: Job) -> str:
     """Return the job settings on which every predicted time depends; printed with each."""
+    model = job.model
     return (
-        f"{job.micro_batch} x {job.model.sequence:,} tokens a micro-batch on a rank, activations "
+        f"{format_count(model.params)} parameters, as {model.layers} layers of width {model.hidden}; "
+        f"{job.micro_batch} x {model.sequence:,} tokens a micro-batch on a rank, activations "
         f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
         f"{job.hidden:.0%} does (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
 
 def _advice(best: Priced, request: Request) -> list[str]:
-    """Return whether training without recomputation would fit, and how much faster it would be."""
-    if not request.job.checkpointing or request.limit is None or request.states_only:
+    """Return what recomputing activations, or keeping them, would change."""
+    if request.limit is None or request.states_only:
         return []
-    job = replace(request.job, checkpointing=False)
-    kept = replace(request, job=job).price(best.candidate.config)
-    held = format_bytes(kept.held)
-    if not kept.fits:
-        return [f"without checkpointing it would need {held}, which does not fit"]
-    share = 1 - kept.step.seconds / best.price.step.seconds
-    return [f"without checkpointing (--set checkpointing=false) it needs {held} and takes {share:.0%} less time"]
+    recomputes = request.job.checkpointing
+    other = replace(request, job=replace(request.job, checkpointing=not recomputes)).price(best.candidate.config)
+    if not other.fits:
+        return [f"without checkpointing it would need {format_bytes(other.held)}, which does not fit"]
+    how = "without checkpointing (--set checkpointing=false)" if recomputes else "with checkpointing"
+    share = other.step.seconds / best.price.step.seconds - 1
+    return [f"{how} it needs {format_bytes(other.held)} and takes {share:+.0%} time"]
+
+
+def _pipeline_line(best: Priced, request: Request) -> list[str]:
+    """Compare the winner with tensor and pipeline parallel training."""
+    price = best_pipeline(request)
+    if price is None or request.states_only:
+        return []
+    step, held = price.step.seconds, format_bytes(price.held)
+    return [
+        f"tensor and pipeline parallel training with ZeRO-1, as in GPT-NeoX ({price.config.name}, stages x tensor "
+        f"parallel ranks), would take {format_seconds(step)}, {step / best.seconds - 1:+.1%} time, and {held}"
+    ]
 
 
 def _memory_line(best: Priced, request: Request) -> str:
@@ -202,20 +210,20 @@ def _memory_line(best: Priced, request: Request) -> str:
     )
 
 
-def _wire_line(best: Priced, request: Request) -> str:
-    wires = wire_seconds(best.candidate.config, request.work)
-    if not wires:
-        return "nothing travels between ranks"
-    (phase, domain), longest = max(wires.items(), key=lambda item: item[1])
-    total = format_seconds(sum(wires.values()))
-    return f"its wires carry {total} a step, of which {phase} over {domain} takes {format_seconds(longest)}"
+def _step_line(best: Priced) -> str:
+    parts = {phase: seconds for phase, seconds in best.price.step.breakdown.items() if phase not in OWN_WORK}
+    phase, longest = max(parts.items(), key=lambda item: item[1])
+    total = sum(parts.values())
+    if not total:
+        return "it waits for no communication"
+    return f"it waits {format_seconds(total)} a step for communication, {format_seconds(longest)} of it for {phase}"
 
 
-def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
-    mine, other = (wire_seconds(plan.candidate.config, request.work) for plan in (best, second))
-    losses = {key: other.get(key, 0.0) - mine.get(key, 0.0) for key in sorted({*other, *mine})}
-    (phase, domain), loss = max(losses.items(), key=lambda item: item[1], default=(("", ""), 0.0))
-    where = f": its {phase} over {domain} takes {format_seconds(loss)} longer on the wire" if loss > 0 else ""
+def _runner_up_line(best: Priced, second: Priced) -> str:
+    mine, other = (plan.price.step.breakdown for plan in (best, second))
+    losses = {phase: other[phase] - mine[phase] for phase in mine}
+    phase, loss = max(losses.items(), key=lambda item: item[1])
+    where = f": its {phase} takes {format_seconds(loss)} longer" if loss > 0 else ""
     return f"the runner-up, {second.candidate.name}, takes {format_seconds(second.seconds)}{where}"
 
 

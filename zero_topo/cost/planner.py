@@ -4,11 +4,10 @@
 1. Start from all plans of ``candidates.py`` that keep the user's own keys. Plans that quantize more than these keys ask
    for are chosen only if the block is ``lossy``; else the fastest of them is reported as a possible gain.
 2. Drop each plan that needs more than the machine's memory per rank less a reserve, and report its largest role.
-3. Simulate the named schemes and the other plans whose bytes take the least time on the links, lossless and lossy ones
-   separately. The shortest step wins. ``Job.overlap`` gives the share of the communication that overlaps. A lossy plan
-   must be 2 percent faster for its loss inside a node, and again for its loss between nodes. Times within half a
-   percent count as equal, since no prediction is that exact. Among these, a plan that loses less comes first, then one
-   that needs less memory (in steps of 5 percent), then a named scheme before a free form, then the one that sends less.
+3. Predict the step of every other plan. The shortest step wins. ``Job.overlap`` gives the share of the communication
+   that overlaps. A lossy plan must be 2 percent faster for its loss inside a node, and again for that between nodes.
+   Times within half a percent count as equal, since no prediction is that exact. Among these, a plan that loses less
+   comes first, then one that needs less memory (in steps of 5 percent), then a named scheme before a free form.
    Finally, a plan within 2 percent of the winner that needs a tenth less memory and loses no more replaces it.
 
 Everything is a pure function of its arguments, so that all ranks of a run make the same choice. ``explain.py`` explains
@@ -37,8 +36,6 @@ from zero_topo.units import format_bytes, format_count
 
 Seconds = Callable[[ResolvedConfig, Job], float]
 RESERVE = 0.1
-FINALISTS, TOLD = 24, 8
-"""Most free-form plans simulated, per lossy and lossless kind: of the plans allowed, and of those only reported."""
 EQUAL, HOLDS_ALIKE = 0.005, 0.05
 LOSS_MUST_GAIN = 0.02
 """Share by which a plan must be faster for its loss inside a node, and again for its loss between nodes."""
@@ -151,6 +148,7 @@ class Price:
 
     config: ResolvedConfig
     request: Request
+    predict = staticmethod(predict_step)
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
@@ -175,12 +173,12 @@ class Price:
     @cached_property
     def step(self) -> Step:
         """Return the predicted step with its breakdown in seconds."""
-        return predict_step(self._known, self.request.job, self.request.rates)
+        return self.predict(self._known, self.request.job, self.request.rates)
 
     @cached_property
     def range(self) -> Range:
         """Return the range of the predicted step."""
-        return step_range(self._known, self.request.job, self.request.rates)
+        return step_range(self._known, self.request.job, self.request.rates, self.predict)
 
     @property
     def _known(self) -> ResolvedConfig:
@@ -195,14 +193,12 @@ class Priced:
     Attributes:
         candidate: the plan.
         price: its costs.
-        wire: seconds per step that its bytes take on the links if nothing overlaps.
-        seconds: predicted seconds of a step; 0 before the prediction.
+        seconds: predicted seconds of a step.
     """
 
     candidate: Candidate
     price: Price
-    wire: float
-    seconds: float = 0.0
+    seconds: float
 
     @property
     def weighed(self) -> float:
@@ -234,16 +230,14 @@ class Ranking:
 
     Attributes:
         request: what was planned.
-        timed: the simulated plans, best first.
+        timed: plans that fit, best first.
         refused: plans that do not fit, least memory first.
-        fitting: number of plans that fit.
-        lossier: simulated plans that fit, but quantize more than was asked for, best first.
+        lossier: plans that fit, but quantize more than was asked for, best first.
     """
 
     request: Request
     timed: tuple[Priced, ...]
     refused: tuple[Priced, ...]
-    fitting: int
     lossier: tuple[Priced, ...] = ()
 
     @property
@@ -278,14 +272,6 @@ class Ranking:
         fastest = min(self.lossier, key=lambda plan: plan.seconds, default=None)
         return fastest if fastest is not None and fastest.seconds < self.best.seconds else None
 
-    @property
-    def equals(self) -> list[Priced]:
-        """Return the plans as fast as the winner within :data:`EQUAL` that lose more, or were near the fastest."""
-        best, losses = self.best, len(self.best.candidate.losses)
-        within = min(plan.weighed for plan in self.timed) * (1 + EQUAL)
-        near = (plan for plan in self.timed[1:] if plan.seconds <= best.seconds * (1 + EQUAL))
-        return [plan for plan in near if len(plan.candidate.losses) > losses or plan.weighed <= within]
-
 
 def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None = None) -> Ranking:
     """Price and rank the plans that keep the user's keys; see the module docstring.
@@ -298,32 +284,36 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
     Raises:
         ValueError: if the user's keys fit no plan, or only plans that quantize more than they ask for.
     """
-    whole = replace(request.work, numels=(sum(request.work.numels),), dims=(2,), persistent=(False,))
 
-    def clock(plan: Priced) -> float:
-        return seconds(plan.candidate.config, request.job) if seconds else plan.price.step.seconds
-
-    def simulated(plans: Sequence[Priced], most: int) -> tuple[Priced, ...]:
-        return _in_order([replace(p, seconds=clock(p)) for p in _finalists(plans, most)])
+    def predicted(candidate: Candidate, price: Price) -> Priced:
+        return Priced(candidate, price, seconds(price.config, request.job) if seconds else price.step.seconds)
 
     fitting: list[Priced] = []
     refused: list[Priced] = []
     lossier: list[Priced] = []
     for candidate in _careful(candidates(asked, request.machine, request.sparse), request):
-        wire = sum(wire_seconds(candidate.config, whole).values())
-        priced = Priced(candidate, request.price(candidate.config), wire)
-        fits = priced.price.fits
-        if asked.lossy or candidate.loses_only(asked):
-            (fitting if fits else refused).append(priced)
-        elif fits:
-            lossier.append(priced)
+        price, allowed = request.price(candidate.config), asked.lossy or candidate.loses_only(asked)
+        if price.fits:
+            (fitting if allowed else lossier).append(predicted(candidate, price))
+        elif allowed:
+            refused.append(Priced(candidate, price, inf))
     if not fitting and not refused:
         raise ValueError(
             f'"scheme": "{AUTO}": all plans that keep the other keys of the block send fewer bits than these ask for; '
             'allow it ("lossy": true), or write what may be sent so ("quantize", "sync", "publish")'
         )
-    timed, told = simulated(fitting, FINALISTS), simulated(lossier, TOLD)
-    return Ranking(request, timed, tuple(sorted(refused, key=lambda plan: plan.held)), len(fitting), told)
+    least_first = tuple(sorted(refused, key=lambda plan: plan.held))
+    return Ranking(request, _in_order(fitting), least_first, _in_order(lossier))
+
+
+def rank_both(asked: ZeroTopoConfig, request: Request) -> Ranking:
+    """Rank plans with and without recomputation of activations, and return the ranking with the faster winner."""
+    kept, recomputed = (
+        rank_plans(asked, replace(request, job=replace(request.job, checkpointing=recompute)))
+        for recompute in (False, True)
+    )
+    slower = kept.timed and recomputed.timed and recomputed.best.seconds < kept.best.seconds
+    return recomputed if slower or not kept.timed else kept
 
 
 def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate]:
@@ -335,17 +325,6 @@ def _careful(found: Sequence[Candidate], request: Request) -> Sequence[Candidate
         return found
     sharded = [plan for plan in found if plan.config.plan.weights >= request.topology.ranks_per_node]
     return sharded or found
-
-
-def _finalists(fitting: Sequence[Priced], most: int) -> list[Priced]:
-    """Return the named schemes, and the free forms with the least link time, lossless and lossy ones separately.
-
-    Link time alone would leave no lossless plan for comparison.
-    """
-    free = sorted((plan for plan in fitting if not plan.candidate.named), key=lambda plan: plan.wire)
-    exact = [plan for plan in free if not plan.candidate.losses]
-    lossy = [plan for plan in free if plan.candidate.losses]
-    return [*(plan for plan in fitting if plan.candidate.named), *exact[:most], *lossy[:most]]
 
 
 def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
@@ -360,9 +339,9 @@ def _in_order(timed: Sequence[Priced]) -> tuple[Priced, ...]:
     for plan in timed:
         leanest[equals(plan)] = min(plan.held, leanest.get(equals(plan), plan.held))
 
-    def key(plan: Priced) -> tuple[float, int, float, bool, float, int]:
+    def key(plan: Priced) -> tuple[float, int, float, bool, int]:
         more = plan.held / max(1, leanest[equals(plan)]) - 1
-        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.wire, plan.held
+        return *equals(plan), more // HOLDS_ALIKE, not plan.candidate.named, plan.held
 
     return _leaner_first(sorted(timed, key=key))
 
@@ -412,12 +391,6 @@ def _enough_nodes(plan: Priced, request: Request) -> int | None:
 
 def _on(plan: Priced, request: Request) -> ResolvedConfig:
     return resolve_config(plan.candidate.chosen, request.machine)
-
-
-def wire_seconds(config: ResolvedConfig, work: Workload) -> dict[Key, float]:
-    """Return the seconds that the bytes of each phase take on the links of each domain if nothing overlaps."""
-    links = config.topology.links
-    return {(phase, domain): n / links[domain].bandwidth for (phase, domain), n in step_bytes(config, work).items()}
 
 
 def max_params(config: ResolvedConfig, request: Request) -> int | None:

@@ -54,11 +54,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
@@ -75,6 +75,7 @@ from zero_topo.topology.model import DOMAINS, Link, Topology
 from zero_topo.topology.presets import Machine, load_machine, preset_names
 from zero_topo.topology.rates import UNKNOWN_SPREAD, Rates, Ring, Unknown
 
+Located = Any  # a plan with the field ``topology``
 Attention = Literal["flash", "eager"]
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OVERLAP = 0.0
@@ -106,6 +107,7 @@ class Job:
         prefetch: modules gathered ahead (DeepSpeed's ``stage3_prefetch_bucket_size``).
         overlap_scatter: whether scatters overlap with the backward pass (DeepSpeed's ``overlap_comm``).
         attention: "flash", or "eager", which stores the matrix of scores for the backward pass.
+        fused_loss: whether the loss never stores all logits.
         stock: whether stock DeepSpeed does all communication, see Note [Stock].
         overlap: share of the communication able to overlap that does; None (unknown) takes :data:`OVERLAP`.
 
@@ -121,6 +123,7 @@ class Job:
     prefetch: int = 1
     overlap_scatter: bool = True
     attention: Attention = "flash"
+    fused_loss: bool = False
     stock: bool = False
     overlap: float | None = None
 
@@ -486,21 +489,22 @@ class Range:
         return ", ".join(named) or "nothing that is unknown"
 
 
-def step_range(config: ResolvedConfig, job: Job, rates: Rates) -> Range:
+def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, Job, Rates], Step]) -> Range:
     """Return the range of a step; see Note [Range]. Overlap is unknown unless the job states it.
 
     Args:
         config: plan and machine.
         job: what is trained.
         rates: rates of a rank.
+        predict: :func:`predict_step`, or that of another kind of plan.
     """
     unknown = (*UNKNOWNS, *(() if job.overlap is not None else ("overlap",)))
 
     def ends(off: Sequence[str]) -> tuple[float, float]:
-        best, worst = (_seconds(config, job, rates, off, sign) for sign in (1, -1))
+        best, worst = (predict(*_changed(config, job, rates, off, sign)).seconds for sign in (1, -1))
         return best, worst
 
-    usual = predict_step(config, job, rates).seconds
+    usual = predict(config, job, rates).seconds
     spans = {what: ends((what,)) for what in unknown}
     shares = {what: (worst - best) / usual for what, (best, worst) in spans.items()}
     order = sorted(shares, key=lambda what: -shares[what])
@@ -508,15 +512,9 @@ def step_range(config: ResolvedConfig, job: Job, rates: Rates) -> Range:
     return Range(low, high, {what: shares[what] for what in order})
 
 
-def _seconds(config: ResolvedConfig, job: Job, rates: Rates, off: Sequence[str], sign: int) -> float:
-    """Return the seconds of a step with the unknowns ``off`` changed by their spread, up (1) or down (-1)."""
+def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int) -> tuple[Located, Job, Rates]:
+    """Return plan, job and rates with the unknowns ``off`` changed by their spread, up (1) or down (-1)."""
     factors = {what: 1 + sign * rates.spread.get(what, UNKNOWN_SPREAD) for what in UNKNOWNS if what in off}
-    links, machine = at_rates(config, rates, factors)
-    return predict_step(links, replace(job, overlap=float(sign > 0)) if "overlap" in off else job, machine).seconds
-
-
-def at_rates(config: ResolvedConfig, rates: Rates, factors: Mapping[Unknown, float]) -> tuple[ResolvedConfig, Rates]:
-    """Return config and rates with each rate multiplied by its factor; latencies are divided by theirs."""
     links, steps = factors.get("links", 1.0), 1 / factors.get("latency", 1.0)
     topology = config.topology
     slower = {
@@ -533,4 +531,5 @@ def at_rates(config: ResolvedConfig, rates: Rates, factors: Mapping[Unknown, flo
         peak_flops=rates.peak_flops * factors.get("compute", 1.0),
         memory_bandwidth=rates.memory_bandwidth * factors.get("memory", 1.0),
     )
-    return replace(config, topology=replace(topology, links=slower)), machine
+    job = replace(job, overlap=float(sign > 0)) if "overlap" in off else job
+    return replace(config, topology=replace(topology, links=slower)), job, machine

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_topo.config import (
+    AUTO,
     ZeroTopoConfig,
     deepspeed_hints,
     deepspeed_problems,
     load_deepspeed_config,
 )
-from zero_topo.cost.candidates import before_a_model
+from zero_topo.cost.candidates import before_a_model, fewest_ranks
 from zero_topo.doctor.finding import FAIL, OK, WARN, Finding
 from zero_topo.doctor.refusals import deepspeed_refusals, unasked
 from zero_topo.doctor.surroundings import Surroundings
@@ -109,7 +110,8 @@ def config(seen: Surroundings) -> Iterator[Finding]:
         problems = [*deepspeed_problems(loaded), *deepspeed_refusals(loaded, None if view is None else view.world_size)]
         block = None if problems else ZeroTopoConfig.from_ds_config(loaded)
         if block is not None and block.topology != MEASURED:
-            before_a_model(block, resolve_topology(block.topology, seen.env))
+            where = seen.machine if seen.machine and block.topology == AUTO else block.topology
+            before_a_model(block, resolve_topology(where, seen.env, fewest_ranks(block, where, seen.env)))
     except ValueError as error:
         problems, block = [str(error)], None
     for problem in problems:

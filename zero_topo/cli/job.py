@@ -1,0 +1,214 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""The machine, the model and the step that a command is about: options that mean the same in all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from zero_topo.cli.inputs import LIKE_PARAMS, MOST_MICRO_BATCHES, counts, machine, read_count, read_rates
+from zero_topo.cli.options import MACHINES, MODEL_NAMES, Rare
+from zero_topo.cost.footprint import InFlight
+from zero_topo.cost.model_files import load_model
+from zero_topo.cost.planner import RESERVE, Request
+from zero_topo.cost.step import ATTENTIONS, Job
+from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
+from zero_topo.strict import did_you_mean
+from zero_topo.topology import Topology, preset_names
+from zero_topo.topology.model import MOST_RANKS
+from zero_topo.topology.presets import load_machine
+
+ITEMSIZE = 2  # 16-bit training
+NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=0.9)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=MODEL_NAMES, metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."
+    ),
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        "--machine",
+        "--topology",
+        autocompletion=MACHINES,
+        metavar="PRESET|FILE|JSON",
+        help="Preset, .json file or JSON object that describes the machine; auto is this job.",
+    ),
+]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", "--world-size", "--gcds", metavar="N", help="Number of ranks, or --nodes.")
+]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of all commands that predict."""
+
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
+    model: Model = None
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_MICRO_BATCHES, help="Sequences per rank and micro-batch; default: 1."),
+    ] = None
+    micro_batches: Annotated[
+        str | None, typer.Option(metavar="K", help="Micro-batches per optimizer step; default: 1.")
+    ] = None
+    overlap: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
+    ] = None
+    machine: Machine = "auto"
+    nodes: Annotated[str | None, typer.Option(metavar="N", help="Number of nodes.")] = None
+    ranks: Ranks = None
+    layers: Annotated[Count | None, Rare("number of layers")] = None
+    hidden: Annotated[Count | None, Rare("hidden size")] = None
+    checkpointing: Annotated[bool | None, Rare("false keeps activations instead of recomputing them")] = None
+    attention: Annotated[str, Rare("flash, or eager, which stores the score matrix", ATTENTIONS)] = "flash"
+    fused_loss: Annotated[bool, Rare("true if the loss never stores all logits")] = False
+    reserve: Annotated[Share | None, Rare(f"share of the memory to leave free; default: {RESERVE}, of states 0")] = None
+    rates: Annotated[str | None, Rare("link rates, a file or JSON as simulate --calibrate prints them")] = None
+
+
+def machines_of(options: JobOptions) -> list[Topology]:
+    """The machine with each number of nodes or ranks that the options name.
+
+    Raises:
+        ValueError: if there is none, or its ranks do not add up.
+    """
+    found: list[int | None] = [None]
+    if options.ranks is not None:
+        found = [*counts(options.ranks, "--ranks", MOST_RANKS)]
+    if options.nodes is not None:
+        nodes = counts(options.nodes, "--nodes", MOST_RANKS)
+        ranks = [count * _ranks_per_node(options.machine, count) for count in nodes]
+        if options.ranks is not None and found != ranks:
+            raise ValueError(
+                f"--nodes {options.nodes} of {options.machine} are {', '.join(map(str, ranks))} ranks, but --ranks is "
+                f"{options.ranks}; give one of the two"
+            )
+        found = [*ranks]
+    return [machine(options.machine, count) for count in found]
+
+
+def machine_of(options: JobOptions) -> Topology:
+    """The machine that the options name, with one number of ranks."""
+    return one(machines_of(options), f"--ranks {options.ranks or options.nodes}")
+
+
+def one(found: list[Any], what: str) -> Any:
+    """The only one.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    if len(found) > 1:
+        raise ValueError(f"{what}: this command takes one number; simulate takes several")
+    return found[0]
+
+
+def _ranks_per_node(setting: str, nodes: int) -> int:
+    if setting in preset_names():
+        count = load_machine(setting).ranks_per_node
+        if count is None:
+            raise ValueError(f"--nodes {nodes}: {setting} has one node of any size; give --ranks")
+        return count
+    if setting == "auto":
+        known = ", ".join(preset_names())
+        raise ValueError(f"--nodes {nodes}: of which machine? give --machine (known: {known}; or a .json file)")
+    described = machine(setting, None)
+    if described.nodes != nodes:
+        raise ValueError(
+            f"--nodes {nodes}: {setting} describes {described.nodes} nodes; leave --nodes out, or change the "
+            "description"
+        )
+    return described.ranks_per_node
+
+
+def model_of(options: JobOptions) -> Transformer | None:
+    """The model that the options name or describe, if they do.
+
+    Raises:
+        ValueError: if it is not known, or named twice.
+    """
+    if options.model is not None:
+        if options.params or options.layers or options.hidden:
+            raise ValueError(f"--model {options.model} has a shape of its own; leave --params, layers and hidden out")
+        return load_model(options.model, options.seq)
+    sequence = options.seq or SEQUENCE
+    if options.params is not None:
+        return scaled(read_count(options.params, "--params", LIKE_PARAMS), options.layers, options.hidden, sequence)
+    if options.layers is None or options.hidden is None:
+        return None
+    return with_shape(options.layers, options.hidden, sequence)
+
+
+def need_model(options: JobOptions) -> Transformer:
+    """The model that the options name.
+
+    Raises:
+        ValueError: if they name none.
+    """
+    found = model_of(options)
+    if found is None:
+        raise ValueError("which model? give --params, such as 20B, or --model, or --set layers=44 --set hidden=6144")
+    return found
+
+
+def request_of(
+    options: JobOptions, topology: Topology, model: Transformer, loaded: Mapping[str, Any] = NO_CONFIG
+) -> Request:
+    """Machine, model and job; what neither the options nor the config say is 1, in 16 bits.
+
+    Args:
+        options: of the command.
+        topology: the machine.
+        model: the model.
+        loaded: a DeepSpeed config; empty if there is none.
+
+    Raises:
+        ValueError: for wrong settings.
+    """
+    if options.attention not in ATTENTIONS:
+        near = did_you_mean(options.attention, ATTENTIONS)
+        raise ValueError(f"attention {options.attention!r}{near} (choose one of {', '.join(ATTENTIONS)})")
+    micro, steps = _batches(options, topology, loaded)
+    halves = [loaded.get(name) or {} for name in ("bf16", "fp16")]
+    single = loaded and not any(half.get("enabled") for half in halves)
+    job = Job(
+        model,
+        micro,
+        steps,
+        checkpointing=options.checkpointing is not False,
+        itemsize=2 * ITEMSIZE if single else ITEMSIZE,
+        attention=options.attention,
+        fused_loss=options.fused_loss,
+        overlap=options.overlap,
+    )
+    request = Request(topology, job, flight=InFlight.read(loaded))
+    if options.reserve is not None:
+        request = replace(request, reserve=options.reserve)
+    return request if options.rates is None else replace(request, own_rates=read_rates(options.rates, request.rates))
+
+
+def _batches(options: JobOptions, topology: Topology, loaded: Mapping[str, Any]) -> tuple[int, int]:
+    """Sequences of a micro-batch, and micro-batches of a step."""
+    micro, steps = (
+        value if isinstance(value := loaded.get(key), int) and value > 0 else None
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    micro = options.micro_batch or micro or 1
+    batch, sharing = loaded.get("train_batch_size"), loaded.get("sequence_parallel_size")
+    if steps is None and isinstance(batch, int):
+        steps = batch * (sharing if isinstance(sharing, int) else 1) // (micro * topology.world_size)
+    if options.micro_batches is not None:
+        steps = one(counts(options.micro_batches, "--micro-batches", MOST_MICRO_BATCHES), "--micro-batches")
+    return micro, max(1, steps or 1)
