@@ -46,7 +46,7 @@ def test_a_recommendation_is_explained_in_text_and_ends_with_the_block(run: Run)
     assert status == 0
     table, _, block = out.partition("\n{")
     assert set(json.loads("{" + block)["zero_topo"]) >= {"topology"}
-    assert "the runner-up" in table and "its wires carry" in table
+    assert "the runner-up" in table and "its links are busy for" in table
     assert max(len(line) for line in table.splitlines() if not line.startswith("- ")) <= 80 and "…" not in table
 
 

@@ -78,6 +78,6 @@ def test_every_header_says_how_much_is_hidden_and_of_how_many_tokens(run: Run, t
     ):
         status, out, _ = run(*words)
         assert status == 0 and "1 x 2,048 tokens a micro-batch" in out, words
-        assert "of the communication that may run beside computation 0% does (--overlap 0, assumed)" in out
+        assert "of the communication that can overlap with computation 0% does (--overlap 0, assumed)" in out
         assert re.search(r"\(--overlap 0\.5\)", run(*words, "--overlap", "0.5")[1]), words
         assert run(*words, "--overlap", "1.5")[0] == 2

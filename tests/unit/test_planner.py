@@ -280,7 +280,9 @@ def test_reasons_name_the_winner_the_wires_the_runner_up_and_what_does_not_fit()
     )
     text = "\n".join(lines)
     assert " wins with 1.00 s a step among " in lines[0] and "plans that fit, of" in lines[0]
-    assert "% of the memory is kept in reserve" in text and "its wires carry" in text and "the runner-up, " in text
+    assert (
+        "% of the memory is kept in reserve" in text and "its links are busy for" in text and "the runner-up, " in text
+    )
     assert "paper does not fit: it needs" in text and "most of it for weights (20.55 GB)" in text
 
 

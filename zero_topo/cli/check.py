@@ -124,7 +124,7 @@ def _forecast(
     before_a_model(block, found)
     chosen = forecasts(block, found, loaded, overlap)
     default = "" if block.scheme else ", the default here"
-    fewer = "lossy" if block.lossy else "with no fewer bits than the block asks for"
+    fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME"

@@ -21,7 +21,7 @@ from zero_topo.topology import Topology
 from zero_topo.units import format_bytes, format_count, format_seconds
 
 USUAL = (10**9, 7 * 10**9, 70 * 10**9)
-"""Parameters of models that are told of where none is named."""
+"""Parameters of the example models that are printed if the user names no model."""
 
 
 def request_for(
@@ -52,7 +52,7 @@ def model_named(params: str | None, model: str | None) -> Transformer | None:
 
 
 def largest_note(resolved: ResolvedConfig, loaded: Mapping[str, Any]) -> list[str]:
-    """How large a model a named plan holds, where the memory is known."""
+    """The largest model that fits a named plan, if the memory is known."""
     request = request_for(loaded, resolved.topology, scaled(USUAL[0]))
     most = max_params(resolved, request)
     if most is None or request.limit is None:
@@ -81,7 +81,7 @@ def forecasts_json(chosen: Mapping[int, Ranking]) -> list[dict[str, Any]]:
 
 
 def forecasts_table(chosen: Mapping[int, Ranking]) -> Table:
-    """Model by degrees, predicted step, bytes held, and how many times as fast ``"lossy": true`` would be."""
+    """By model: degrees, predicted step, memory per rank, and the speed-up that ``"lossy": true`` would bring."""
     title = "Chosen for models of these sizes, and the gain of a lossy one"
     table = figures_table(["parameters", "degrees", "step", "held", "lossy"], title)
     for params, ranking in chosen.items():

@@ -20,7 +20,7 @@ SET = "settings"
 
 Overlap = Annotated[
     float | None,
-    typer.Option(min=0, max=1, help="Share of the communication that may run beside computation and does."),
+    typer.Option(min=0, max=1, help="Share of the overlappable communication that overlaps with computation."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file even if this command did not write it.")]
 T = TypeVar("T")
@@ -57,11 +57,11 @@ class Rare:
 
 
 def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
-    """Refuse options that were given, but that the command would not look at.
+    """Refuse options that were given, but that the command would not read.
 
     Args:
         options: of :func:`taking`.
-        used: whether it looks at the option of a field's name.
+        used: whether it reads the option of a field's name.
         why: ends the message.
 
     Raises:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``zero-topo plan``: who holds what under a scheme, what it costs in memory and bytes, and which plan to take.
+"""``zero-topo plan``: what each rank stores under a scheme, memory and bytes sent, and which plan to take.
 
 To add a view, write it in ``plan_views.py`` and name the option that asks for it in :data:`VIEWS`.
 """
@@ -60,7 +60,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def schemes(options: PlanOptions) -> None:
-    """The plain view: degrees, bytes held and bytes sent of each scheme."""
+    """The plain view: degrees, memory per rank and bytes sent of each scheme."""
     work, found = found_work(options), found_machine(options)
     configs = found_schemes(options, found)
     memory = {name: memory_bytes(config, work, accumulation_itemsize=ITEMSIZE) for name, config in configs.items()}

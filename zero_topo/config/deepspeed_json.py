@@ -303,7 +303,7 @@ CHECKS: tuple[Check, ...] = (
     Refusal(
         "optimizer.type",
         _device("muon"),
-        "Muon needs whole gradient matrices that no rank holds",
+        "Muon needs whole gradient matrices, and no rank stores any",
         'use "Adam" or "AdamW"',
     ),
     Refusal("tensor_parallel.autotp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),

@@ -48,7 +48,7 @@ def recommend(asked: ZeroTopoConfig, request: Request) -> tuple[ZeroTopoConfig, 
     held = format_bytes(best.held) + (
         ", of a memory that is not known" if limit is None else f" of {format_bytes(limit)}"
     )
-    kept = "" if asked.lossy else " and send no fewer bits than asked for"
+    kept = "" if asked.lossy else " and quantize no more than asked for"
     slower = best.seconds / ranking.fastest.seconds - 1
     place = "is the fastest" if slower <= EQUAL else f"is within {slower:.1%} of the fastest and holds less,"
     line = (
@@ -107,10 +107,14 @@ def _winner_line(best: Priced, ranking: Ranking) -> str:
     equal = ranking.equals
     held = [plan.held for plan in equal]
     span = " to ".join(dict.fromkeys(format_bytes(of(held)) for of in (min, max))) if equal else ""
-    leaner = "; what holds less loses more" if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal) else ""
+    leaner = (
+        "; those that need less memory lose more precision"
+        if any(plan.held < best.held * (1 - HOLDS_ALIKE) for plan in equal)
+        else ""
+    )
     others = (
-        f"; as fast to within {EQUAL:.1%}, which no prediction tells apart: {len(equal)} of them, which hold {span}, "
-        f"this one {format_bytes(best.held)}; it loses least, then holds least{leaner}"
+        f"; equally fast to within {EQUAL:.1%}, below what a prediction can resolve: {len(equal)} of them, with {span} "
+        f"a rank, this one {format_bytes(best.held)}; it loses least precision, then needs least memory{leaner}"
         if equal
         else ""
     )
@@ -126,7 +130,7 @@ def _leaner(ranking: Ranking) -> str:
     share = 1 - fastest.seconds / best.seconds
     if share <= EQUAL or best.held >= fastest.held:
         return ""
-    return f"; {fastest.candidate.name} would take {share:.1%} less, but holds {format_bytes(fastest.held)}"
+    return f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
 
 
 def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
@@ -137,13 +141,13 @@ def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
         fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
-        return [f"it loses nothing, all is sent in full{less}"]
+        return [f"it loses nothing: nothing is quantized{less}"]
     words = ", ".join(word for part in best.candidate.losses for word in part)
     rival = min(exact, key=lambda plan: plan.seconds, default=None)
-    gains = "and nothing that fits sends all in full"
+    gains = "and no plan without quantization fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
-        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest that sends all in full"
+        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest without quantization"
     return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
 
 
@@ -166,14 +170,14 @@ def price_sentence(price: Price) -> str:
     )
     sent = ", ".join(f"{format_bytes(n)} over {domain}" for domain, n in by_domain(price.sent).items()) or "nothing"
     step = format_seconds(price.step.seconds)
-    return f"each rank holds {held} and sends {sent} in a step, which takes {step} by prediction"
+    return f"each rank needs {held} and sends {sent} in a step, which takes {step} by prediction"
 
 
 def setting(job: Job) -> str:
     """Return the job settings on which every predicted time depends; printed with each."""
     return (
         f"{job.micro_batch} x {job.model.sequence:,} tokens a micro-batch on a rank, activations "
-        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that may run beside computation "
+        f"{'recomputed' if job.checkpointing else 'kept'}; of the communication that can overlap with computation "
         f"{job.hidden:.0%} does (--overlap {job.hidden:g}{', assumed' if job.overlap is None else ''})"
     )
 
@@ -205,10 +209,10 @@ def _memory_line(best: Priced, request: Request) -> str:
 def _wire_line(best: Priced, request: Request) -> str:
     wires = wire_seconds(best.candidate.config, request.work)
     if not wires:
-        return "nothing travels between ranks"
+        return "ranks send nothing to each other"
     (phase, domain), longest = max(wires.items(), key=lambda item: item[1])
     total = format_seconds(sum(wires.values()))
-    return f"its wires carry {total} a step, of which {phase} over {domain} takes {format_seconds(longest)}"
+    return f"its links are busy for {total} a step, of which {phase} over {domain} takes {format_seconds(longest)}"
 
 
 def _runner_up_line(best: Priced, second: Priced, request: Request) -> str:
