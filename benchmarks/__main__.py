@@ -155,7 +155,7 @@ class ConvergenceOptions(Outputs):
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank's micro-batch.")] = 4
     lr: Annotated[float, typer.Option(help="Learning rate of stock's optimizer, and of the others'.")] = 2e-3
     rates: Annotated[str, typer.Option(help="Of the others instead, each at each, comma-separated.")] = ""
-    shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x dies of a GPU.")] = "2x2x2"
+    shape: Annotated[str, typer.Option(help="Nodes x GPUs of a node x GCDs of a GPU.")] = "2x2x2"
     blocks: Blocks = None
     more: Annotated[bool, typer.Option("--more", help="Keep the seeds that --record has, and add the others.")] = False
     again: Annotated[str, typer.Option(help="With --more: train these schemes of it again, comma-separated.")] = ""
@@ -187,7 +187,9 @@ class SparseOptions(Outputs):
     """Of ``benchmarks sparse``."""
 
     modes: Annotated[str, typer.Option(help="Comma-separated; all, and dense, if empty.")] = ""
-    densities: Annotated[str, typer.Option(help="Shares that a rank picks, comma-separated.")] = "0.1,0.01,0.001"
+    densities: Annotated[str, typer.Option(help="Shares of the elements that a rank selects, comma-separated.")] = (
+        "0.1,0.01,0.001"
+    )
     ranks: Annotated[str, typer.Option(help="Sizes of the group, comma-separated.")] = "4,8,16"
     sources: Annotated[str, typer.Option(help="Of gradients: synthetic, model.")] = "synthetic,model"
     numel: Annotated[str, typer.Option(help="Elements of a gradient.")] = "1048576"
@@ -297,7 +299,7 @@ class SoakOptions(Outputs):
 @app.command("soak")
 @taking(SoakOptions)
 def soak_command(options: SoakOptions) -> None:
-    """Train long with everything on, and see whether any rank holds more and more."""
+    """Train long with everything on, and check that no rank's memory, threads or descriptors grow."""
     wanted = soak.Soak(options.steps, options.every)
     content = measure(options, soak_report, options.steps, partial(soak.run, wanted))
     grown = [row["name"] for row in content["results"] if not row["flat"]]

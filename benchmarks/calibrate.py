@@ -112,7 +112,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A measured step beside the model's; seconds."""
+    """A measured step and the model's; seconds."""
 
     scheme: str
     micro_batches: int
@@ -181,7 +181,7 @@ def topology_of(spec: Mapping[str, Any]) -> Topology:
 
 
 def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> ResolvedConfig:
-    """A block on the record's cluster; none of format 1 held codes, whatever the scheme's default is now."""
+    """A block on the record's cluster; those of format 1 had no INT8 weights, whatever the scheme's default is now."""
     keys = {key: value for key, value in block.items() if key != "topology"}
     bits = keys.get("quantize", {})
     if not codes and isinstance(bits, Mapping):
@@ -190,7 +190,7 @@ def _config(block: Mapping[str, Any], cluster: Topology, codes: bool) -> Resolve
 
 
 def _job(setup: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
-    """The benchmark's GPT, whose DeepSpeed config gathers nothing ahead unless told and waits for every scatter."""
+    """The benchmark's GPT, whose DeepSpeed config prefetches nothing unless configured, and waits for every scatter."""
     width, heads = setup["width"], setup["width"] // HEAD_WIDTH
     model = Transformer(
         name="benchmark",
@@ -239,7 +239,7 @@ def _scaled(start: Rates, logarithms: Mapping[str, float]) -> Rates:
 
 
 def predict(measured: Iterable[Measured], rates: Rates) -> list[Prediction]:
-    """The model's step beside each measured one."""
+    """The model's step for each measured one."""
     return [
         Prediction(row.scheme, row.job.micro_batches, row.step_s, predict_step(row.config, row.job, rates).seconds)
         for row in measured
@@ -260,7 +260,7 @@ def measured_schemes(measured: Sequence[Measured], schemes: Sequence[str]) -> li
 
 
 def show_fit(path: Path, on: Sequence[str], wanted: Sequence[str], as_json: bool) -> None:
-    """Fit a record's rates and print them, with the predictions beside what was measured.
+    """Fit a record's rates and print them, with the predictions and the measurements.
 
     Args:
         path: of the record.

@@ -70,14 +70,14 @@ def load_record(path: Path | None, benchmark: str) -> dict[str, Any]:
 
 
 def read_shape(text: str) -> tuple[int, int, int]:
-    """``"2x4x2"``: nodes, GPUs of a node, dies of a GPU.
+    """``"2x4x2"``: nodes, GPUs of a node, GCDs of a GPU.
 
     Raises:
         ValueError: for anything else.
     """
     words = text.lower().split("x")
     if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"shape {text!r} is not nodes x GPUs x dies; write it as 2x2x2")
+        raise ValueError(f"shape {text!r} is not nodes x GPUs x GCDs; write it as 2x2x2")
     nodes, gpus, dies = map(int, words)
     return nodes, gpus, dies
 

@@ -4,7 +4,7 @@
 1. build the network, start the ranks once;
 2. for every scheme and number of micro-batches: warm up, wait until no byte moves, read the counters, take the steps,
    wait and read again;
-3. put the bytes and the times beside what the cost formulas and the links' rates say.
+3. compare the bytes and the times with those of the cost formulas and the links' rates.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Observer:
 
 
 def assemble(spec: Spec, measured: Mapping[str, Any], traffic: Traffic) -> dict[str, Any]:
-    """One result, from what rank 0 told and the kernel counted over the measured steps; bytes are per step.
+    """One result, from what rank 0 reported and the kernel counted over the measured steps; bytes are per step.
 
     Args:
         spec: the cluster.

@@ -22,11 +22,11 @@ PICTURES = ("step_time.png", "bytes.png")
 COLOURS = ("#8c8c8c", "#bdbdbd", "#2f6db5", "#7fb0e0", "#d9822b", "#f0c08a", "#3f9c55", "#a5d6a0", "#8e5aa8", "#c9a7da")
 NOTE = (
     "K micro-batches per optimizer step. Times in seconds where no unit is given; floors: what the links need if all "
-    "that moves overlaps, and if one hop follows the other. uplink: bytes that leave a node per step, by the kernel."
+    "collectives overlap, and if one follows the other. uplink: bytes that leave a node per step, by the kernel."
 )
 STOCK_NOTE = "stock: gloo's own reduce-scatter sends every byte twice; stock-ring sends it once, as NCCL and RCCL do."
 PHASE_NOTE = "Where rank 0's last step went: seconds it worked or waited for each phase; the rest is computing."
-LINKS = {"gcd": "of a die", "gpu": "of a GPU", "node": "of a node (uplink)"}
+LINKS = {"gcd": "of a GCD", "gpu": "of a GPU", "node": "of a node (uplink)"}
 
 
 def show(content: Mapping[str, Any], console: Console | None = None) -> None:
@@ -35,7 +35,7 @@ def show(content: Mapping[str, Any], console: Console | None = None) -> None:
     spec = Spec.from_json("spec", content["spec"])
     rates = " / ".join(str(getattr(spec.rates_mbit, level)) for level in LEVELS)
     console.print(
-        f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} dies, links of a die / GPU "
+        f"{spec.name}: {spec.nodes} nodes x {spec.gpus_per_node} GPUs x {spec.gcds_per_gpu} GCDs, links of a GCD / GPU "
         f"/ node {rates} Mbit/s; model {format_bytes(content['message_bytes'])} in 16 bits; forward and backward of a "
         f"micro-batch {format_seconds(content['compute_s_per_micro_batch'])} without communication",
         soft_wrap=True,
@@ -115,7 +115,7 @@ def _step_times(results: Sequence[Mapping[str, Any]]) -> Figure:
         _tidy(axes)
         axes.set_title(f"{count} micro-batch{'es' * (count > 1)}")
     figure.supylabel("seconds per optimizer step")
-    figure.suptitle("median and spread; black: what the links need, one hop after another")
+    figure.suptitle("median and spread; black: what the links need, one collective after another")
     return figure
 
 

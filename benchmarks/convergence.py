@@ -2,8 +2,8 @@
 """``python -m benchmarks convergence``: the loss of every scheme against stock ZeRO-3, run by run the same data.
 
 Every scheme starts from the same weights as stock and sees the same batches, once for each seed. A difference says
-something only beside the *chaos floor*: stock against itself after a change of the initial weights by 1e-6, which
-training amplifies as it amplifies any rounding.
+something only if it exceeds the *chaos floor*: stock against itself after a change of the initial weights by 1e-6,
+which training amplifies as it amplifies any rounding.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Convergence:
         seeds: of weights and data, one run each.
         warmup: steps until the full learning rate.
         micro_batches: per optimizer step.
-        shape: nodes, GPUs of a node, dies of a GPU.
+        shape: nodes, GPUs of a node, GCDs of a GPU.
         floors: the first so many seeds also train the chaos floor.
         before: a record of the same trainings, or of fewer seeds: its whole seeds are kept and not trained again.
-        again: schemes that are, beside stock, at whatever rate: for one whose code has changed.
+        again: schemes to train again, with stock, at every rate: for one whose code has changed.
 
     Raises:
         ValueError: for a scheme that the config refuses, too few steps or seeds, or a record of other trainings.

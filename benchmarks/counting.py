@@ -45,7 +45,7 @@ class Counts:
         syncs: of the host with the device.
         allocations: tensors that were made.
         allocated_bytes: theirs.
-        peak_bytes: how much more was held within the phase than before it.
+        peak_bytes: the most bytes allocated within the phase, less those before it.
     """
 
     operations: int = 0
@@ -66,7 +66,7 @@ class Allocations(TorchDispatchMode):
     """Follows the storages that operations make within the mode, until they are freed.
 
     Attributes:
-        live: bytes held now.
+        live: bytes allocated now.
         peak: the most since :meth:`reset`.
     """
 
@@ -103,7 +103,7 @@ class Allocations(TorchDispatchMode):
         self.live -= nbytes
 
     def reset(self) -> None:
-        """The peak is what is held now."""
+        """Set the peak to what is allocated now."""
         self.peak = self.live
 
 

@@ -12,7 +12,7 @@ from zero_topo.observe.console import figures_table, wide_console
 
 WIDTH = 100
 PICTURES = ()
-COLUMNS = ("fault", "rounds", "told by", "told after", "launch ended after", "then", "bits")
+COLUMNS = ("fault", "rounds", "reported by", "reported after", "launch ended after", "then", "bits")
 NOTE = "Seconds after the fault, the least and the most of all rounds; a rank waits {watch_s:g} s before it asks."
 
 

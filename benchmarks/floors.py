@@ -2,15 +2,14 @@
 """What a step must move over each link of a cluster, by the cost formulas, and the time below which no step can be.
 
 Note [Loads]
-    The cost formulas say what a rank sends per phase and domain; the hop of that phase and domain says to whom, in
-    equal parts. A link's load is what the ranks behind it send to ranks that are not. Units of one level are loaded
-    alike.
-    Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next unit, so all links
-    of the tree carry the same.
+    The cost formulas say what a rank sends per phase and domain; the process group of that phase and domain says to
+    whom, in equal parts. A link's load is what the ranks behind it send to ranks that are not. Units of one level are
+    loaded alike. Stock ZeRO-3 on gloo uses rings in rank order instead: one member of each unit sends to the next unit,
+    so all links of the tree carry the same.
 
 Note [Floors]
-    A hop cannot end before its busiest link has moved its load. Hops that wait for one another add up: ``serial``. If
-    everything could overlap, the busiest link would still have to move the loads of all: ``overlapped``.
+    A collective cannot end before its busiest link has moved its load. Collectives that wait for one another add up:
+    ``serial``. If everything could overlap, the busiest link would still have to move the loads of all: ``overlapped``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ITEMSIZE = 2  # stock ZeRO-3 in 16-bit training
 
 @dataclass(frozen=True)
 class Load:
-    """What one hop of a phase puts on the links in an optimizer step.
+    """What one process group of a phase puts on the links in an optimizer step.
 
     Attributes:
         phase, domain: as the meter books it.
@@ -91,14 +90,14 @@ def phases(found: Sequence[Load], spec: Spec) -> dict[str, dict[str, Any]]:
 
 
 def _hop(config: ResolvedConfig, phase: str, domain: str) -> tuple[int, int]:
-    """The hop of a phase whose group spans the domain."""
+    """The process group of a phase that spans the domain."""
     fitting = [hop for hop in config.plan.route(*config.plan.hop(phase)) if config.topology.domain(hop[1]) == domain]
-    assert fitting, f"{phase} has no hop in the {domain}"
+    assert fitting, f"{phase} has no process group in the {domain}"
     return fitting[-1]
 
 
 def _outside(plan: Plan, hop: tuple[int, int], unit: int) -> float:
-    """How often what a rank sends in a hop leaves a unit of ``unit`` ranks, times the ranks of the unit.
+    """How often what a rank sends in a group leaves a unit of ``unit`` ranks, times the ranks of the unit.
 
     Tree positions of a unit are consecutive. Every rank of it sends equal parts to the others of its group.
     """

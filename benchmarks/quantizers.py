@@ -37,7 +37,7 @@ class Settings:
 
     Attributes:
         nbytes: size of the unquantized buffer.
-        repeats: timed calls of each kernel, each beside a copy.
+        repeats: timed calls of each kernel, each followed by a copy.
         threads: numbers of torch threads.
         dtypes: of the unquantized values.
         block_sizes: of the wire format.
@@ -148,7 +148,7 @@ def _ops(spec: BlockSpec, x: Tensor) -> list[Op]:
 
 
 def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
-    """Weights held as codes, whose masters have moved so little that no block escapes."""
+    """INT8 weights whose masters have moved so little that no block is sent whole."""
     codes = Codes.build([(0, x.numel())], 1, spec.block_size, x.device)
     part = Part(0, len(codes.slot_of), 1, 1)
     before, now = (Masters(table[None], 0, 0) for table in (x, x * 1.002))
@@ -175,7 +175,7 @@ def _code_ops(spec: BlockSpec, x: Tensor) -> list[Op]:
 
 
 def _timed(ops: Sequence[Op], settings: Settings) -> list[dict[str, Any]]:
-    """Times kernels of one format in turns, each beside a copy of its traffic."""
+    """Times kernels of one format in turns, each followed by a copy of its traffic."""
     most = max(op.traffic for op in ops) // 2
     places = [most * k for k in range(PLACES)]
     source = torch.ones(most * PLACES, dtype=torch.uint8, device=settings.device)

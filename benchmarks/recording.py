@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What commands that measure share: where results go, a record that grows, a bar, a failure told in one line."""
+"""What commands that measure share: where results go, a record that grows, a bar, a failure in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run a benchmark, write its record as it grows, then its pictures, and print the table or the JSON.
 
-    If it fails, what its ranks said is told instead of a traceback of ours, and where to find what was measured.
+    If it fails, print what its ranks printed instead of a traceback of ours, and where to find what was measured.
 
     Args:
         outputs: where to.

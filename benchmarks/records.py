@@ -2,7 +2,7 @@
 """A record: a benchmark's numbers with all that is needed to judge or repeat them.
 
 Every benchmark's record is a JSON object with ``format``, ``benchmark``, ``when``, ``machine``, ``versions`` and
-``settings``, and the benchmark's own numbers beside them. Repeated measurements are given with their spread.
+``settings``, and the benchmark's own numbers next to them. Repeated measurements are given with their spread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from zero_topo.versions import used
 
-FORMAT = 2  # 1 is of before the scheme topo held its weights as codes
+FORMAT = 2  # 1 is from before the scheme topo stored its weights as INT8
 Tick = Callable[[str, int], None]
 """Called with a few words on what is under way, and the units of work done since the last call."""
 GrowingRecord = Generator[dict[str, Any], None, None]

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""How many processes of a benchmark this machine's memory holds."""
+"""How many processes of a benchmark fit into this machine's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_room(ranks: int, each: int, root: Path = Path("/")) -> None:
 
 
 def _available(root: Path) -> Iterator[int]:
-    """Bytes by the kernel, and by each control group that this process is in; nothing where neither is told."""
+    """Bytes by the kernel, and by each control group that this process is in; empty if neither is known."""
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024

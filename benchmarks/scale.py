@@ -71,11 +71,11 @@ class ScaleBench:
     def config(self, scheme: BenchScheme, ranks: int) -> ResolvedConfig:
         """A scheme on so many ranks, without overlap: every phase ends what it begins. Modes begin at once.
 
-        Blocks are small, so that large parameters are held as codes on 75,264 ranks too; launches do not depend on it.
+        Blocks are small, so that large parameters are stored as INT8 on 75,264 ranks too; launches do not depend on it.
         """
         if scheme.block is None:
             raise ValueError(
-                f"{scheme.name!r} is measured on real ranks, beside the others: choose a scheme of zero_topo"
+                f"{scheme.name!r} is measured on real ranks, with the others: choose a scheme of zero_topo"
             )
         quantize = {"block_size": BLOCK, **scheme.block.get("quantize", {})}
         block = {**scheme.block, "overlap": False, "quantize": quantize}
@@ -89,7 +89,7 @@ class ScaleBench:
 
 
 def machine(ranks: int) -> Topology:
-    """Nodes of 4 GPUs with 2 dies each."""
+    """Nodes of 4 GPUs with 2 ranks each."""
     return emulated(ranks // (GPUS * DIES), GPUS, DIES)
 
 

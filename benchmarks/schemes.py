@@ -79,10 +79,10 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
             BenchScheme("topo-q8", _quantized(8)),
             BenchScheme("topo-q4", _quantized(4)),
             BenchScheme("topo-16bit", {"scheme": "topo", "quantize": {"resident": None}}),
-            # INT4 sync beside weights held as codes; such names fit a table.
+            # INT4 sync with INT8 weights; such names fit a table.
             BenchScheme("codes-q4", {"scheme": "topo", "quantize": {"resident": "int8"}, "sync": INT4}),
             BenchScheme("zero2-q4", {"scheme": "topo-zero2", "sync": INT4}),
-            # Sparse sync beside weights held as codes; where the optimizer is replicated nothing is published.
+            # Sparse sync with INT8 weights; where the optimizer is replicated nothing is published.
             BenchScheme(
                 "topo-oktopk", {"scheme": "topo", "sync": {"mode": "oktopk", **SHARDED}}, optimizer="AgedAdamW"
             ),

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks soak``: a long training with everything on, after which no rank may hold more than before.
+"""``python -m benchmarks soak``: a long training with everything on, after which no rank may use more than before.
 
-Every so often each rank counts what it holds. After a warm-up, what is counted must not grow: descriptors, threads and
+At intervals each rank counts what it uses. After a warm-up, these counts must not grow: descriptors, threads and
 process groups not by one, memory by no more than the noise of an allocator.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.training_setup import TrainingSetup
 
 PROGRAM = "benchmarks.soak_training:soak"
 SCHEME = "codes-q4"
-SHAPE = (2, 1, 2)  # nodes, GPUs of a node, dies of a GPU
+SHAPE = (2, 1, 2)  # nodes, GPUs of a node, GCDs of a GPU
 SETUP = TrainingSetup(layers=2, width=64, context=16, batch=1, lr=1e-3)
 PART = 10  # a tenth, or all until after the first checkpoint, is warm-up; tenths at both ends of the rest are compared
 SAVED_EVERY = 5  # counts from one checkpoint to the next
@@ -29,7 +29,7 @@ ALLOWED: Mapping[str, float] = {
     "groups": 0.0,
     "store_keys": 0.0,
     "tensors": 0.0,
-    "tensor_bytes": 0.005,  # messages under way: of codes only those that changed
+    "tensor_bytes": 0.005,  # messages in flight: only the INT8 weights that changed
     "objects": 0.001,
     "blocks": 0.001,  # of Python's allocator: numbers and strings too
     "malloc_bytes": 0.001,
@@ -75,7 +75,7 @@ def run(wanted: Soak, tick: Tick) -> GrowingRecord:
         tick: called after each step.
 
     Yields:
-        The record, once: ``samples``, of each count its ``step`` and what each rank held; ``results``, see
+        The record, once: ``samples``, of each count its ``step`` and the counts of each rank; ``results``, see
         :func:`growth`; and how it was measured.
 
     Raises:
@@ -101,7 +101,7 @@ def growth(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What was added to each thing that is counted, on the rank with the most added.
 
     Args:
-        samples: with ``ranks``: what each held.
+        samples: with ``ranks``: the counts of each.
 
     Returns:
         For each key of :data:`ALLOWED`: ``name``; ``before`` and ``after``, means of the first and the last tenth of

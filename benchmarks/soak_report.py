@@ -41,7 +41,7 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: what each rank held, as a share of what it held after the warm-up."""
+    """The picture, by its file's name: the counts of each rank, as a share of those after the warm-up."""
     samples = content["samples"][len(content["samples"]) // 10 :]
     figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
     for axes, row in zip(figure.subplots(2, 5).flat, content["results"], strict=True):

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""What each rank of ``benchmarks soak`` runs: the example's GPT with everything on, and a count of what it holds."""
+"""What each rank of ``benchmarks soak`` runs: the example's GPT with everything on, and its counts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def save(engine: Any, folder: Path, step: int) -> None:
 
 
 def count(bench: Bench, step: int) -> None:
-    """Tell the benchmark what each rank holds now."""
+    """Send the benchmark the present counts of each rank."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, held(), bench.fence)
     bench.control.send({"event": "held", "step": step, "ranks": ranks})
@@ -115,7 +115,7 @@ def in_use() -> int:
 
 
 def held() -> dict[str, int]:
-    """What this rank holds: counts by the names of ``soak.ALLOWED``."""
+    """The counts of this rank, by the names of ``soak.ALLOWED``."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,14 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """``benchmarks sparse``: every sparse mode of sync on the same gradients, in plain data parallelism.
 
-Beside them torch's own all-reduce of the gradients as one vector, and dense sync.
+For comparison, torch's own all-reduce of the gradients as one vector, and dense sync.
 
 Note [What is measured]
     Ranks are processes of this machine that talk over its loopback interface: bytes and errors are those of any
     network, seconds are not. ``bytes_per_rank`` is what the meter counts in a step, averaged over ranks and steps, and
-    ``words_per_k`` the same in 4-byte words per pick of one rank. ``error`` compares what a mode delivers with the sum
-    of what the ranks had to say (gradient plus residual), as a ratio of L2 norms: for dense it is rounding. Steps
-    before the measured ones let residuals grow and thresholds settle.
+    ``words_per_k`` the same in 4-byte words per selected element of one rank. ``error`` compares what a mode delivers
+    with the sum of what the ranks had to say (gradient plus residual), as a ratio of L2 norms: for dense it is
+    rounding. Steps before the measured ones let residuals grow and thresholds settle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_topo.topology.presets import emulated
 PROGRAM = "benchmarks.sparse_ranks:measure_all"
 SOURCES = ("synthetic", "model")
 ALL_REDUCE, DENSE = WHOLE = "all_reduce", "dense"
-ELEMENT = 96  # bytes that a rank holds for an element: gradient, weights, residual, picks, and what a mode copies
+ELEMENT = 96  # bytes of a rank for an element: gradient, weights, residual, selected elements, and what a mode copies
 MODES = (*WHOLE, *(mode.MODE for mode in SPARSE_MODES))
 # Shorter than the modes' own intervals, so that the measured steps hold one of each kind.
 INTERVALS: Mapping[str, dict[str, Any]] = MappingProxyType(
@@ -84,7 +84,7 @@ class SparseBench:
 
 
 def sync_of(mode: str, density: float) -> dict[str, Any]:
-    """The ``sync`` block of a mode at a density; that of dense sync beside torch's all-reduce."""
+    """The ``sync`` block of a mode at a density; that of dense sync for torch's all-reduce."""
     if mode in WHOLE:
         return {"mode": DENSE}
     share = {"theta": 1 - density} if mode == "tagc" else {"density": density}
@@ -92,7 +92,7 @@ def sync_of(mode: str, density: float) -> dict[str, Any]:
 
 
 def data_parallel(sync: dict[str, Any]) -> dict[str, Any]:
-    """The block of plain data parallelism: every rank holds everything, nothing is quantized."""
+    """The block of plain data parallelism: every rank stores everything, nothing is quantized."""
     everything = {"weights": "rank", "gradients": "rank", "optimizer": "rank"}
     return {**everything, "quantize": PLAIN, "sync": sync}
 

@@ -17,8 +17,8 @@ from zero_topo.units import format_bytes, format_seconds
 WIDTH = 104
 PICTURES = ("sparse.png",)
 NOTE = (
-    "Words per k: 4-byte words that a rank sends for each of its picks. Error: of what arrives against the sum of all "
-    "that ranks have to say. Seconds are those of this machine's loopback interface."
+    "Words per k: 4-byte words that a rank sends for each element it selects. Error: of the received sums against the "
+    "sum of all ranks' gradients and residuals. Seconds are those of this machine's loopback interface."
 )
 
 
@@ -52,7 +52,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def draw(content: Mapping[str, Any]) -> dict[str, Figure]:
-    """The picture, by its file's name: words per pick against ranks, and error against bytes."""
+    """The picture, by its file's name: words per selected element against ranks, and error against bytes."""
     sparse = [row for row in content["results"] if row["mode"] not in WHOLE]
     sources = list(dict.fromkeys(row["source"] for row in content["results"]))
     figure = Figure(figsize=(11, 4.2 * len(sources)), dpi=120, layout="constrained")

@@ -126,13 +126,13 @@ def loss_sentences() -> list[str]:
 
 
 def fragment_sentences() -> list[str]:
-    """What the page of sparse losses says of TAGC that picks of each parameter by itself, from a record of its own."""
+    """What the page says of TAGC that selects elements within each parameter, from a record of its own."""
     found = {result["scheme"]: result for result in record("sparse-fragments")["results"]}
     each, whole = (
         " / ".join(f"{100 * found[scheme][measure]['difference']['mean']:+.1f}" for measure in ("last", "evaluation"))
         for scheme in ("tagc-10-each", "tagc-10")
     )
-    return [f"of each parameter by itself (`per_parameter`) costs {each}% where that costs {whole}%"]
+    return [f"rise by {each}% with `per_parameter` and by {whole}% without"]
 
 
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(

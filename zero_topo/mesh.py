@@ -1,14 +1,14 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Creates the process groups of a plan on a topology, one per hop, and the routes through them.
+"""Creates the process groups of a plan on a topology, and combines them for hierarchical collectives.
 
-Note [One call makes all groups of a hop]
+Note [One call makes all groups]
     If the world is bound to devices, as DeepSpeed binds it on GPUs, torch splits a new group's communicator off the
     world's. This is a collective of all ranks: ``new_group`` needs one for each group, 65,864 of them at 75,264 ranks.
-    ``split_group`` makes all groups of a hop at once; colors are the members' lowest ranks (pytorch#173687; used from
+    ``split_group`` makes all groups ``(lo, hi)`` at once; colors are the members' lowest ranks (pytorch#173687; from
     torch 2.13 on). It names a group by its ranks and by the number of groups the rank is in. If ranks are in different
     numbers of groups, even by the user's own code, members have different names for one group, and
     ``destroy_process_group``, which uses the name, hangs (pytorch#190431). In this case, with an older torch, or on any
-    other backend, all ranks create all groups of a hop in one order, with equal numbers. The world's device is
+    other backend, all ranks create all groups ``(lo, hi)`` in one order, with equal numbers. The world's device is
     unset meanwhile, so that nothing is split: groups of other ranks cost microseconds, and a rank's own groups connect
     at their first collective. ``use_local_synchronization``, by which a rank creates only its own groups, is no
     alternative. It uses the same names, and gloo's members rendezvous by name: it hangs in the same case, and groups of
@@ -72,15 +72,15 @@ class Mesh:
         self._over_mpi: dict[tuple[int, int], Group] = {}
 
     def route(self, lo: int, hi: int) -> Route:
-        """Return the route of the hop ``(lo, hi)``.
+        """Return the groups that a collective over ``(lo, hi)`` uses, innermost first.
 
         Raises:
-            KeyError: if one of its hops was not requested at construction.
+            KeyError: if one of them was not requested at construction.
         """
         return Route(tuple(self.hop(*pair) for pair in self.plan.route(lo, hi)))
 
     def hop(self, lo: int, hi: int) -> Group:
-        """Return one hop, created at construction.
+        """Return one process group, created at construction.
 
         Raises:
             KeyError: if it was not requested at construction: groups are never created during a step.
@@ -88,7 +88,7 @@ class Mesh:
         return self._hops[lo, hi]
 
     def over_mpi(self, hop: Group) -> Group:
-        """Return a hop of this mesh whose messages are sent over MPI. The first call is collective for its members.
+        """Return a group of this mesh whose messages are sent over MPI. The first call is collective for its members.
 
         Raises:
             ValueError: on every rank, if MPI's ranks of the job are not those of torch.
@@ -116,7 +116,7 @@ class Mesh:
         return self._transport(lo, hi, ranks.index(self.rank), group_ranks, self.topology.domain(hi), group)
 
     def _group(self, lo: int, hi: int) -> dist.ProcessGroup:
-        """Create all groups of a hop and return this rank's; see Note [One call makes all groups of a hop]."""
+        """Create all groups ``(lo, hi)`` and return this rank's; see Note [One call makes all groups]."""
         if hi // lo == self.plan.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -145,7 +145,7 @@ class Mesh:
         buffer = int(set_by_user) if set_by_user.isdecimal() else NCCL_BUFFER
         held = buffer * sum(min(2, size - 1) for size in sizes)  # a rank has two neighbours in a ring
         return (
-            f"process groups of this rank, beside the world's: {len(sizes)}, of {sizes} ranks, created in {self.calls} "
+            f"process groups of this rank: the world's and {len(sizes)} of {sizes} ranks, created in {self.calls} "
             f"collective calls; with NCCL their buffers take {format_bytes(held)} per channel "
             f"(NCCL_BUFFSIZE = {format_bytes(buffer)} per neighbour)"
         )
@@ -179,7 +179,7 @@ def _unbound() -> Iterator[None]:
 
 
 def _splitter() -> str | None:
-    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all groups of a hop].
+    """Return the world's backend if ``dist.split_group`` may be used; see Note [One call makes all groups].
 
     Collective where the backend splits.
     """

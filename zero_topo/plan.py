@@ -11,20 +11,21 @@ Note [Nested shards]
     dependency rule of AMSP, arXiv 2311.00257, and of ZeRO-topo), for any tree and any rank order. DeepSpeed's own
     shard is never copied.
 
-Note [Hops]
-    A *hop* ``(lo, hi)`` is the group of ranks with equal ``t % lo`` and equal ``t // hi``: ``hi / lo`` members in tree
-    order. From ``hi`` to ``lo`` it all-gathers degree-``hi`` shards into a degree-``lo`` shard; from ``lo`` to
-    ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to member ``j % (hi / lo)`` and is row
-    ``j // (hi / lo)`` there, so a hop is a transpose of ``[N / hi, hi / lo]``. Gather, scatter, sync and publish
-    are all hops: this file has their only index arithmetic.
+Note [Process groups]
+    The process group ``(lo, hi)`` of a rank, in code a ``hop``, has the ranks with equal ``t % lo`` and equal
+    ``t // hi``: ``hi / lo`` members in tree order. From ``hi`` to ``lo`` it all-gathers degree-``hi`` shards into a
+    degree-``lo`` shard; from ``lo`` to ``hi`` it reduce-scatters. Row ``j`` of the degree-``lo`` shard belongs to
+    member ``j % (hi / lo)`` and is row ``j // (hi / lo)`` there, so a collective of the group is a transpose of
+    ``[N / hi, hi / lo]``. Gather, scatter, sync and publish all use such groups: this file has their only index
+    arithmetic.
 
-Note [Routes]
-    A hop ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent in one collective,
-    each member's message would cross to every member on other nodes. The *route* ``(lo, L), (L, hi)`` is a hierarchical
-    collective with the same result in two hops, of which only the second crosses nodes. A reduce-scatter sums inside
-    the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on inside the
-    node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
-    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer hop.
+Note [Hierarchical collectives]
+    A group ``(lo, hi)`` that spans nodes of ``L`` ranks may have several members in each node. Sent in one collective,
+    each member's message would cross to every member on other nodes. A hierarchical collective (in code a ``route``)
+    has the same result and uses two groups, ``(lo, L)`` inside the node and ``(L, hi)`` across nodes. A reduce-scatter
+    sums inside the node first (ZeRO++'s qgZ). A gather sends each message to one rank of each node, which passes it on
+    inside the node. Each node's uplink then carries the node's own share, once. Member ``c`` of ``(lo, hi)`` is member
+    ``c % (L / lo)`` of the inner and ``c // (L / lo)`` of the outer group.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Plan:
         gradients: ranks that share one gradient buffer (``G``).
         optimizer: ranks that share one copy of the optimizer states (``O``).
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
-        inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Routes]); None makes every
-            collective a single hop.
+        inner: ranks of a node, if collectives that span nodes are hierarchical (Note [Hierarchical collectives]); None
+            makes every collective use a single process group.
 
     Raises:
         ValueError: if a degree does not divide the world or the dependency rule W | G | O | N is broken.
@@ -99,7 +100,7 @@ class Plan:
             if high % low:
                 raise ValueError(
                     f"the plan breaks the dependency rule: {inner} degree {low} does not divide {outer} degree {high}, "
-                    f"so a rank would own a piece of {outer} whose {inner} it does not hold; "
+                    f"so a rank would own a shard of {outer} whose {inner} it does not store; "
                     f"raise {outer} to a multiple of {low} or lower {inner} to a divisor of {high}"
                 )
         secondary = self.secondary
@@ -144,7 +145,7 @@ class Plan:
         """Return the elements of one world shard of a parameter of ``numel`` elements: ``ceil(numel / N)``."""
         return -(-numel // self.world_size)
 
-    # -- index arithmetic (see Note [Nested shards] and Note [Hops]) -----------------------------------------------
+    # -- index arithmetic (see Note [Nested shards] and Note [Process groups]) ------------------------------------
 
     @cached_property
     def rank_at(self) -> tuple[int, ...]:
@@ -169,13 +170,13 @@ class Plan:
         return [self.rank_at[p] for p in range(self.position(rank) % degree, self.world_size, degree)]
 
     def group(self, rank: int, lo: int, hi: int) -> list[int]:
-        """Return the ``hi // lo`` ranks of the hop ``(lo, hi)`` to which ``rank`` belongs, in tree order."""
+        """Return the ``hi // lo`` ranks of the group ``(lo, hi)`` to which ``rank`` belongs, in tree order."""
         position = self.position(rank)
         start = position // hi * hi + position % lo
         return [self.rank_at[p] for p in range(start, start + hi, lo)]
 
     def groups(self, lo: int, hi: int) -> list[list[int]]:
-        """Return all groups of the hop ``(lo, hi)``; they partition the world."""
+        """Return all process groups ``(lo, hi)``; they partition the world."""
         return [
             [self.rank_at[p] for p in range(base + k, base + hi, lo)]
             for base in range(0, self.world_size, hi)
@@ -183,7 +184,7 @@ class Plan:
         ]
 
     def hop(self, phase: str) -> tuple[int, int]:
-        """Return the hop ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of its reduction to one row per rank."""
+        """Return the group ``(lo, hi)`` of one of :data:`PHASES`; for sync, that of the reduction to one row a rank."""
         copy = self.weights if self.secondary is None or self.weights == 1 else self.secondary
         return {
             "gather_forward": (1, self.weights),
@@ -196,9 +197,9 @@ class Plan:
         }[phase]
 
     def hops(self) -> list[tuple[int, int]]:
-        """Return every hop that an engine of this plan may use, in the order in which all ranks create the groups.
+        """Return every ``(lo, hi)`` that an engine of this plan may use, in the order in which all ranks create groups.
 
-        They are the hops of the phases; from one row per rank to the optimizer shard, for sync's gather and the FP32
+        They are the groups of the phases; from one row per rank to the optimizer shard, for sync's gather and the FP32
         masters; and from the world shards to the weights, for the start.
         """
         hop, world = self.hop, self.world_size
@@ -206,7 +207,7 @@ class Plan:
         return list(dict.fromkeys([*first, (self.weights, world), hop("gather_backward")]))
 
     def route(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """Return the hops of a collective over the hop ``(lo, hi)``, innermost first (Note [Routes])."""
+        """Return the groups of a collective over ``(lo, hi)``, innermost first (Note [Hierarchical collectives])."""
         middle = self.inner
         if middle is None or not lo < middle < hi or middle % lo or hi % middle:
             return [(lo, hi)]

@@ -25,7 +25,7 @@ class LinkRates:
     """Mbit/s of the link that leads upwards from each unit, in each direction.
 
     Attributes:
-        gcd: between a die (a rank) and its GPU.
+        gcd: between a GCD (a rank) and its GPU.
         gpu: between a GPU and its node.
         node: a node's uplink.
     """
@@ -109,7 +109,7 @@ class Spec:
 
 SPECS: Mapping[str, Spec] = MappingProxyType(
     {
-        # Both keep the proportions of Frontier: 200 GB/s between the dies of a GPU, 100 between GPUs, and of a node's
+        # Both keep the proportions of Frontier: 200 GB/s between the GCDs of a GPU, 100 between GPUs, and of a node's
         # uplink 25 for each GPU. The uplink is as fast as two cores can keep busy.
         "t8": Spec("t8", 2, 2, 2, LinkRates(400, 200, 100)),
         "t16": Spec("t16", 4, 2, 2, LinkRates(400, 200, 100)),

@@ -35,7 +35,7 @@ def test_a_rank_trains_and_reports_without_any_extra(tmp_path: Path) -> None:
     assert all(line["loss"] > 0 and line["tokens_per_s"] > 0 and line["tflops"] > 0 for line in steps)
     peak = read_report(folder)["zero_topo"]["peak"]
     assert peak["min"] > 10_000_000 and not peak["on_device"] and peak["predicted"] > 0
-    assert "3 optimizer steps; the last one: " in done.stdout and "Held by each rank" in done.stdout
+    assert "3 optimizer steps; the last one: " in done.stdout and "Memory of each rank" in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 200
     assert main(["report", str(folder)]) == 0 and (folder / "report.html").exists()
 

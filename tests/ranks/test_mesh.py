@@ -186,6 +186,6 @@ def test_what_communicators_hold_is_told_by_nccls_own_setting() -> None:
     machine = emulated(2, 2, 2)
     with fake_world(8):
         mesh = Mesh(Plan(8, 2, None, 4, 8), machine, [(1, 2), (1, 4)])
-        assert "beside the world's: 2, of [2, 4] ranks, created in 6 collective calls" in mesh.words({})
+        assert "the world's and 2 of [2, 4] ranks, created in 6 collective calls" in mesh.words({})
         assert "take 12.58 MB per channel (NCCL_BUFFSIZE = 4.19 MB" in mesh.words({})
         assert "take 3.00 KB per channel" in mesh.words({"NCCL_BUFFSIZE": "1000"})

@@ -157,7 +157,7 @@ def test_another_plan_takes_over_what_fits(other: str, caplog: pytest.LogCapture
     if lost:
         (line,) = said
         assert "gradients over 4 and optimizer over 8 ranks, this run has gradients over 8" in line
-        assert "1 rows that a rank still owed are dropped" in line and "zero-topo carry" in line
+        assert "1 rows of a rank's residual of sync are dropped" in line and "zero-topo carry" in line
         return
     assert not said
     before, after = (owed_to(w, [of[i] for of in results]) for i in range(2))

@@ -177,7 +177,7 @@ def test_more_picks_than_a_gpu_sorts_are_refused(monkeypatch: pytest.MonkeyPatch
         with mirrored(4):
             if refused:
                 with pytest.raises(
-                    ValueError, match=r"26 picks of each of 4 ranks .*lower sync.density and .*\"oktopk\""
+                    ValueError, match=r"26 selected elements of each of 4 ranks .*lower sync.density and .*\"oktopk\""
                 ):
                     w.engine()
             else:

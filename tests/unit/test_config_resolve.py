@@ -157,13 +157,13 @@ def test_the_resolved_config_is_json_for_reports() -> None:
 RESIDENT: dict[str, Any] = {"weights": "int8", "resident": "int8"}
 CODED: dict[str, Any] = {"weights": "gpu", "gradients": "node", "optimizer": "world", "quantize": RESIDENT}
 OBSTACLES: list[tuple[dict[str, Any], str]] = [
-    ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the codes; set it to "int8"'),
+    ({"quantize": {"weights": None}}, 'quantize.weights = null: all gathers send the INT8 weights; set it to "int8"'),
     ({"quantize": {"weights": "int4"}}, 'quantize.weights = "int4"'),
-    ({"secondary": "node"}, "secondary = 4: all gathers send the codes, which 2 ranks share"),
+    ({"secondary": "node"}, "secondary = 4: all gathers send the INT8 weights, which 2 ranks share"),
     ({"secondary": "gpu", "quantize": {"secondary": "int4"}}, 'quantize.secondary = "int4"'),
-    ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the codes\' own changes are published, exactly; drop it'),
+    ({"publish": {"delta": "int4"}}, 'publish.delta = "int4": the changes of the INT8 weights are sent exactly; drop'),
     ({"publish": {"dtype": "fp32"}}, 'publish.dtype = "fp32"'),
-    ({"gradients": "gpu", "optimizer": "gpu"}, "weights = 2: ranks hold no more weights than they update"),
+    ({"gradients": "gpu", "optimizer": "gpu"}, "weights = 2: each rank stores exactly the weights that it updates"),
 ]
 
 

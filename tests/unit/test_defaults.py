@@ -140,7 +140,7 @@ def test_bits_that_the_block_asks_for_are_kept_and_no_others_come_with_them() ->
     for plan in rank_plans(block, on(DGX, 13), fewer_are_faster).timed:
         assert {word for part in plan.candidate.losses for word in part} <= {"int8 weights", "int4 sync"}
     resident = parse(scheme="auto", quantize={"resident": "int8"})
-    with pytest.raises(ValueError, match='fewer bits than these ask for; allow it \\("lossy": true\\)'):
+    with pytest.raises(ValueError, match='quantize more than these ask for; allow it \\("lossy": true\\)'):
         rank_plans(resident, on(DGX, 13))
 
 
@@ -150,7 +150,7 @@ def test_where_only_fewer_bits_fit_that_is_told_and_not_done() -> None:
     lossy = rank_plans(parse(scheme="auto", lossy=True), wanted, fewer_are_faster)
     limit = min(plan.held for plan in (*lossy.timed, *lossy.refused) if not plan.candidate.losses) - 1
     short = replace(wanted, topology=replace(wanted.topology, memory_per_rank=limit))
-    with pytest.raises(ValueError, match=r'would fit, with fewer bits \("lossy": true\)'):
+    with pytest.raises(ValueError, match=r'would fit, with more quantization \("lossy": true\)'):
         planned(parse(), short)
     assert planned(parse(lossy=True), short).gradients_spec is not None
 

@@ -188,7 +188,7 @@ def test_a_report_of_one_rank_says_so(folder: Path) -> None:
     """The key `report` has rank 0 write its own measurements; on a CPU the peak is that of the process."""
     build_report(folder, RESULT, replace(RUN, on_device=False), [EXACT])
     text = printed(folder)
-    assert "Sent by one rank per" in text and "Held by one rank" in text and "each rank per" not in text
+    assert "Sent by one rank per" in text and "Memory of one rank" in text and "each rank per" not in text
     assert "Peak memory: 4.25 MB of the process" in text
 
 

@@ -63,7 +63,7 @@ def test_hops_and_weights_do_not_group() -> None:
     """rocm-smi's JSON has types, hops and weights, alike for every pair of GCDs, and no bandwidths."""
     tree = sample("frontier_rocm_smi.json")
     assert tree.packages is None and tree.shape() == (8, 1)
-    assert "dies of one GPU cannot be told" in tree.warnings()[0]
+    assert "GCDs of a GPU cannot be recognized" in tree.warnings()[0]
     assert sample("frontier_rocm_smi.json", "frontier_matrix.txt").shape() == (4, 2)
 
 

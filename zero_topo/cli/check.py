@@ -171,7 +171,7 @@ def _forecast(
     models = {params: scaled(params, sequence=options.seq or SEQUENCE) for params in sizes}
     chosen = {params: rank_plans(block, request_of(options, found, model, loaded)) for params, model in models.items()}
     default = "" if block.scheme else ", the default here"
-    fewer = "lossy" if block.lossy else "with no fewer bits than the block asks for"
+    fewer = "lossy" if block.lossy else "without more quantization than the block asks for"
     notes = [
         f"scheme {AUTO}{default}: as training starts, the plan is chosen that fits and is predicted to be fastest, "
         f"{fewer}; for your model: --params 13B, or --model NAME"

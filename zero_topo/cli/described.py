@@ -18,7 +18,7 @@ from zero_topo.topology.launchers import launcher_view
 
 @dataclass(frozen=True)
 class Described:
-    """A machine, one node's devices if a tool listed them, and doubts worth showing."""
+    """A machine, one node's devices if a tool listed them, and warnings about them."""
 
     topology: Topology
     devices: DeviceTree | None = None

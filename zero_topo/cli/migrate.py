@@ -145,7 +145,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
     if LOCO in active and QUANTIZED_GRADIENTS in active:
         yield (
             "LoCo: weights and gradients are sharded over the node, and gradients leave it once per step, in INT4 with "
-            "all of the error fed back (err_beta and reset_T have no counterpart); inside it they are sent in full"
+            "all of the error fed back (err_beta and reset_T have no counterpart); inside it they are not quantized"
         )
     elif QUANTIZED_GRADIENTS in active:
         yield "gradients are quantized on one node too, and whatever their size; DeepSpeed falls back to 16 bits there"

@@ -53,11 +53,11 @@ class Rare:
 
 
 def refuse_others(options: Any, used: Callable[[str], bool], why: str) -> None:
-    """Refuse options that were given, but that the command would not look at.
+    """Refuse options that were given, but that the command would not read.
 
     Args:
         options: of :func:`taking`.
-        used: whether it looks at the option of a field's name.
+        used: whether it reads the option of a field's name.
         why: ends the message.
 
     Raises:

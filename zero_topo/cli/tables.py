@@ -51,10 +51,10 @@ def places_table(rows: Mapping[str, ResolvedConfig], title: str) -> Table:
 
 
 def memory_table(rows: Mapping[str, Mapping[str, int]], capacity: int | None) -> Table:
-    """Scheme by role: bytes one rank holds, and their share of its memory where that is known and finds room."""
+    """Scheme by role: bytes per rank, and their share of its memory if that is known and fits the terminal."""
     more = [role for role in ("frozen", "residual") if any(role in held for held in rows.values())]
     shares = "frozen" not in more
-    roles, title = [*ROLES, *more], f"Held by each rank{', and share of its memory' if shares else ''} (no activations)"
+    roles, title = [*ROLES, *more], f"Memory per rank{', and share of it' if shares else ''} (no activations)"
     table = figures_table(["", *roles, "total", *(["share"] if shares else [])], title)
     for name, held in rows.items():
         total = sum(held.values())

@@ -48,7 +48,7 @@ def topology(
 
 
 def sections(found: Described) -> list[str]:
-    """The parts of the picture: the tree, one node's devices, doubts."""
+    """The parts of the picture: the tree, one node's devices, warnings."""
     parts = [render_tree(found.topology)]
     if found.devices is not None:
         parts += ["", render_devices(found.devices)]

@@ -1,2 +1,2 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Moving shards: the two hop collectives, their handles, packing, and the byte meter."""
+"""All-gather and reduce-scatter of shards, flat or hierarchical, their handles, packing, and the byte meter."""

@@ -75,7 +75,7 @@ class Meter:
         self._last: Counter[Key] = Counter()
         self._total: Counter[Key] = Counter()
         self.calls: Counter[str] = Counter()  # by phase, since the start; the watching rank compares them
-        # Host seconds by phase since `_began`, summed and as a sequence of spans; the same for the last closed step.
+        # Host seconds by phase since `_began`, summed and as a sequence of intervals; the same for the last step.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._last_seconds: Mapping[str, float] = {}
         self._began = time.perf_counter()
@@ -169,7 +169,7 @@ class Meter:
         return dict(self._last_seconds)
 
     def last_spans(self) -> Collection[Span]:
-        """Return the last 16,384 spans that :meth:`last_seconds` sums, in seconds since the previous step closed."""
+        """Return the last 16,384 intervals that :meth:`last_seconds` sums, in seconds since the previous step."""
         return self._last_spans
 
     def total(self) -> Mapping[Key, int]:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Implements the process groups through which a rank exchanges messages, and hierarchical routes made of them.
+"""Implements the process groups through which a rank exchanges messages, and hierarchical collectives over them.
 
 Members are counted in tree order. All calls are collective: every member makes the same ones in the same order. A
 buffer being sent must not change until its handle has been waited for. The mesh chooses the class of each group once.
@@ -44,7 +44,7 @@ KEPT = 1 << 22  # bytes
 
 
 class Group:
-    """Represents this rank's process group of one hop (Note [Hops] in ``plan.py``); subclasses exchange the messages.
+    """Represents one process group of this rank (Note [Process groups] in ``plan.py``); subclasses exchange messages.
 
     Attributes:
         lo: degree of the larger shard.
@@ -294,7 +294,7 @@ def transport() -> type[Group]:
 
 @dataclass(frozen=True)
 class Route:
-    """Holds the process groups by which this rank exchanges over a hop ``(lo, hi)`` (Note [Routes] in ``plan.py``).
+    """Holds the groups of a collective over ``(lo, hi)`` (Note [Hierarchical collectives] in ``plan.py``).
 
     Attributes:
         hops: innermost first, ``(lo, a), (a, hi)``, or ``(lo, hi)`` alone.
@@ -318,14 +318,14 @@ class Route:
 
 
 def members(rows: Tensor, size: int) -> Tensor:
-    """Return a view of a degree-``lo`` shard by member of the hop ``(lo, lo * size)``.
+    """Return a view of a degree-``lo`` shard by member of the group ``(lo, lo * size)``.
 
     Args:
         rows: ``[N / lo, ...]``.
-        size: members of the hop.
+        size: members of the group.
 
     Returns:
-        ``[size, N / (lo * size), ...]``, a view: entry ``c`` is the shard of member ``c`` (Note [Hops] in ``plan.py``).
+        ``[size, N / (lo * size), ...]``, a view: entry ``c`` is the shard of member ``c``.
     """
     return rows.unflatten(0, (-1, size)).transpose(0, 1)
 
@@ -369,10 +369,10 @@ def shard_view(flat: Tensor, plan: Plan, degree: int) -> View:
 def all_gather(route: Route, message: Tensor, counted: Counted) -> Handle[Tensor]:
     """All-gather one message per member.
 
-    1. send ``message`` to the members of the outermost hop, one in each node if there are two hops;
-    2. if there is an inner hop: on ``wait``, all-gather the received messages inside the node.
+    1. send ``message`` to the members of the outermost group, one in each node if there are two groups;
+    2. if there is an inner group: on ``wait``, all-gather the received messages inside the node.
 
-    A route of one member sends nothing and returns the message itself.
+    A single member sends nothing and returns the message itself.
 
     Args:
         route: the members.
@@ -447,12 +447,12 @@ def reduce_scatter(
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> Handle[None]:
-    """Sum over the members of a route; each member keeps its own part.
+    """Sum over the members of ``route``; each member keeps its own part.
 
     1. encode the parts of each member into one message for it; each part begins a block, so that it does not share a
-       scale with another, which may be a thousand times larger (a matrix beside a norm);
-    2. per hop, the innermost first: one all-to-all sends each message to the member that represents its destination,
-       where the messages for one destination are summed in tree order (FP32) and, if a hop follows, encoded again;
+       scale with another, which may be a thousand times larger (a matrix next to a norm);
+    2. per group, the innermost first: one all-to-all sends each message to the member that represents its destination,
+       where the messages for one destination are summed in tree order (FP32) and, if a group follows, encoded again;
     3. the last sums go into ``out``.
 
     Why not a library reduce-scatter: its sum order and precision depend on the backend (BF16 sums, ring order), it
@@ -469,7 +469,7 @@ def reduce_scatter(
         accumulate: add the sums to the values of ``out``.
 
     Returns:
-        A handle whose ``wait`` finishes with step 2's sums. A route of one member sums nothing, and does not quantize.
+        A handle whose ``wait`` finishes with step 2's sums. A single member sums nothing, and does not quantize.
     """
     if route.size == 1:
         exact = Cast("fp32")
@@ -491,7 +491,7 @@ def reduce_scatter(
 
 
 def _empty(hop: Group, destinations: int, nbytes: int, device: torch.device) -> Tensor:
-    """Allocate the messages of a hop: ``[members, destinations that each represents, bytes]``."""
+    """Allocate the messages of a group: ``[members, destinations that each represents, bytes]``."""
     return torch.empty(hop.size, destinations // hop.size, nbytes, dtype=torch.uint8, device=device)
 
 

@@ -29,7 +29,7 @@ def _check_topology(value: Any) -> Any:
 
 
 class ZeroTopoConfig(StrictModel):
-    """Where ZeRO-3's weights, gradients and optimizer states live in the machine, and what travels in fewer bits."""
+    """Over which ranks ZeRO-3's weights, gradients and optimizer states are sharded, and what is quantized."""
 
     topology: Annotated[str | dict[str, Any], BeforeValidator(_check_topology)] = Field(
         "auto",
@@ -46,7 +46,7 @@ class ZeroTopoConfig(StrictModel):
     lossy: bool = Field(
         False,
         strict=True,
-        description='Whether "auto" may choose fewer bits than the keys below ask for, and says what that gains.',
+        description='Whether "auto" may quantize more than the keys below ask for; false logs what that would gain.',
     )
     weights: DegreeSetting = Field(None, description="Ranks that share one copy of the weights: a domain or a degree.")
     secondary: SecondarySetting = Field(
@@ -59,7 +59,7 @@ class ZeroTopoConfig(StrictModel):
         None, description="Ranks that share one copy of the optimizer states; a multiple of gradients."
     )
     quantize: QuantizeConfig = Field(
-        QuantizeConfig(), description="What travels in fewer bits; keys left out keep the scheme's."
+        QuantizeConfig(), description="What is quantized before it is sent or stored; keys left out keep the scheme's."
     )
     sync: SyncConfig = Field(
         DenseSync(),
@@ -115,7 +115,7 @@ class ZeroTopoConfig(StrictModel):
             what = "degrees that are given" if self.scheme is None else f"scheme {self.scheme}"
             raise ValueError(
                 f'lossy says what "scheme": "{AUTO}" may choose, and {what} leave nothing to choose; remove one of the '
-                'two: "quantize", "sync" and "publish" say what is sent in fewer bits'
+                'two: "quantize", "sync" and "publish" set what is quantized'
             )
         if self.scheme is None and given and missing:
             raise ValueError(

@@ -41,7 +41,7 @@ SecondarySetting = Annotated[
 
 
 class QuantizeConfig(StrictModel):
-    """What travels in fewer bits, quantized in blocks that share one scale."""
+    """What is quantized, in blocks of elements that share one scale."""
 
     weights: Bits | None = Field(None, description="Weights in the gather before a forward; null sends them as stored.")
     secondary: Bits | None = Field(
@@ -50,8 +50,8 @@ class QuantizeConfig(StrictModel):
     gradients: Bits | None = Field(None, description="Gradients in the scatter; null sends them unquantized.")
     resident: Literal["int8"] | None = Field(
         None,
-        description="All that a rank holds of its weight shard: codes that follow the FP32 masters exactly, are "
-        "gathered as they are, and whose changes are published. Null keeps the weights in the model's type.",
+        description="Store the weight shard only as INT8. These weights are gathered as they are and updated from the "
+        "FP32 masters; the all-gather after a step sends their changes. Null keeps the model's type.",
     )
     block_size: BlockSize = Field(
         256,
@@ -70,9 +70,9 @@ class PublishConfig(StrictModel):
     dtype: Dtype | None = Field(None, description="Type of the values on the wire; null takes the model's own type.")
     delta: Bits | None = Field(
         None,
-        description="Send the block-quantized difference between the new weights and what all ranks hold, instead of "
-        "the weights; the FP32 masters keep what that leaves behind, and it is in the next difference. Null sends the "
-        "weights.",
+        description="Send the block-quantized difference between the new weights and those that all ranks store, "
+        "instead of the weights. The FP32 masters keep the rounding error, which is part of the next difference. Null "
+        "sends the weights.",
     )
     block_size: BlockSize = Field(
         256, description="Elements of a difference that share one scale; no block holds values of two parameters."

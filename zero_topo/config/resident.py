@@ -21,7 +21,7 @@ class Obstacle(NamedTuple):
 def resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConfig) -> Obstacle | None:
     """Return the first setting that excludes ``quantize.resident``; None if weights can be stored as INT8."""
     w, copy = plan.weights, plan.secondary
-    gathers, changes = "all gathers send the codes", "the codes' own changes are published, exactly"
+    gathers, changes = "all gathers send the INT8 weights", "the changes of the INT8 weights are sent exactly"
     rules = (
         (quantize.weights == "int8", "quantize.weights", quantize.weights, gathers, 'set it to "int8"'),
         (copy in (None, w), "secondary", copy, f"{gathers}, which {w} ranks share", 'set "secondary" to null'),
@@ -34,7 +34,7 @@ def resident_obstacle(quantize: QuantizeConfig, plan: Plan, publish: PublishConf
         ),
         (publish.delta is None, "publish.delta", publish.delta, changes, "drop it"),
         (publish.dtype is None, "publish.dtype", publish.dtype, changes, "drop it"),
-        (w < plan.optimizer, "weights", w, "ranks hold no more weights than they update, exactly", "lower it"),
+        (w < plan.optimizer, "weights", w, "each rank stores exactly the weights that it updates", "lower it"),
     )
     for holds, key, value, why, instead in rules:
         if not holds:

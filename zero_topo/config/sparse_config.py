@@ -67,7 +67,7 @@ class SparseSync(SyncSettings):
 
     WHOLE: ClassVar[bool] = True
 
-    density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank picks.")
+    density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank selects.")
     error_feedback: bool = Field(
         True,
         strict=True,
@@ -199,7 +199,7 @@ class SparseSync(SyncSettings):
 
 
 class PickingSync(SparseSync):
-    """What modes have in common that send picks, an index and a value each; here, all of a rank's to every peer."""
+    """What modes have in common that send selected elements, an index and a value each; here, all to every peer."""
 
     @property
     def by_row(self) -> bool:
@@ -232,7 +232,7 @@ class PickingSync(SparseSync):
 
 
 class TopkASync(PickingSync):
-    """Every rank's picks go to all others."""
+    """Every rank sends its selected elements to all others."""
 
     mode: Literal["topk_a"] = Field("topk_a", description="All-gather of every rank's largest elements.")
 
@@ -246,10 +246,11 @@ class GaussianKSync(PickingSync):
 
 
 class TopkDsaSync(PickingSync):
-    """Picks are reduced where they belong, and the sums gathered, sparse or dense, whichever is shorter."""
+    """Selected elements are reduced by their owners; the sums are gathered, sparse or dense, whichever is shorter."""
 
     mode: Literal["topk_dsa"] = Field(
-        "topk_dsa", description="Sparse reduce-scatter of the picks, then an all-gather that may turn dense (SparCML)."
+        "topk_dsa",
+        description="Sparse reduce-scatter of the selected elements, then an all-gather that may turn dense (SparCML).",
     )
 
     @property
@@ -307,7 +308,7 @@ class OkTopkSync(PickingSync):
     )
 
     transport: Literal["torch", "mpi"] = Field(
-        "torch", description='Who carries the messages: torch.distributed, or MPI by way of mpi4py ("mpi").'
+        "torch", description='Library that sends the messages: torch.distributed, or MPI through mpi4py ("mpi").'
     )
 
     def problem(self, plan: Plan) -> str | None:
@@ -317,7 +318,7 @@ class OkTopkSync(PickingSync):
         if not self.sharded or plan.optimizer == plan.world_size:
             return None
         return (
-            "sync.sharded = true: sums would stay with one rank, but several hold the same optimizer shard; set "
+            "sync.sharded = true: sums would stay with one rank, but several store the same optimizer shard; set "
             '"optimizer": "world", or "sharded": false'
         )
 
@@ -349,7 +350,7 @@ class RadiusSync(SparseSync):
         0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects."
     )
     value_dtype: Dtype = Field(
-        "bf16", description="Type of the values on the wire; what rounding takes away is owed, with error feedback."
+        "bf16", description="Type of the values as sent; error feedback adds the rounding error to the residual."
     )
     interval: int = Field(
         200, ge=1, description="Steps from one resampling to the next: then everything is reduced, and the mask chosen."
@@ -409,7 +410,7 @@ class ScapeSync(PerParameter):
     mode: Literal["scape"] = Field(
         "scape", description="The momentum's largest elements, chosen a step before (SCAPE, with the AdamS optimizer)."
     )
-    density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask holds.")
+    density: float = Field(0.1, gt=0, le=1, description="Share of each rank's optimizer shard that the mask selects.")
     start_density: float = Field(
         1.0,
         gt=0,
@@ -460,7 +461,7 @@ class TernarySync(SparseSync):
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
     )
-    density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank picks.")
+    density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank selects.")
     value_dtype: Dtype = Field("bf16", description="Type of a block's scale on the wire.")
 
     @property

@@ -5,8 +5,8 @@ Note [Stock keys]
     Their meaning in DeepSpeed 0.18 and 0.19 (0.19.7 refuses MiCS's keys whatever the value, 0.19.8 those of LoCo):
     ``zero_hpz_partition_size`` is the number of ranks that share a 16-bit secondary copy. ``zero_quantized_weights``
     sends every gather of weights in INT8, that of the secondary copy too. ``zero_quantized_gradients`` reduces in INT4
-    in two hops, but only on more than one node. ``zeropp_loco_param`` feeds the error of that reduction back, and has
-    no effect alone. ``mics_shard_size`` is the number of ranks that share one copy of everything; with it, ZeRO++'s
+    hierarchically, but only on more than one node. ``zeropp_loco_param`` feeds the error of that reduction back, and
+    has no effect alone. ``mics_shard_size`` is the number of ranks that share one copy of everything; with it, ZeRO++'s
     keys have no effect.
 """
 
@@ -177,7 +177,7 @@ def _told(key: str, active: Mapping[str, Any], wishes: Mapping[Path, Any]) -> st
     if key == QUANTIZED_GRADIENTS and MICS not in active:
         return f"is taken together with {LOCO}"
     missing = {LOCO: f"does nothing without {QUANTIZED_GRADIENTS}", MICS_HOPS: f"does nothing without {MICS}"}
-    return f"is left out: it {f'does nothing beside {MICS}' if MICS in active else missing[key]}"
+    return f"is left out: it {f'does nothing with {MICS}' if MICS in active else missing[key]}"
 
 
 def _contradicts(block: Mapping[str, Any], path: Path, wanted: Any) -> bool:

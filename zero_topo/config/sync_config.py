@@ -41,7 +41,7 @@ class Books:
     """Records the bytes that a rank sends in a phase, process group by process group.
 
     Attributes:
-        plan: routes and degrees.
+        plan: degrees and process groups.
         moves: in the order booked; a mode of sync may add its own.
     """
 

@@ -69,11 +69,11 @@ class TagcSync(PerParameter):
         None,
         ge=0,
         lt=1,
-        description="Share of the elements that a rank does not pick; null takes 0.8, 0.9 or 0.9875 by the ratio, or "
-        "more, so that the picks of all ranks fit into the sketch even if none coincide.",
+        description="Share of the elements that a rank does not select; null takes 0.8, 0.9 or 0.9875 by the ratio, or "
+        "more, so that the selected elements of all ranks fit into the sketch even if none coincide.",
     )
     value_dtype: Dtype = Field(
-        "bf16", description="Type of values that travel without a sketch; a sketch is always FP32."
+        "bf16", description="Type of values that are sent without a sketch; a sketch is always FP32."
     )
     exclude: tuple[str, ...] = Field(
         QUERY_KEY_VALUE,
@@ -86,7 +86,7 @@ class TagcSync(PerParameter):
     def _refuse_density(cls, block: Any) -> Any:
         if isinstance(block, Mapping) and "density" in block:
             raise ValueError(
-                "density is not a setting of the mode tagc, where a rank picks 1 - theta of the elements; set theta, "
+                "density is not a setting of the mode tagc, where a rank selects 1 - theta of the elements; set theta, "
                 "or leave it to ratio"
             )
         return block

@@ -124,7 +124,7 @@ def _leaner(ranking: Ranking) -> str:
     share = 1 - fastest.seconds / best.seconds
     if share <= EQUAL or best.held >= fastest.held:
         return ""
-    return f"; {fastest.candidate.name} would take {share:.1%} less, but holds {format_bytes(fastest.held)}"
+    return f"; {fastest.candidate.name} would take {share:.1%} less, but needs {format_bytes(fastest.held)}"
 
 
 def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
@@ -135,13 +135,13 @@ def _loss_lines(best: Priced, ranking: Ranking) -> list[str]:
         fastest = min(lossy, key=lambda plan: plan.seconds, default=best)
         gain = 1 - fastest.seconds / best.seconds
         less = f"; {fastest.candidate.name} would gain {gain:.1%}, too little" if gain > 0 else ""
-        return [f"it loses nothing, all is sent in full{less}"]
+        return [f"it loses nothing: nothing is quantized{less}"]
     words = ", ".join(word for part in best.candidate.losses for word in part)
     rival = min(exact, key=lambda plan: plan.seconds, default=None)
-    gains = "and nothing that fits sends all in full"
+    gains = "and no plan without quantization fits"
     if rival is not None:
         share = 1 - best.seconds / rival.seconds
-        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest that sends all in full"
+        gains = f"which saves {share:.1%} of the step of {rival.candidate.name}, the fastest without quantization"
     return [f"it sends {words}, {gains}", f"what that may cost: {_risk()}"]
 
 

@@ -58,7 +58,7 @@ class Request:
         job: the model's shape, the micro-batches, what is recomputed.
         numels: elements of each parameter, if they are known exactly; None takes those of the shape.
         reserve: share of a rank's memory left to the framework, the collectives' own buffers and fragmentation.
-        sparse: modes of sync to try beside dense and quantized; they change how training converges.
+        sparse: modes of sync to try next to dense and quantized; they change how training converges.
         flight: DeepSpeed's settings that memory depends on.
         states_only: count only the shards of weights, gradients and optimizer, as papers do, without the other memory
             at the peak of a step.
@@ -252,7 +252,9 @@ class Ranking:
         limit, leanest = self.request.limit, self.refused[0]
         assert limit is not None
         lossier = (
-            f'{self.lossier[0].candidate.name} would fit, with fewer bits ("lossy": true); ' if self.lossier else ""
+            f'{self.lossier[0].candidate.name} would fit, with more quantization ("lossy": true); '
+            if self.lossier
+            else ""
         )
         raise ValueError(
             f"none of {len(self.refused)} plans fits {format_count(self.request.job.model.params)} parameters into the "
@@ -299,8 +301,8 @@ def rank_plans(asked: ZeroTopoConfig, request: Request, seconds: Seconds | None 
             refused.append(Priced(candidate, price, inf))
     if not fitting and not refused:
         raise ValueError(
-            f'"scheme": "{AUTO}": all plans that keep the other keys of the block send fewer bits than these ask for; '
-            'allow it ("lossy": true), or write what may be sent so ("quantize", "sync", "publish")'
+            f'"scheme": "{AUTO}": all plans that keep the other keys of the block quantize more than these ask for; '
+            'allow it ("lossy": true), or set what may be quantized ("quantize", "sync", "publish")'
         )
     least_first = tuple(sorted(refused, key=lambda plan: plan.held))
     return Ranking(request, _in_order(fitting), least_first, _in_order(lossier))

@@ -21,12 +21,12 @@ Note [Links]
     times the rate.
 
 Note [Patterns]
-    A process group ("hop") has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B``
-    bytes in all. *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the
-    unit, and the latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather.
-    Each unit's link carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of
-    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of
-    the tree.
+    A process group has ``d`` members, ``g`` of them in one unit of the machine; a rank sends ``B`` bytes in all.
+    *direct*: the rank sends ``B / (d - 1)`` to each member at once. ``B (d - g) / (d - 1)`` leave the unit, and the
+    latency counts once. *ring*: the rank sends everything to the next member, as NCCL and RCCL gather. Each unit's link
+    carries ``B`` for each group, and latencies add up around the ring. This is the alpha-beta model of Thakur,
+    Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), per level of the
+    tree.
 
 Note [Measured rings]
     If a machine's rings were measured (``Rates.rings``), these rates replace those of the links. They were measured
@@ -36,8 +36,8 @@ Note [Measured rings]
 
 Note [Stock]
     Stock DeepSpeed (unmodified ZeRO-3 and ZeRO++) sends differently. All ranks form one ring on any machine; only
-    ZeRO++'s quantized scatter has two hops, by design. Each linear layer fetches its own weights, so a layer makes one
-    gather per matrix, and one more for each matrix's scales if it is quantized (``partition_parameters.py``). A
+    ZeRO++'s quantized scatter is hierarchical, by design. Each linear layer fetches its own weights, so a layer makes
+    one gather per matrix, and one more for each matrix's scales if it is quantized (``partition_parameters.py``). A
     gradient that alone fills ``reduce_bucket_size``, as matrices do with the 10^7 of DeepSpeed's ZeRO++ tutorial, is
     reduced separately, by a ring if it is not quantized. This model sends vectors with a matrix. DeepSpeed keeps them
     as persistent parameters (``stage3_param_persistence_threshold``), and its ZeRO++ reduces each separately; both are
@@ -146,12 +146,12 @@ class Job:
         return 3.0 * self.micro_batches * sum(self.model.module_flops(tokens))
 
 
-# -- hops --------------------------------------------------------------------------------------------------------------
+# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HopTime:
-    """Holds the time of one hop (process group) on otherwise idle links.
+    """Holds the time of a collective over one process group on otherwise idle links.
 
     Attributes:
         latency: seconds.
@@ -194,10 +194,10 @@ class Network:
         return Link(link.bandwidth * self.rates.link_efficiency.get(domain, 1.0), link.latency)
 
     def hop(self, lo: int, hi: int, sent: float, pattern: str) -> HopTime:
-        """Return the time of a hop ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
+        """Return the time of a collective over ``(lo, hi)`` of ``plan.py`` in which every rank sends ``sent`` bytes.
 
         Args:
-            lo, hi: the hop.
+            lo, hi: the process group.
             sent: bytes to all other members together.
             pattern: "direct", or "ring" or "reduce ring", see Note [Patterns].
 
@@ -227,7 +227,7 @@ class Network:
         return HopTime(latency, busy)
 
     def _members(self, lo: int, hi: int, domain: str) -> int:
-        """Return the number of members of a hop in one unit of the domain."""
+        """Return the number of members of a process group in one unit of the domain."""
         unit, size = self.topology.degree(domain), hi // lo
         return size if unit % hi == 0 else max(1, min(size, unit // lo))
 
@@ -275,7 +275,7 @@ class Packet:
     Attributes:
         phase: phase under which the meter counts them.
         packing: seconds to pack and unpack one collective.
-        hops: hops of one collective, in the order they run.
+        hops: times of one collective by process group, in the order they run.
         count: number of collectives.
     """
 

@@ -12,14 +12,14 @@ Note [Sizes]
     a gather sends one message per parameter; a scatter sends one per bucket and destination, in which the concatenated
     rows of each parameter are padded to whole blocks; sync and publish send one per run of parameters
     (``packed_runs``), in which each row of each parameter is padded. Unquantized values are not padded. INT8 weights
-    (codes) are gathered as they are stored, rows padded to whole blocks. Publish packs them into separate runs, after
-    one message with the number of escaped blocks of each run. Messages take the routes of ``plan.py``, unchanged from
-    hop to hop.
+    are gathered as they are stored, rows padded to whole blocks. Publish packs them into separate runs, after one
+    message with the number of blocks of each run that are sent whole. Hierarchical collectives (``plan.py``) forward
+    messages unchanged.
 
 Note [Stock bytes]
-    Stock DeepSpeed gathers in one hop, not hierarchically through the node. A quantized reduction has two hops; on one
-    node it is not quantized. hpZ stores its secondary copy in 16 bits, in whatever format it is sent. LoCo stores the
-    error of INT4 in INT8: of the whole gradient before the hop inside the node, and of the node's share before the hop
+    Stock DeepSpeed gathers in one collective, not hierarchically. A quantized reduction is hierarchical; on one node it
+    is not quantized. hpZ stores its secondary copy in 16 bits, in whatever format it is sent. LoCo stores the error of
+    INT4 in INT8: of the whole gradient before the reduction inside the node, and of the node's share before that
     between nodes. DeepSpeed's scales, one for thousands of elements, are counted as zero_topo's, one for 256, which is
     1.6% too many bytes for INT8.
 
@@ -61,8 +61,8 @@ class Workload:
         sync_itemsize: bytes per gradient in a dense sync.
         publish_itemsize: bytes per weight in publish.
         run_numel: parameter elements that one collective of sync or publish carries; None is all of them.
-        escaped: escaped blocks in each run of a publish of INT8 weights, of the rank with most; None assumes the share
-            of ``codes.py``.
+        escaped: blocks sent whole in each run of a publish of INT8 weights, of the rank with most; None assumes the
+            share of ``codes.py``.
         loss_scaled: whether a loss scaler may skip steps (FP16).
         frozen: the parameters that no optimizer updates, which are only gathered; None if there are none.
         trains: whether a step has backward passes and an update; else it is one forward pass.
@@ -157,7 +157,7 @@ def loco_bytes(active: Mapping[str, object], work: Workload, topology: Topology)
 
 
 def sent_as(config: ResolvedConfig, phase: str, stock: bool) -> ResolvedConfig:
-    """Return the config whose routes a phase takes: one hop for stock DeepSpeed, except in a quantized scatter."""
+    """Return the config with which a phase is sent: stock DeepSpeed is hierarchical only in a quantized scatter."""
     if not stock or (phase == "scatter" and config.gradients_spec is not None):
         return config
     return replace(config, plan=replace(config.plan, inner=None))
@@ -253,7 +253,7 @@ def phase_moves(
         phase: one of ``plan.PHASES``.
         columns: columns of the parameters.
         itemsize: bytes per element where nothing is quantized.
-        escaped: escaped blocks in a publish of INT8 weights; None assumes the share of ``codes.py``.
+        escaped: blocks sent whole in a publish of INT8 weights; None assumes the share of ``codes.py``.
 
     Returns:
         The moves, and the bytes of a rank's message; 0 for sync, which sends several.
@@ -278,7 +278,7 @@ def phase_moves(
 
 
 def count_moves(plan: Plan, runs: int) -> Sequence[Move]:
-    """Return the moves of the message with the number of escaped blocks in each run of publish."""
+    """Return the moves of the message with the number of blocks that each run of publish sends whole."""
     books = Books(plan)
     books.gather(plan.hop("publish"), COUNT_BYTES * runs)
     return books.moves

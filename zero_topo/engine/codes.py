@@ -106,7 +106,7 @@ class CodeStore:
         )
 
     def begin(self, route: Route, most: dict[int, int], updates: Sequence[Update]) -> Begun:
-        """Begin to publish some updates: each rank of the route sends the changes of the rows it owns.
+        """Begin to publish some updates: each rank of ``route`` sends the changes of the rows it owns.
 
         Args:
             route: ``(weights, optimizer)``, or ``(weights, world)`` at start-up and after a load.

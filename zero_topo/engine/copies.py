@@ -80,7 +80,7 @@ def gather(
     """Gather whole parameters by one collective.
 
     Args:
-        copies: of all parameters; those of ``slots`` share one route.
+        copies: of all parameters; those of ``slots`` are gathered over the same process groups.
         slots: parameters, in the same order on every rank.
         layout: of all parameters.
         like: a tensor with the dtype and device of the result.
@@ -125,7 +125,7 @@ class Secondary:
 
     Args:
         layout: of all parameters.
-        mesh: has the route ``(1, S)``.
+        mesh: has the groups ``(1, S)``.
         shards: the primary, as forward gathers send it.
         degree: ``S``; None if the backward pass gathers from the primary.
         spec: the format; None is the dtype of the primary.
@@ -181,7 +181,7 @@ class Secondary:
         """
         fresh = not self.tensors or self._stamps[slot] == self._versions[slot]
         if not fresh and self._cut:
-            raise RuntimeError(f"the secondary shard of slot {slot} was not refreshed after the last publish")
+            raise RuntimeError(f"the secondary shard of parameter {slot} was not refreshed after the last publish")
         return fresh
 
     def expire(self, slots: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ class Gradients:
 
     Args:
         layout: of the trained parameters.
-        mesh: has the route ``(1, gradients)``.
+        mesh: has the groups ``(1, gradients)``.
         mode: the mode of sync.
         wire: format of the scatter.
         run_numel: parameter elements per collective of sync; None for all.
@@ -195,7 +195,7 @@ class Gradients:
             return self.mode.state_dict()
         if self.layout.rank == 0:
             logger.warning(
-                "zero_topo: saved between a backward pass and its step, so what sync still owes is left out, for "
+                "zero_topo: saved between a backward pass and its step: the residual of sync is not saved, because "
                 "gradients were added to it; save after a step to keep it"
             )
         return {}

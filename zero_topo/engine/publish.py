@@ -93,7 +93,7 @@ class Publisher:
         self._updates.append((slots, masters, first))
 
     def finish(self, slots: Iterable[int] | None = None) -> list[int]:
-        """Finish the publishes of some parameters, or of all; collective if the route has two groups.
+        """Finish the publishes of some parameters, or of all; collective if it is hierarchical.
 
         Returns:
             The parameters whose weights changed.
@@ -120,7 +120,7 @@ class Publisher:
         self._pending = waiting
         stale = [slot for slot in wanted if self._held[slot] != self._wanted[slot]]
         if stale:
-            raise RuntimeError(f"weights of slots {sorted(stale)[:8]} are about to be read before they were published")
+            raise RuntimeError(f"weights of parameters {sorted(stale)[:8]} would be read before publish updated them")
         return changed
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """The layout of parameters in a rank's nested shards.
 
-All trainable parameters lie side by side: the parameter with index ``i`` (its "slot") has the columns
+All trainable parameters lie side by side: the parameter with index ``i`` (in code a ``slot``) has the columns
 ``[begin, begin + width)`` of every shard, with ``width = ceil(numel / N)``. A shard of degree ``d`` is ``[N / d, F]``,
 where ``F`` is the sum of the widths. Its row ``t // d`` has DeepSpeed's layout, so DeepSpeed's flat buffers are rows of
 our shards.
@@ -32,7 +32,7 @@ class Layout:
     Attributes:
         plan: the degrees.
         rank: this rank.
-        numels: elements of each slot, in DeepSpeed's flat order.
+        numels: elements of each parameter, in DeepSpeed's flat order.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class Layout:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each slot."""
+        """Columns of each parameter."""
         return tuple(self.plan.shard_numel(n) for n in self.numels)
 
     @cached_property
@@ -50,17 +50,17 @@ class Layout:
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """First column of each slot."""
+        """First column of each parameter."""
         return self._edges[:-1]
 
     @property
     def columns(self) -> int:
-        """``F``: columns of all slots."""
+        """``F``: columns of all parameters."""
         return self._edges[-1]
 
     @cached_property
     def padded_numels(self) -> tuple[int, ...]:
-        """Elements of each slot with its padding, over the whole world."""
+        """Elements of each parameter with its padding, over the whole world."""
         return tuple(self.plan.world_size * width for width in self.widths)
 
     def spans(self, slots: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -253,7 +253,7 @@ class Stage3:
         except Exception as error:  # a damaged entry has any content
             problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if "held" in held and getattr(held["held"], "shape", None) != self.weights.own_row.shape:
-            held, problem = {}, f"its entry held is no row of {self.weights.own_row.numel()} weights"
+            held, problem = {}, f"its stored weights are no row of {self.weights.own_row.numel()} weights"
         brought = carried(folder)
         names = {"held": sorted(held), "carried": [*map(sorted, brought)]}
         told = {"degrees": state.get("degrees"), "problem": problem, **names}

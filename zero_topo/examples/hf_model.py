@@ -80,7 +80,7 @@ def llama(layers: int = 2, width: int = 64) -> PreTrainedModel:
 
 
 def with_lora(model: PreTrainedModel, rank: int) -> PeftModel:
-    """The model frozen, with PEFT's adapters of that rank beside its attention."""
+    """The model frozen, with PEFT's adapters of that rank added to its attention."""
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

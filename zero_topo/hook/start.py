@@ -121,7 +121,7 @@ def _refuse_types(optimizer: Any, names: Mapping[Any, str]) -> None:
     for dtype, name in kinds.items():
         if dtype not in FLOATS:
             raise ValueError(
-                f"{name} is {dtype}: weights are held and sent as FP32, FP16 or BF16, and FP32 masters train them "
+                f"{name} is {dtype}: weights are stored and sent as FP32, FP16 or BF16, and FP32 masters train them "
                 "under stock ZeRO-3 too; call model.float() before deepspeed.initialize or zero.Init gets the model"
             )
     if len(kinds) > 1:

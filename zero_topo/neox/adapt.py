@@ -52,7 +52,7 @@ def use_the_only_device(neox_args: Any) -> str | None:
     neox_args.local_rank = 0
     helpers: Any = import_module("megatron.data.data_utils")
     helpers.compile_helper = lambda: None
-    return f"one device is visible to each task, so NeoX and DeepSpeed are told local_rank 0 in place of {seat}"
+    return f"one device is visible to each task, so NeoX and DeepSpeed get local_rank 0 in place of {seat}"
 
 
 def partitioned(to_sequential: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ BENCH, RUN, PAGE = (f"zero_topo {kind}" for kind in ("bench", "run", "report"))
 
 def write_png(figure: Figure, path: Path, mark: str, dpi: float | str = 120) -> None:
     """Write a picture with its mark, which PNG puts before the pixels."""
-    # figures without a layout of their own have things beside their axes
+    # figures without a layout of their own have labels outside their axes
     tight = "tight" if figure.get_layout_engine() is None else None
     figure.savefig(path, dpi=dpi, bbox_inches=tight, metadata={"Creator": mark})
 

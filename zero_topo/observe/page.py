@@ -76,8 +76,8 @@ th, td { padding: .15rem .7rem; text-align: right; white-space: nowrap; border-b
 </html>
 """
 HOST = (
-    "On the host of rank 0, counted from the end of the step before: packing, waiting, unpacking. What runs beside the "
-    "computation takes no time here until it is waited for."
+    "Host time of rank 0 from the end of the step before: packing, waiting, unpacking. Communication that overlaps "
+    "with computation takes no time here until the host waits for it."
 )
 
 
@@ -92,7 +92,7 @@ def write_page(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], 
     from jinja2 import Environment
 
     measured = report["zero_topo"]
-    plan = {} if measured is None else {"The plan in full": measured["config"], "The machine": measured["topology"]}
+    plan = {} if measured is None else {"The whole plan": measured["config"], "The machine": measured["topology"]}
     details = {"Arguments": report["settings"], "DeepSpeed config": report["deepspeed"], **plan}
     page = Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE)
     text = page.render(
@@ -114,7 +114,7 @@ def _sections(measured: Mapping[str, Any] | None, metrics: Sequence[Mapping[str,
     yield _section("Bytes sent", plots.bytes_by_domain(measured), table=sent_table(measured))
     columns = {"this run": "max", "formula": "formula", "ZeRO-3": "zero3"}
     held = {name: {row["role"]: row[key] or 0 for row in measured["memory"]} for name, key in columns.items()}
-    yield _section("Memory", memory_bars(held, None, "Held by each rank", ""), table=memory_table(measured))
+    yield _section("Memory", memory_bars(held, None, "Memory per rank", ""), table=memory_table(measured))
     config, topology = measured["config"], Topology.from_json(measured["topology"])
     plan = Plan(topology.world_size, **config["degrees"], order=topology.order, inner=config["inner"])
     wire = {**config["quantize"], "sync": config["sync"]["mode"]}

@@ -30,14 +30,14 @@ NAMES: Mapping[str, str] = MappingProxyType(
     {
         "gather_forward": "weights, forward: all-gather",
         "gather_backward": "weights, backward: all-gather",
-        "gather_exact": "weights kept whole: all-gather",
+        "gather_exact": "persistent weights: all-gather",
         "scatter": "gradients, backward: reduce-scatter",
         "sync": "gradients, once per step: sync",
         "publish": "updated weights: publish",
     }
 )
 """Phase -> what moves when, and by which collective."""
-_LEVELS = ("gpu: between\ndies of a GPU", "node: between\nGPUs of a node", "world: between\nnodes")
+_LEVELS = ("gpu: between\nranks of a GPU", "node: between\nGPUs of a node", "world: between\nnodes")
 _ABOVE: Mapping[str, Any] = MappingProxyType({"textcoords": "offset points", "ha": "center", "fontsize": 8})
 
 

@@ -67,7 +67,7 @@ def measured_text(measured: Mapping[str, Any]) -> str:
 
 
 def last_step_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """Peak memory beside its prediction, the time of rank 0's last step, and what the mode of sync reports of it."""
+    """Peak memory and its prediction, the time of rank 0's last step, and what the mode of sync reports of it."""
     peak = measured.get("peak")
     if peak is not None:
         of = "the device" if peak["on_device"] else "the process, with Python and its libraries, as there is no device"
@@ -119,7 +119,7 @@ def memory_table(measured: Mapping[str, Any]) -> Table:
     total = {key: sum(row[key] or 0 for row in measured["memory"]) for key in ("min", "max", *keys)}
     rows = (*measured["memory"], {"role": "all", **total})
     cells = [(row["role"], _range(row), *(bytes_or_dash(row[key]) for key in keys)) for row in rows]
-    return Table(f"Held by {_who(measured)}", 1, (("role", "measured", "formula", "of it padding", "ZeRO-3"), *cells))
+    return Table(f"Memory of {_who(measured)}", 1, (("role", "measured", "formula", "of it padding", "ZeRO-3"), *cells))
 
 
 def _who(measured: Mapping[str, Any]) -> str:

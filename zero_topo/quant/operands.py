@@ -261,16 +261,16 @@ def from_sources(messages: Tensor, without: int = -1) -> Messages:
 
 @dataclass(frozen=True)
 class Codes:
-    """Stores the INT8 weights (codes) and scales of some parameters ("slots"), as an all-gather sends them.
+    """Stores the INT8 weights (codes) and scales of some parameters, as an all-gather sends them.
 
-    A slot of ``rows`` rows of ``blocks`` blocks is stored in ``held`` as one INT8 message of the wire format
+    A parameter of ``rows`` rows of ``blocks`` blocks is stored in ``held`` as one INT8 message of the wire format
     (:class:`~zero_topo.quant.spec.BlockSpec`): the codes of all rows, then their scales. Blocks never cross rows.
 
     Attributes:
         held: uint8, 1-D.
-        slots: int64 ``[slots, 6]``, on the device: byte offsets of a slot's codes and scales, blocks per row, its
-            first block column, its first column in the table of masters, its number of columns.
-        slot_of: int32 ``[block columns]``, on the device: the slot of each block column.
+        slots: int64 ``[parameters, 6]``, on the device: byte offsets of a parameter's codes and scales, blocks per row,
+            its first block column, its first column in the table of masters, its number of columns.
+        slot_of: int32 ``[block columns]``, on the device: the parameter of each block column.
         block: values of a block.
     """
 
@@ -284,7 +284,7 @@ class Codes:
         """Allocate codes that are all zero.
 
         Args:
-            columns: for each slot, its first column in the table of masters and its number of columns.
+            columns: for each parameter, its first column in the table of masters and its number of columns.
             rows: rows of the shard.
             block: values of a block.
             device: device of the codes.
@@ -345,8 +345,8 @@ class Change:
     Attributes:
         scales: FP32 ``[blocks]``: the new scale of each block.
         escaped: bool ``[blocks]``: whether a block is sent whole.
-        order: int64 ``[blocks]``: the blocks that do not escape, then those that do, each ascending.
-        count: int64 ``[1]``: the number of blocks that escape.
+        order: int64 ``[blocks]``: the blocks sent as changes, then those sent whole, each ascending.
+        count: int64 ``[1]``: the number of blocks sent whole.
     """
 
     scales: Tensor

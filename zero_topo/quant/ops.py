@@ -10,9 +10,9 @@ Note [Codes]
     Codes are INT8 weights. After every publish, each copy of a block holds the codes
     ``clamp(round_half_even(x * (1 / scale)), -127, 127)`` of its FP32 masters ``x``. Let ``top`` be the largest ``|x|``
     of a block. Its scale stays while ``90 * scale <= top <= 127.49 * scale`` and ``top`` is finite. Otherwise it
-    becomes ``(top * 1.0625) / 127``, and the block escapes: it is sent whole. A ``top`` below 2**-100 gives scale 0 and
+    becomes ``(top * 1.0625) / 127``, and the block is sent whole. A ``top`` below 2**-100 gives scale 0 and
     codes 0. If ``top`` is NaN, or the scale would not be finite, the scale is NaN and the codes are 0, so that gathered
-    weights become NaN. Every step is one FP32 operation, correctly rounded. In a block that does not escape, a code
+    weights become NaN. Every step is one FP32 operation, correctly rounded. In a block that is not sent whole, a code
     changes by at most one, according to the digit that is sent. All copies therefore stay equal even if a master is
     edited between :func:`assess_changes` and :func:`encode_changes`. As a result, scales change rarely, and a code
     changes only when its weight has moved by about one quantization step.

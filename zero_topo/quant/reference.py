@@ -145,7 +145,7 @@ def _clear_padding(out: Tensor, begin: int, end: int) -> None:
 
 
 def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Compute each block's new scale, and whether it escapes."""
+    """Compute each block's new scale, and whether the block is sent whole."""
     x = _masters_in_blocks(masters, codes, part)
     old_codes, old = _stored(codes, part, masters.member)
     scales.copy_(scales_from_now(x.abs().amax(1), old))
@@ -219,7 +219,7 @@ def _coded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _columns(codes: Codes, part: Part) -> tuple[Tensor, ...]:
-    """Return for each block column the six numbers of its slot, and its index among the slot's columns."""
+    """Return for each block column the six numbers of its parameter, and its index among the parameter's columns."""
     slot = codes.slots[codes.slot_of[part.begin : part.end].long()]
     here = torch.arange(part.begin, part.end, device=slot.device) - slot[:, 3]
     return (*slot.unbind(1), here)
@@ -249,7 +249,7 @@ def _store(codes: Codes, part: Part, member: int, new: Tensor, scales: Tensor) -
 
 
 def _masters_in_blocks(masters: Masters, codes: Codes, part: Part) -> Tensor:
-    """Return the masters as FP32 ``[blocks, block]``, zero beyond a slot's columns."""
+    """Return the masters as FP32 ``[blocks, block]``, zero beyond a parameter's columns."""
     _, _, _, _, first, width, here = _columns(codes, part)
     inside = here[:, None] * codes.block + torch.arange(codes.block, device=here.device)
     exists = inside < width[:, None]

@@ -59,7 +59,7 @@ class _Changes(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Holds the tiles per member, and the offsets in a message that do not depend on how many blocks escape."""
+    """Holds the tiles per member, and the offsets in a message that do not depend on the blocks sent whole."""
 
     tiles: int
     skipped: int
@@ -69,7 +69,7 @@ class _Sizes(NamedTuple):
 
 
 def codes_assess(masters: Masters, codes: Codes, part: Part, scales: Tensor, escaped: Tensor) -> None:
-    """Compute each block's new scale, and whether it escapes."""
+    """Compute each block's new scale, and whether the block is sent whole."""
     if part.blocks:
         programs = triton.cdiv(part.blocks, _tile(codes))
         launch(_assess, programs, scales, escaped, _weights(codes, part), _own(masters), codes.block)
@@ -178,7 +178,7 @@ def _coding(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own, SIZE: tl.constexpr) -> None:
-    """Compute the new scales of a tile of blocks, and which of them escape."""
+    """Compute the new scales of a tile of blocks, and which of them are sent whole."""
     n = weights.blocks >> 2
     mine = tl.program_id(0).to(tl.int64) * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
     block = tl.minimum(mine, n - 1)
@@ -199,7 +199,7 @@ def _assess(scales: tl.tensor, escaped: tl.tensor, weights: _Weights, own: _Own,
 
 @triton.jit
 def _emit(changes: _Changes, weights: _Weights, own: _Own, SIZE: tl.constexpr, GROUPS: tl.constexpr) -> None:
-    """Emit groups of five blocks that do not escape, or as many blocks that do; each program loops over such units."""
+    """Emit groups of five blocks as changes, or as many blocks whole; each program loops over such units."""
     n = tl.cast(weights.blocks >> 2, tl.int64)
     escaped = tl.minimum(tl.maximum(tl.load(changes.escaped), 0), n)
     groups = (n - escaped + FIVE - 1) // FIVE

@@ -75,7 +75,7 @@ class SyncContext:
 
     Attributes:
         plan: the degrees.
-        mesh: has the routes ``(gradients, world)`` and ``(optimizer, world)``.
+        mesh: has the groups ``(gradients, world)`` and ``(optimizer, world)``.
         meter: counts the bytes sent under phase "sync".
         dtype: the dtype in which dense values are sent.
         shard: the rank's gradient shard ``[N / G, F]``, initially zero.
@@ -111,7 +111,7 @@ class SyncContext:
         return self.plan.row(self.mesh.rank, self.plan.gradients)
 
     def across(self, degree: int) -> Route:
-        """Return the route from shards of ``degree`` to world shards."""
+        """Return the process groups of a collective from shards of ``degree`` to world shards."""
         *inner, last = self.mesh.route(degree, self.plan.world_size).hops
         return Route((*inner, self.mesh.over_mpi(last) if self.mpi else last))
 
@@ -225,8 +225,8 @@ class SyncMode:
             ValueError: if this mode has no residual.
         """
         raise ValueError(
-            "the checkpoint carries residuals of sync, but this sync mode keeps none; set the same mode, or "
-            "delete zero_topo_owed.pt from the checkpoint to lose what they hold"
+            "the checkpoint has residuals of sync, but this sync mode keeps none; set the same mode, or "
+            "delete zero_topo_owed.pt from the checkpoint to drop them"
         )
 
     def take_over(self, residual: Tensor, saved: ResidualOwners) -> int:

@@ -32,7 +32,7 @@ class Crossing(SyncMode, ABC):
     def __init__(self, context: SyncContext, dense_wire: Format) -> None:
         super().__init__(context)
         hops = context.across(context.plan.gradients).hops
-        # The route inside the node, if gradient domains are smaller than a node: the table then has sums over it.
+        # The group inside the node, if gradient domains are smaller than a node: the table then has sums over it.
         self._inner = Route(hops[:-1]) if len(hops) > 1 else None
         self.peers = hops[-1].metered(context.counted)
         self._dense_wire = dense_wire  # format of reductions inside a node, and of gathers back
@@ -118,7 +118,7 @@ class Crossing(SyncMode, ABC):
 
 
 def spread_back(context: SyncContext, shard: Tensor, ranges: Sequence[Range], route: Route, wire: Format) -> None:
-    """Gather synced rows from the ranks that own them, over a route from the wanted degree to the world."""
+    """Gather synced rows from the ranks that own them, over the groups from the wanted degree to the world."""
     if route.size == 1:
         return
     step = route.lo // context.plan.gradients  # the target shard has every step-th row of the gradient shard

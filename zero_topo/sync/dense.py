@@ -29,7 +29,7 @@ class Dense(SyncMode):
     def __init__(self, config: DenseSync, context: SyncContext) -> None:
         super().__init__(context)
         plan = context.plan
-        # Routes to the world shards, where rows are summed, and back to the shards that the optimizer reads.
+        # The groups to the world shards, where rows are summed, and back to the shards that the optimizer reads.
         self._up = context.across(plan.gradients)
         target = plan.gradients if config.reduce == "all_reduce" else plan.optimizer
         self._down = context.across(target)

@@ -149,8 +149,8 @@ class Quantized(Crossing):
         if self.residual_in_shard and not self._warned and self.context.mesh.rank == 0:
             self._warned = True
             logger.warning(
-                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and with them what "
-                "quantized sync owed of earlier steps, for it is among them"
+                "zero_topo: gradients were dropped (a skipped step, or zero_grad before the step), and with them the "
+                "residual of quantized sync, which is stored in the same buffer"
             )
 
     def note(self) -> str | None:

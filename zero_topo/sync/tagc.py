@@ -104,7 +104,7 @@ class Tagc(Sparse):
         fell_back = not warming and ratio != self.config.safe_ratio(0, self.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
-                "zero_topo: sync tagc: the picks of all ranks cover %.4f of a row, too much for a sketch of %dx; "
+                "zero_topo: sync tagc: the ranks selected %.4f of a row's elements, too many for a sketch of %dx; "
                 "this step %s",
                 densest,
                 self.config.ratio,

@@ -4,7 +4,7 @@
 Note [Packages]
     A *package* is what the tree calls a GPU: the devices that share one, such as the two GCDs of an AMD MI250X, are the
     ranks of one gpu domain. Tools do not report packages. On an MI250X every pair of GCDs reports the type XGMI, one
-    hop and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
+    ``hop`` and often the same weight, so neither groups them; the number of links does (see ``tools/xgmi.py``).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class DeviceTree:
         if odd is not None:
             address = f" ({self.bus_ids[odd[0]]})" if self.bus_ids else ""
             raise ValueError(
-                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a die "
-                "is missing or hidden, so the node has no regular tree; make every die visible, or state the machine: "
+                f"{self.tool}: device {odd[0]}{address} is in a package of {len(odd)} where others have {usual}: a GCD "
+                "is missing or hidden, so the node has no regular tree; make every GCD visible, or state the machine: "
                 '{"nodes": N, "gpus_per_node": G, "ranks_per_gpu": R}'
             )
         return len(groups), usual
@@ -180,8 +180,9 @@ class DeviceTree:
         """Return warnings about the reliability of the tree."""
         if self.packages is None and any(link.kind == "XGMI" for link in self.links.values()):
             return [
-                f"{self.tool} shows XGMI links but no bandwidths, so dies of one GPU cannot be told: every device is "
-                "taken for a GPU. Add the output of `rocm-smi --shownodesbw` or of a newer `amd-smi topology --json`"
+                f"{self.tool} shows XGMI links but no bandwidths, so the GCDs of a GPU cannot be recognized: every "
+                "device is taken for a GPU. Add the output of `rocm-smi --shownodesbw` or of a newer "
+                "`amd-smi topology --json`"
             ]
         return []
 

@@ -73,13 +73,13 @@ class Topology:
         name: what to call it in logs.
         nodes: number of nodes.
         gpus_per_node: GPU packages in each node.
-        ranks_per_gpu: ranks (dies) in each GPU package.
+        ranks_per_gpu: ranks in each GPU package: GCDs of an MI250X, tiles of an Intel GPU, else 1.
         order: ``order[rank]`` is the rank's tree position; None means the identity (block placement).
         links: link of a domain, keys among "gpu", "node", "world"; absent where it is not known.
         memory_per_rank: bytes of device memory of a rank, or None.
         hosts: host name of each node in tree order, or None.
         emulated: the nodes are make-believe, so the hosts are not checked against the machine.
-        sources: where each field came from, for people to read; the key "warning" holds a doubt worth showing.
+        sources: where each field came from, for people to read; the key "warning" has a warning to show.
 
     Raises:
         ValueError: if a field contradicts another or is out of range.

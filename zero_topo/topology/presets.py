@@ -23,7 +23,7 @@ class Machine:
         description: one line for people.
         clusters: Slurm's cluster names (``SLURM_CLUSTER_NAME``) of this machine.
         gpus_per_node: GPU packages per node; None means as many as a one-node world has ranks.
-        ranks_per_gpu: ranks (dies) per package.
+        ranks_per_gpu: ranks per package: GCDs of an MI250X, tiles of an Intel GPU, else 1.
         memory_per_rank: bytes, or None if unknown.
         links: per domain, as in :class:`Topology`, with every rank of the node in use.
         sources: where each fact was published and what was assumed.

@@ -64,7 +64,8 @@ class Rates:
             link's latency and share of bandwidth count. Only a scheme that sends as DeepSpeed does reduces by rings.
         shared: domains whose link belongs to the unit below (a node's uplink) and not to each rank: if few of the
             unit's ranks send, each gets more.
-        gather: how the backend gathers inside one hop, "ring" (NCCL, RCCL) or "direct" (gloo, point to point).
+        gather: how the backend gathers inside one process group, "ring" (NCCL, RCCL) or "direct" (gloo, point to
+        point).
         spread: what of "compute", "memory", "links" and "latency" may be off by which share, up or down; what is not
             named by :data:`UNKNOWN_SPREAD`. Ranges of predictions follow from it.
         host_codec: whether packing and quantization take the compute stream's time, as on a CPU.

@@ -4,7 +4,7 @@
 torchrun (torch elastic) calls the workers of one agent, that is of one node, a group. The per-node part of the
 ``deepspeed`` launcher (``deepspeed/launcher/launch.py``) sets WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_SIZE and, as
 CROSS_RANK and CROSS_SIZE, the node's number and the number of nodes; ranks follow the hostfile node by node. Its MPICH
-and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, beside the variables of MPI.
+and Intel MPI runners set WORLD_SIZE and LOCAL_SIZE only, in addition to the variables of MPI.
 
 None of the MPI launchers reports the node of a rank in a variable, so node-by-node numbering is assumed (their
 default when the number of ranks per node is stated) and every rank checks it against its own local rank.

@@ -77,8 +77,8 @@ def asking(command: tuple[str, ...], parse: Callable[[str], DeviceTree]) -> Call
 def clean(text: str) -> str:
     """Return a tool's output without additions of a terminal, a shell or a collecting program.
 
-    These are escapes, carriage returns, a prefix that every line has (``host: `` of pdsh, ``# `` of a comment), and
-    around JSON the lines of prompts and warnings.
+    These are escape sequences, carriage returns, a prefix that every line has (``host: `` of pdsh, ``# `` of a
+    comment), and around JSON the lines of prompts and warnings.
     """
     text = _ESCAPE.sub("", text).replace("\r", "")
     lines = [line for line in text.splitlines() if line.strip()]

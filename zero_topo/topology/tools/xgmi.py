@@ -3,8 +3,8 @@
 
 For each directly linked pair of devices, the driver reports ``min-max`` MB/s: of one link, and of all of them
 (``rsmi_minmax_bandwidth_get``); ``0-0`` is no direct link. The two GCDs of an MI250X share 4 links, and no devices of
-different packages do (OLCF Frontier User Guide). Hops are 1 over XGMI whether direct or not, and weights count hops,
-not links, so neither is read.
+different packages do (OLCF Frontier User Guide). ``hops`` is 1 over XGMI whether direct or not, and
+``weight`` counts these, not links, so neither is read.
 """
 
 from __future__ import annotations
