@@ -229,7 +229,7 @@ def test_the_tutorials_block_is_what_its_command_recommends(run: Run) -> None:
         (ROOT / "docs/kernels.md", block_sentences),
         (README, loss_sentences),
         (README, stock_sentences),
-        (ROOT / "docs/losses-sparse.md", fragment_sentences),
+        (ROOT / "docs/losses.md", fragment_sentences),
     ],
 )
 def test_figures_in_the_text_are_those_of_the_records(page: Path, sentences: Callable[[], list[str]]) -> None:
