@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from zero_topo.config import PublishConfig, ZeroTopoConfig
 from zero_topo.config.modes import SyncConfig
+from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer
 from zero_topo.doctor.finding import Finding
@@ -134,7 +135,7 @@ class _Recommendation(_Document):
     """``plan --recommend``."""
 
     topology: Topology
-    model: Transformer
+    model: Transformer | ModuleTree
     params: int
     micro_batch: int
     micro_batches: int

@@ -15,7 +15,7 @@ from zero_topo.config import ResolvedConfig, ZeroTopoConfig
 from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.planner import Ranking, Request, max_params, rank_plans
 from zero_topo.cost.step import Job
-from zero_topo.cost.transformer import Transformer, scaled
+from zero_topo.cost.transformer import Model, scaled
 from zero_topo.observe.console import figures_table
 from zero_topo.topology import Topology
 from zero_topo.units import format_bytes, format_count, format_seconds
@@ -24,9 +24,7 @@ USUAL = (10**9, 7 * 10**9, 70 * 10**9)
 """Parameters of models that are told of where none is named."""
 
 
-def request_for(
-    loaded: Mapping[str, Any], found: Topology, model: Transformer, overlap: float | None = None
-) -> Request:
+def request_for(loaded: Mapping[str, Any], found: Topology, model: Model, overlap: float | None = None) -> Request:
     """Machine, model and the job of a DeepSpeed config; what it leaves open, or to "auto", is one, in 16 bits."""
     micro, steps = (
         value if isinstance(value := loaded.get(key), int) else None
@@ -42,7 +40,7 @@ def request_for(
     return Request(found, job, flight=InFlight.read(loaded))
 
 
-def model_named(params: str | None, model: str | None) -> Transformer | None:
+def model_named(params: str | None, model: str | None) -> Model | None:
     """The model that the options name, if they do.
 
     Raises:

@@ -26,7 +26,7 @@ from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Job
-from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
+from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
 from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.presets import load_machine
@@ -165,7 +165,7 @@ def found_work(options: PlanOptions) -> Workload:
     return replace(of([trained]), frozen=of([params - trained]) if trained < params else None)
 
 
-def found_model(options: PlanOptions) -> Transformer:
+def found_model(options: PlanOptions) -> Model:
     """The model that the options name or describe.
 
     Raises:

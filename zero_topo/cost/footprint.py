@@ -6,7 +6,7 @@ Note [Activations]
     tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
     only its input, ``2 s b h``, and one layer is stored in full at a time; embedding, last norm and FP32 logits take
     ``4 s b h (1 + v / h)`` (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it;
-    flash attention stores one FP32 number per head and token. ``Transformer.stored`` replaces the ``34 h`` by a count
+    flash attention stores one FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count
     of the tensors that a layer stores, which covers other widths, grouped-query attention and gated layers.
 
 Note [In flight]
@@ -27,7 +27,7 @@ from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Scratch
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
 from zero_topo.cost.messages import publish_bytes, scatter_bytes, widest_run
-from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.transformer import Model
 from zero_topo.cost.volume import Workload, gather_spec, message_bytes
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def moments(
 
 
 def gathered_bytes(
-    config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
+    config: ResolvedConfig, model: Model, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
 ) -> tuple[int, int]:
     """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
 
@@ -162,7 +162,7 @@ def gathered_bytes(
         Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
         flight, for which this rank stores its own buffer and those received from the outermost group.
     """
-    sizes = [sum(numels) for _, numels in model.modules()]
+    sizes = [sum(numels) for numels in model.modules()]
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
     whole = min(model.params, max(live, ahead)) * itemsize
     complete = coming = 0
