@@ -23,6 +23,7 @@ _LAZY = {
     "Plan": ("zero_topo.plan", "Plan"),
     "Topology": ("zero_topo.topology", "Topology"),
     "enable": ("zero_topo.hook.api", "enable"),
+    "estimate": ("zero_topo.cost.estimate", "estimate"),
     "initialize": ("zero_topo.hook.api", "initialize"),
     "leave": ("zero_topo.hook.leaving", "leave"),
     "report": ("zero_topo.hook.report", "report"),

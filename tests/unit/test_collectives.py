@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -177,3 +179,23 @@ def test_a_file_of_rows_out_of_place_is_read(tmp_path: Path) -> None:
     path.write_text(GOOD.replace("all_gather_perf", "x"))
     rows: list[Any] = read_tests(path)
     assert len(rows) == 11 and rows[0].ranks == 8 and rows[0].nodes == 1 and rows[0].nbytes == 2**20
+
+
+@pytest.mark.parametrize("name", ["all_gather_old_columns.log", "all_gather_srun_labels.log"])
+@pytest.mark.parametrize("change", [str, lambda text: text.replace("\n", "\r\n")])
+def test_older_and_labelled_outputs_are_read(name: str, change: Callable[[str], str], tmp_path: Path) -> None:
+    """Without the columns of operation and root, as before 2.11, and with the rank that ``srun --label`` writes."""
+    path = tmp_path / name
+    path.write_text(change((ROOT / "tests/data/nccl" / name).read_text()))
+    rows: list[Any] = read_tests(path)
+    assert [row.nbytes for row in rows] == [4**n * 2**20 for n in range(6)]
+    assert {(row.ranks, row.nodes) for row in rows} == {(8, 1)} and rows[0].seconds == 24.77e-6
+    assert fit_rings(rows)["gather"]["node"].bandwidth > 1e10
+
+
+def test_an_old_reduce_scatter_has_an_operation_and_no_root(tmp_path: Path) -> None:
+    path = tmp_path / "reduce_scatter.log"
+    text = (ROOT / "tests/data/nccl/all_gather_old_columns.log").read_text()
+    path.write_text(re.sub(r"float +", "float     sum   ", text))
+    rows: list[Any] = read_tests(path)
+    assert len(rows) == 6 and rows[-1].seconds == 4900.64e-6 and rows[0].collective == "reduce"

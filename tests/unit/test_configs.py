@@ -31,7 +31,7 @@ FRONTIER = {"frontier-125m": 2, "frontier-1-3b": 2, "frontier-10b": 8, "frontier
 PAPERS_RUN = {"paper-10b": "frontier-10b", "paper-20b": "frontier-20b"}  # the model of each
 # The others have their JSON's name.
 JSON_TWIN = dict.fromkeys(FRONTIER, "frontier") | dict.fromkeys(PAPERS_RUN, "paper-run")
-SCHEME_OF = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo"}
+SCHEME_OF: dict[str, str | None] = {"zeropp": "zero++", "demo": "topo", "demo-zero3": "zero3", "frontier": "topo"}
 SPARSE = {f"topo-{mode}": mode for mode in ("oktopk", "radius", "scape", "tagc", "ternary")}
 SCHEME_OF |= {
     **dict.fromkeys(["topo-q4", "laptop", *SPARSE], "topo"),

@@ -117,8 +117,40 @@ def test_pastes_of_forums_are_read(name: str, shape: tuple[int, int] | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("csv_paste.txt", "."), ("dgx1_p100_SOC_tabs.txt", "row GPU0, column GPU5 is 'SOC'")]
+    ("text", "words"),
+    [
+        ((PASTES / "csv_paste.txt").read_text(), ""),
+        ((PASTES / "dgx1_p100_SOC_tabs.txt").read_text(), "row GPU0, column GPU5 is 'SOC'"),
+        ("\tGPU0\tGPU1\nGPU0\tX\tOK\nGPU1\tOK\tX\n", "nearest to nvidia-smi, but lacks a header line|GPU0"),
+        ("Legend: NV# SYS PHB of nvidia-smi topo -p2p r", "nearest to nvidia-smi, but lacks a header line"),
+        ("GPU: 0\n    BDF: 0000:c1:00.0\n    HOPS: 1", "nearest to amd-smi, but lacks the JSON of all GPUs"),
+        ('{"card0": {"Temperature (Sensor edge) (C)": "35.0"}}', "nearest to rocm-smi, but lacks lines or keys"),
+        ('<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0">', "hwloc's XML has"),
+        ("hello", "not recognised: [^;]*$"),
+    ],
 )
-def test_pastes_that_are_no_such_table_are_one_line(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}[^\n]*{words}[^\n]*$"):
-        read_captures([(name, (PASTES / name).read_text())])
+def test_pastes_that_are_no_such_table_are_one_line(text: str, words: str) -> None:
+    """What they are nearest to is said."""
+    with pytest.raises(ValueError, match=rf"^paste[^\n]*{words}[^\n]*$"):
+        read_captures([("paste", text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "said"),
+    [
+        ("pastes/h100_4_of_8.txt", 450, "25 GB/s a link, half of B200's"),
+        ("devices/gb200_nvidia_smi.txt", 900, "50 GB/s a link"),
+        ("devices/dgx_h100_nvidia_smi.txt", 450, "25 GB/s a link, half of B200's"),
+        ("devices/dgx_a100_nvidia_smi.txt", 300, "25 GB/s a link"),
+    ],
+)
+def test_a_generation_is_not_guessed_from_the_number_of_gpus(name: str, rate: int, said: str) -> None:
+    """Half of a node in a container has the table of a tray of GB200, except for the CPU."""
+    tree = read_captures([(name, (PASTES.parent / name).read_text())])
+    assert tree.node_links()["node"].bandwidth == rate * GB and tree.sources["links"].endswith(said)
+
+
+def test_memory_with_a_numa_number_is_beside_a_grace() -> None:
+    """Also where a job sees some of its cores."""
+    seen = text("gb200_nvidia_smi.txt").replace("0-71 ", "0-35 ").replace("N/A", "4")
+    assert read_captures([("paste", seen)]).node_links()["node"].bandwidth == 900 * GB

@@ -15,18 +15,24 @@ from zero_topo.units import GB, MIB
 
 GCD = 68_702_699_520
 """Bytes that a device of an MI250X reports."""
+GH200 = 97_871 * MIB
 
 
 def test_the_presets_are_these() -> None:
     assert preset_names() == [
+        "alps",
+        "aurora",
         "dgx-a100",
         "dgx-h100",
+        "el-capitan",
         "emulated-t8",
         "frontier",
         "gb200-nvl72",
+        "jupiter",
         "lumi-g",
         "perlmutter",
         "single-node",
+        "vista",
     ]
 
 
@@ -39,6 +45,11 @@ def test_the_presets_are_these() -> None:
         ("dgx-h100", 8, 1, 81559 * MIB, {"node": 450 * GB, "world": 50 * GB}),
         ("gb200-nvl72", 72, 1, 186 * GB, {"node": 900 * GB, "world": 50 * GB}),
         ("perlmutter", 4, 1, 42_298_834_944, {"node": 300 * GB, "world": 25 * GB}),
+        ("aurora", 6, 2, 64 * GB, {"gpu": 197 * GB, "node": 15 * GB, "world": 16.6e9}),
+        ("el-capitan", 4, 1, 120 * GB, {"node": 384 * GB, "world": 25 * GB}),
+        ("alps", 4, 1, GH200, {"node": 450 * GB, "world": 25 * GB}),
+        ("jupiter", 4, 1, GH200, {"node": 450 * GB, "world": 25 * GB}),
+        ("vista", 1, 1, GH200, {"world": 50 * GB}),
     ],
 )
 def test_a_machine_has_its_published_shape_and_rates(
@@ -96,7 +107,7 @@ def test_what_is_no_machine_is_refused(make: Callable[[Any], object], given: Any
 
 
 def test_clusters_lead_to_their_machine() -> None:
-    clusters = {"Frontier": "frontier", "lumi": "lumi-g", "elsewhere": None}
+    clusters = {"Frontier": "frontier", "lumi": "lumi-g", "clariden": "alps", "elsewhere": None}
     found = {cluster: machine_of_cluster(cluster) for cluster in clusters}
     assert {cluster: machine and machine.name for cluster, machine in found.items()} == clusters
 

@@ -17,7 +17,7 @@ from zero_topo.cost.footprint import InFlight
 from zero_topo.cost.model_files import load_model
 from zero_topo.cost.planner import RESERVE, Request
 from zero_topo.cost.step import ATTENTIONS, Job
-from zero_topo.cost.transformer import SEQUENCE, Transformer, scaled, with_shape
+from zero_topo.cost.transformer import SEQUENCE, Model, scaled, with_shape
 from zero_topo.strict import did_you_mean
 from zero_topo.topology import Topology, preset_names
 from zero_topo.topology.model import MOST_RANKS
@@ -27,7 +27,7 @@ ITEMSIZE = 2  # 16-bit training
 NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=0.9)]
-Model = Annotated[
+ModelName = Annotated[
     str | None,
     typer.Option(
         autocompletion=MODEL_NAMES, metavar="NAME|FILE", help="Model name, Hugging Face config.json or GPT-NeoX YAML."
@@ -53,7 +53,7 @@ class JobOptions:
     """Options of all commands that predict."""
 
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 20e9 or 20B.")] = None
-    model: Model = None
+    model: ModelName = None
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's, or 2048.")] = None
     micro_batch: Annotated[
         int | None,
@@ -133,7 +133,7 @@ def _ranks_per_node(setting: str, nodes: int) -> int:
     return described.ranks_per_node
 
 
-def model_of(options: JobOptions) -> Transformer | None:
+def model_of(options: JobOptions) -> Model | None:
     """The model that the options name or describe, if they do.
 
     Raises:
@@ -151,7 +151,7 @@ def model_of(options: JobOptions) -> Transformer | None:
     return with_shape(options.layers, options.hidden, sequence)
 
 
-def need_model(options: JobOptions) -> Transformer:
+def need_model(options: JobOptions) -> Model:
     """The model that the options name.
 
     Raises:
@@ -163,9 +163,7 @@ def need_model(options: JobOptions) -> Transformer:
     return found
 
 
-def request_of(
-    options: JobOptions, topology: Topology, model: Transformer, loaded: Mapping[str, Any] = NO_CONFIG
-) -> Request:
+def request_of(options: JobOptions, topology: Topology, model: Model, loaded: Mapping[str, Any] = NO_CONFIG) -> Request:
     """Machine, model and job; what neither the options nor the config say is 1, in 16 bits.
 
     Args:

@@ -23,7 +23,7 @@ from zero_topo.cost.footprint import InFlight, predict_memory
 from zero_topo.cost.pipeline import PipelinePrice, best_pipeline
 from zero_topo.cost.planner import RESERVE, Priced, Ranking, Request, max_params, rank_both, rank_plans
 from zero_topo.cost.step import Range
-from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.transformer import Model
 from zero_topo.observe.documents import Degrees, Document, Resolved
 from zero_topo.observe.files import MEMORY, check_files, write_png
 from zero_topo.strict import to_json
@@ -242,7 +242,7 @@ class Recommendation(Document):
     """``plan --recommend``."""
 
     topology: Topology
-    model: Transformer
+    model: Model
     params: int
     micro_batch: int
     micro_batches: int

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from zero_topo.strict import read_text
 from zero_topo.topology.rates import Collective, Ring
+from zero_topo.topology.tools import clean
 
 COLLECTIVES: Mapping[str, Collective] = {"all_gather": "gather", "reduce_scatter": "reduce"}
 SMALL_CLASSES = (0, 2**14, 2**15, 2**16)
@@ -31,7 +32,10 @@ TINY = 1e-15  # seconds for a step or a byte: less than on any machine
 
 _NAME = re.compile(r"(all_gather|reduce_scatter)|(all_reduce|alltoall|broadcast|sendrecv|gather|scatter|reduce)_perf")
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s", re.MULTILINE)
-_ROW = re.compile(r"^\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+[\d.]+\s+[\d.]+\s", re.MULTILINE)
+_ROW = re.compile(
+    r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+(?:[a-z]\w*\s+)?(?:-?\d+\s+)?([\d.]+)\s+[\d.]+\s+[\d.]+\s", re.MULTILINE
+)
+"""Size, count, type, since 2.11 the operation and the root, then time and bandwidths."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def read_tests(path: Path) -> list[Timed]:
     Raises:
         ValueError: if the file is neither, or lacks the list of ranks.
     """
-    text = read_text(path, str(path), errors="replace")
+    text = clean(read_text(path, str(path), errors="replace"))
     named = _NAME.search(text) or _NAME.search(path.name)
     ranks = dict(_RANK.findall(text))
     rows = [(int(nbytes), float(us)) for nbytes, us in _ROW.findall(text)]

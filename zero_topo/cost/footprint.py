@@ -6,7 +6,7 @@ Note [Activations]
     tensor parallelism: a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits (equation 1), with full recomputation
     only its input, ``2 s b h``, and one layer is stored in full at a time; embedding and last norm take ``4 s b h``
     (section 4.3). The term in ``a s`` is the matrix of scores. Only eager attention stores it; flash attention stores
-    one FP32 number per head and token. ``Transformer.stored`` replaces the ``34 h`` by a count of the tensors that a
+    one FP32 number per head and token. ``Part.stored`` replaces the ``34 h`` by a count of the tensors that a
     layer stores, which covers other widths, grouped-query attention and gated layers.
 
     The usual causal-LM loss holds several copies of the logits: the measured peak of Hugging Face's (transformers
@@ -23,16 +23,15 @@ Note [In flight]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zero_topo.config import AUTO, ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Scratch
 from zero_topo.cost.memory import ADAM_BYTES, ADAM_BYTES_FP32, memory_bytes
 from zero_topo.cost.messages import publish_bytes, scatter_bytes, widest_run
-from zero_topo.cost.transformer import Transformer
+from zero_topo.cost.transformer import Model
 from zero_topo.cost.volume import Workload, gather_spec, message_bytes
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def moments(
 
 
 def gathered_bytes(
-    config: ResolvedConfig, model: Transformer, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
+    config: ResolvedConfig, model: Model, itemsize: int, prefetch: int = 1, live: int = DEFAULTS.live
 ) -> tuple[int, int]:
     """Return the bytes of gathered parameters on a rank and of their receive buffers; see Note [In flight].
 
@@ -168,7 +167,7 @@ def gathered_bytes(
         Two totals: while one module is assembled from the buffers of all ranks; and while one more module is in
         flight, for which this rank stores its own buffer and those received from the outermost group.
     """
-    sizes = _module_sizes(model)
+    sizes = [sum(numels) for numels in model.modules()]
     ahead = max(sum(sizes[index : index + prefetch + 1]) for index in range(len(sizes)))
     whole = min(model.params, max(live, ahead)) * itemsize
     complete = coming = 0
@@ -178,11 +177,6 @@ def gathered_bytes(
         complete = max(complete, message)
         coming = max(coming, message * (1 + hi // lo) // members)
     return whole + complete, whole + coming
-
-
-@lru_cache
-def _module_sizes(model: Transformer) -> Sequence[int]:
-    return [sum(numels) for _, numels in model.modules()]
 
 
 def activation_bytes(job: Job, itemsize: int = 2, tensor: int = 1) -> int:

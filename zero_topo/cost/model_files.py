@@ -1,71 +1,62 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
 """Loads models by name, or from a file that describes one: a Hugging Face ``config.json`` or a GPT-NeoX YAML.
 
-Sizes of the named models are those of their published configs (EleutherAI/gpt-neox and Pythia, meta-llama, GPT-2);
-``gpt-neox-10b`` is the exception: no config of that size was published, so its shape is a conventional one.
+``models.json`` holds the configs of named models: their published ones, with the sequence of their training as
+``max_position_embeddings``. ``gpt-neox-10b`` is the exception: no config of that size was published, so its shape is a
+conventional one.
+
+The families of :data:`PLAIN` are read here if the config gives every size. All others, and configs with keys missing,
+whose defaults are those of the classes, are built by transformers; see ``module_tree.py``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zero_topo.cost.transformer import SEQUENCE, Transformer
+from zero_topo.cost.module_tree import build, read_modules
+from zero_topo.cost.transformer import SEQUENCE, Model, Transformer
 from zero_topo.strict import cut, did_you_mean, read_text, within_limits
 
 GPT2_VOCABULARY = 50304  # 50257, padded by GPT-NeoX to a multiple of 128
 TRAINED = 4096
 """Limit of the training sequence, in tokens, if a file gives only the model's maximal number of positions."""
 
-NEOX = "neox yaml"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOST_BYTES = 256 << 10  # PyYAML is slow to import
 ATTENTIONS = ("global", "local", "flash")
 """GPT-NeoX's kinds of attention with the parameters of a transformer layer; rwkv, mamba and gmlp have others."""
+GATED = ("geglu", "reglu", "bilinear", "swiglu", "glu")
+"""GPT-NeoX's activations whose feed-forward has three matrices."""
 
-
-def _neox(name: str, layers: int, hidden: int, heads: int, vocab: int) -> Transformer:
-    return Transformer(name, layers, hidden, heads, heads, vocab, SEQUENCE, 4 * hidden)
-
-
-def _gpt2(name: str, layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(name, layers, hidden, heads, heads, 50257, 1024, 4 * hidden, tied=True, positions=1024)
-
-
-def _llama(name: str, shape: tuple[int, int, int, int], intermediate: int, vocab: int, sequence: int) -> Transformer:
-    layers, hidden, heads, kv_heads = shape
-    return Transformer(name, layers, hidden, heads, kv_heads, vocab, sequence, intermediate, gated=True, biases=False)
-
-
-MODELS: Mapping[str, Transformer] = MappingProxyType(
+MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    json.loads(resources.files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
+)
+_GPT2 = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_GROUPED = (*_SIZES, "num_key_value_heads")
+PLAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        model.name: model
-        for model in (
-            _gpt2("gpt2", 12, 768, 12),
-            _gpt2("gpt2-xl", 48, 1600, 25),
-            _neox("gpt-neox-125m", 12, 768, 12, 50304),
-            _neox("gpt-neox-1.3b", 24, 2048, 16, 50304),
-            _neox("gpt-neox-2.7b", 32, 2560, 32, 50304),
-            _neox("gpt-neox-6.7b", 32, 4096, 32, 50432),
-            _neox("gpt-neox-10b", 30, 5120, 40, 50432),
-            _neox("gpt-neox-20b", 44, 6144, 64, 50432),
-            _neox("pythia-12b", 36, 5120, 40, 50688),
-            _llama("llama-2-7b", (32, 4096, 32, 32), 11008, 32000, 4096),
-            _llama("llama-2-13b", (40, 5120, 40, 40), 13824, 32000, 4096),
-            _llama("llama-2-70b", (80, 8192, 64, 8), 28672, 32000, 4096),
-            _llama("llama-3-8b", (32, 4096, 32, 8), 14336, 128256, 8192),
-            _llama("llama-3-70b", (80, 8192, 64, 8), 28672, 128256, 8192),
-            _llama("llama-3-405b", (126, 16384, 128, 8), 53248, 128256, 8192),
-        )
+        "gpt2": _GPT2,
+        "gpt_neox": _SIZES,
+        "llama": _GROUPED,
+        "mistral": _GROUPED,
+        "qwen2": _GROUPED,
+        "qwen3": (*_GROUPED, "head_dim"),
     }
 )
+"""Families whose parameters follow from these keys and those that :func:`_read_hugging_face` reads."""
+STRANGE = ("attention_bias", "mlp_bias", "add_cross_attention", *EXPERTS)
+"""Keys that change the parameters of a plain family, or should."""
 
 
-def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
+def load_model(name_or_path: str, sequence: int | None = None) -> Model:
     """Load a model by name, or from a Hugging Face ``config.json`` or a GPT-NeoX YAML.
 
     Args:
@@ -74,10 +65,11 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
             config it takes the model's maximum, at most :data:`TRAINED`, and adds a note.
 
     Raises:
-        ValueError: if there is no such name or file, or the file does not describe a known kind of model.
+        ValueError: if there is no such name or file, or the file does not describe a model.
     """
-    if name_or_path.lower() in MODELS:
-        found = MODELS[name_or_path.lower()]
+    named = MODELS.get(name_or_path.lower())
+    if named is not None:
+        found = _read_config(name_or_path.lower(), named, f"model {name_or_path}")
         return found if sequence is None else replace(found, sequence=sequence)
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
@@ -87,23 +79,38 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Transformer:
             f"model {name_or_path!r} is neither a file nor a known name{hint} (known: {', '.join(MODELS)})"
         )
     what = f"model file {path}"
-    data = _parse(read_text(path, what, MOST_BYTES), what)
-    keys = _Keys(what, {str(key).replace("-", "_"): value for key, value in data.items()})
-    kind = keys.values.get("model_type", NEOX if "num_layers" in keys.values else None)
-    if not isinstance(kind, str) or kind not in READERS:
+    data = {str(key): value for key, value in _parse(read_text(path, what, MOST_BYTES), what).items()}
+    name = path.parent.name if path.name == "config.json" else path.stem
+    neox = _Keys(what, {key.replace("-", "_"): value for key, value in data.items()})
+    if isinstance(data.get("model_type"), str):
+        found = _read_config(name, data, what)
+    elif "num_layers" in neox.values:
+        found = _read_neox(name, neox)
+        return found if sequence is None else replace(found, sequence=sequence)
+    else:
         raise ValueError(
-            f"{what}: {f'models of type {kind!r} are not known' if kind else 'has neither model_type nor num_layers'}; "
-            f"give a Hugging Face config.json of type {', '.join(list(READERS)[:-1])} or a GPT-NeoX YAML that has the "
-            "model's shape, or use --params"
+            f"{what}: has neither model_type nor num_layers; give a Hugging Face config.json or a GPT-NeoX YAML that "
+            "has the model's shape, or use --params"
         )
-    keys.refuse_experts()
-    found = READERS[kind](path.parent.name if path.name == "config.json" else path.stem, keys)
-    if sequence is not None:
-        return replace(found, sequence=sequence)
-    if kind == NEOX or found.sequence <= TRAINED:
-        return found
+    if sequence is not None or found.sequence <= TRAINED:
+        return found if sequence is None else replace(found, sequence=sequence)
     note = f"sequences of {TRAINED:,} tokens are taken, though the model takes up to {found.sequence:,}: give --seq"
     return replace(found, sequence=TRAINED, notes=(*found.notes, note))
+
+
+def _read_config(name: str, data: Mapping[str, Any], what: str) -> Model:
+    """Return the model of a Hugging Face config; see the module's docstring."""
+    needed, keys = PLAIN.get(data["model_type"]), _Keys(what, data)
+    usual = {"attention_bias": data["model_type"] == "gpt_neox"}
+    plain = all(data.get(key) in (None, usual.get(key, False)) for key in STRANGE)
+    if needed and plain and all(data.get(key) is not None for key in needed):
+        return (_read_gpt2 if needed is _GPT2 else _read_hugging_face)(name, keys)
+    module = build(data, what)
+    found = read_modules(module, name)
+    if (key := keys.experts()) and not any("expert" in path for path, _ in module.named_modules()):
+        note = f"{key} is {data[key]!r}, but transformers builds no experts for {data['model_type']!r}"
+        return replace(found, notes=(*found.notes, note))
+    return found
 
 
 def _parse(text: str, what: str) -> dict[str, Any]:
@@ -142,18 +149,9 @@ class _Keys:
             raise ValueError(f"{self.what}: {name} is {value!r}; it must be a whole number")
         return value
 
-    def refuse_experts(self) -> None:
-        """Refuse a mixture of experts, which would be counted as its dense part.
-
-        Raises:
-            ValueError: if the file has one.
-        """
-        name = next((name for name in EXPERTS if (self.values.get(name) or 0) not in (0, 1)), None)
-        if name is not None:
-            raise ValueError(
-                f"{self.what}: {name} is {self.values[name]!r}: a mixture of experts is not counted; plan for its "
-                "parameters with --params, which takes all of them for active"
-            )
+    def experts(self) -> str | None:
+        """Return the key that gives a number of experts above one, if there is one."""
+        return next((name for name in EXPERTS if (self.values.get(name) or 0) not in (0, 1)), None)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean; the default if the key is not set."""
@@ -163,14 +161,14 @@ class _Keys:
 
 def _read_gpt2(name: str, keys: _Keys) -> Transformer:
     hidden, heads = keys.count("n_embd"), keys.count("n_head")
-    positions = keys.count("n_positions", "n_ctx", default=1024)
+    positions = keys.count("n_positions")
     return Transformer(
         name,
         layers=keys.count("n_layer"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
-        vocab=keys.count("vocab_size", default=50257),
+        vocab=keys.count("vocab_size"),
         sequence=positions,
         intermediate=keys.count("n_inner", default=4 * hidden),
         tied=keys.flag("tie_word_embeddings", True),
@@ -181,19 +179,16 @@ def _read_gpt2(name: str, keys: _Keys) -> Transformer:
 def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
     kind = keys.values["model_type"]
     gated = kind != "gpt_neox"
-    if gated and (biased := [bias for bias in ("attention_bias", "mlp_bias") if keys.flag(bias, False)]):
-        raise ValueError(f"{keys.what}: {biased[0]} is true, whose parameters are not counted; use --params instead")
     heads = keys.count("num_attention_heads")
-    hidden = keys.count("hidden_size")
     return Transformer(
         name,
         layers=keys.count("num_hidden_layers"),
-        hidden=hidden,
+        hidden=keys.count("hidden_size"),
         heads=heads,
         kv_heads=keys.count("num_key_value_heads", default=heads),
         vocab=keys.count("vocab_size"),
         sequence=keys.count("max_position_embeddings", default=SEQUENCE),
-        intermediate=keys.count("intermediate_size", default=4 * hidden),
+        intermediate=keys.count("intermediate_size"),
         gated=gated,
         tied=keys.flag("tie_word_embeddings", False),
         biases=not gated,
@@ -204,33 +199,58 @@ def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
 
 
 def _read_neox(name: str, keys: _Keys) -> Transformer:
-    """Read GPT-NeoX's keys. The tokenizer defines the vocabulary; without one in the file, GPT-2's is assumed."""
+    """Read GPT-NeoX's keys. The tokenizer defines the vocabulary; without one in the file, GPT-2's is assumed.
+
+    Raises:
+        ValueError: for layers that are no transformer's, or a mixture of experts, whose dense part alone is here.
+    """
     if strange := [word for word in _words(keys.values.get("attention_config")) if word not in ATTENTIONS]:
         raise ValueError(f"{keys.what}: attention_config has {strange[0]!r}, whose layers are no transformer's")
-    hidden, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    if key := keys.experts():
+        raise ValueError(
+            f"{keys.what}: {key} is {keys.values[key]!r}: GPT-NeoX's mixture of experts is not counted; plan for its "
+            "parameters with --params, which takes all of them for active"
+        )
+    heads = keys.count("num_attention_heads")
     positions = keys.count("max_position_embeddings", "seq_length", default=SEQUENCE)
     known = any(keys.values.get(name) is not None for name in ("padded_vocab_size", "vocab_size"))
-    llama = keys.values.get("mlp_type") == "llama"
-    gated = llama or keys.values.get("activation") == "swiglu"
-    intermediate = keys.count("intermediate_size", default=(8 if gated else 4) * hidden)
-    if gated:  # GPT-NeoX gives a third of this to each matrix
-        step = keys.count("mlp_multiple_of", default=256 if llama else 1)
-        intermediate = -(-(intermediate // 3) // step) * step
+    biases, intermediate = keys.flag("use_bias_in_attn_linear", True), _neox_intermediate(keys)
     return Transformer(
         name,
         layers=keys.count("num_layers"),
-        hidden=hidden,
+        hidden=keys.count("hidden_size"),
         heads=heads,
         kv_heads=keys.count("num_kv_heads", default=heads),
         vocab=keys.count("padded_vocab_size", "vocab_size", default=GPT2_VOCABULARY),
         sequence=keys.count("seq_length", default=positions),
         intermediate=intermediate,
-        gated=gated,
+        gated=keys.values.get("mlp_type") == "llama" or keys.values.get("activation") in GATED,
         tied=not keys.flag("no_weight_tying", False),
-        biases=keys.flag("use_bias_in_attn_linear", True),
+        biases=biases,
+        mlp_biases=keys.values.get("mlp_type") != "llama" and keys.flag("use_bias_in_mlp", True),
+        norm_biases="rmsnorm" not in str(keys.values.get("norm")),
         positions=positions if keys.values.get("pos_emb", "learned") == "learned" else 0,
         notes=() if known else (f"the file names no vocabulary: GPT-2's, {GPT2_VOCABULARY:,} rows, is taken",),
     )
+
+
+def _neox_intermediate(keys: _Keys) -> int:
+    """Return the width of the feed-forward as GPT-NeoX builds it (ParallelMLP, and LLaMAParallelMLP before 2024-09).
+
+    A gated one gives two thirds of the width that the file states to gate and up together.
+    """
+    hidden, stated = keys.count("hidden_size"), keys.count("intermediate_size", default=0)
+    if keys.values.get("mlp_type") == "llama":
+        return stated or _rounded_up(8 * hidden // 3, 256)
+    step = keys.count("mlp_multiple_of", default=1)
+    expansion = keys.values.get("expansion_factor") or 4
+    width = stated or int(expansion * hidden)
+    gated = keys.values.get("activation") in GATED
+    return _rounded_up(2 * width // 3, 2 * step) // 2 if gated else _rounded_up(width, step)
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _words(nested: Any) -> list[str]:
@@ -238,12 +258,3 @@ def _words(nested: Any) -> list[str]:
     if isinstance(nested, str):
         return [nested]
     return [word for part in nested for word in _words(part)] if isinstance(nested, list) else []
-
-
-READERS: Mapping[str, Callable[[str, _Keys], Transformer]] = MappingProxyType(
-    {
-        "gpt2": _read_gpt2,
-        **dict.fromkeys(("gpt_neox", "llama", "mistral", "qwen2", "qwen3"), _read_hugging_face),
-        NEOX: _read_neox,
-    }
-)

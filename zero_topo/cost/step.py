@@ -45,7 +45,8 @@ Note [Stock]
 
 Note [Range]
     A machine's file states by which share its rates may be off (``Rates.spread``; 30% by default). The share of the
-    communication that a device hides is unknown too, unless the user states it. A step is never longer on a faster
+    communication that a device hides is unknown too, unless the user states it, and so are the FLOPs of some layers
+    (``module_tree.py``), which may be half as many or half as many again. A step is never longer on a faster
     machine or with more overlap. Two predictions therefore bound it: everything at its best, and everything at its
     worst. Two more for each single unknown give the dependence of the step on it.
 """
@@ -62,7 +63,7 @@ from typing import Any, Literal, get_args
 
 from zero_topo.config import ResolvedConfig
 from zero_topo.config.sync_config import ITEMSIZES, Move
-from zero_topo.cost.transformer import Shape, Transformer
+from zero_topo.cost.transformer import Model, Shape
 from zero_topo.cost.volume import (
     Columns,
     Workload,
@@ -87,6 +88,8 @@ Among published step times of ZeRO-3 and its variants, this model can be compare
 """
 PERSISTENT = 10**5  # elements: DeepSpeed's stage3_param_persistence_threshold
 SCALES_PER_BYTES = 256 // 4  # bytes of values per byte of scales
+UNKNOWN_FLOPS = 0.5  # share by which the FLOPs of a part of unknown kind may be off
+MOST_SPREAD = 0.9
 CODED_BYTES = 2 * (4 + 1) + 1  # per INT8 weight: masters and codes are read twice, codes written
 OPTIMIZER_BYTES = 2 * 12 + 4 + 2  # Adam reads and writes FP32 master, momentum and variance; reads the gradient
 TERA = 10**12
@@ -115,7 +118,7 @@ class Job:
         ValueError: if a number is out of range.
     """
 
-    model: Transformer
+    model: Model
     micro_batch: int
     micro_batches: int
     checkpointing: bool = True
@@ -421,7 +424,7 @@ def predict_step(config: ResolvedConfig, job: Job, machine: Rates | None = None)
         ValueError: if the machine's rates or the bandwidth of a link that is used are not known.
     """
     rates = rates_of(config.topology) if machine is None else machine
-    modules = [(count, _module_columns(config, job, shapes)) for count, shapes in job.model.groups]
+    modules = [(part.count, _module_columns(config, job, part.shapes)) for part in job.model.parts]
     flops = job.model.module_flops(job.micro_batch * job.model.sequence)
     forward = sum(flops) / rates.flops
     backward = 2 * forward + (sum(flops[1:-1]) / rates.flops if job.checkpointing else 0.0)
@@ -514,7 +517,10 @@ def step_range(config: Located, job: Job, rates: Rates, predict: Callable[[Any, 
 
 def _changed(config: Located, job: Job, rates: Rates, off: Sequence[str], sign: int) -> tuple[Located, Job, Rates]:
     """Return plan, job and rates with the unknowns ``off`` changed by their spread, up (1) or down (-1)."""
-    factors = {what: 1 + sign * rates.spread.get(what, UNKNOWN_SPREAD) for what in UNKNOWNS if what in off}
+    spreads = {what: rates.spread.get(what, UNKNOWN_SPREAD) for what in UNKNOWNS if what in off}
+    if "compute" in spreads:
+        spreads["compute"] = min(MOST_SPREAD, spreads["compute"] + UNKNOWN_FLOPS * job.model.unknown)
+    factors = {what: 1 + sign * spread for what, spread in spreads.items()}
     links, steps = factors.get("links", 1.0), 1 / factors.get("latency", 1.0)
     topology = config.topology
     slower = {

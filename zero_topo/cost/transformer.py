@@ -1,7 +1,9 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""Computes parameters and FLOPs from the shape of a transformer. ``model_files.py`` reads files that describe one.
+"""Describes models by the parts that are gathered one at a time; computes parameters and FLOPs of transformers.
 
-Note [Modules]
+``model_files.py`` reads files that describe a model, ``module_tree.py`` the modules of one.
+
+Note [Parts]
     The engine gathers and releases one module at a time: the embedding, each layer, the head. With tied embeddings the
     head's matrix is the embedding's, so the head's parameters are those of the last norm, but its FLOPs are counted.
 
@@ -19,18 +21,112 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 WIDTH_PER_LAYER = 128
 VOCABULARY = 50432  # GPT-NeoX's, padded
 MOST_LAYERS, MOST_WIDTH = 4096, 10**9  # each layer is simulated
 SEQUENCE = 2048
 LEAST_PARAMS = 1000
+FEED_FORWARD = ("gate", "up", "down")
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """Describes a decoder-only transformer.
+class Part:
+    """Describes equal modules, each of which is gathered as a whole.
+
+    Attributes:
+        count: number of modules.
+        shapes: shapes of the parameters of one.
+        multiplied: matrix elements by which a token is multiplied.
+        attention: width of all heads that compare each token with the whole sequence; 0 for none.
+        stored: 16-bit elements per token that one stores for its backward pass; see ``footprint.py``.
+        unknown: classes whose FLOPs ``multiplied`` and ``attention`` do not determine.
+    """
+
+    count: int
+    shapes: tuple[Shape, ...]
+    multiplied: float = 0.0
+    attention: int = 0
+    stored: int = 0
+    unknown: tuple[str, ...] = ()
+
+    def flops(self, tokens: int, sequence: int) -> float:
+        """Return the FLOPs of the forward pass of one module; scores span ``sequence`` tokens."""
+        return tokens * (2.0 * self.multiplied + 4.0 * sequence * self.attention)
+
+
+class Model:
+    """Describes a model by its parts.
+
+    Attributes:
+        name: name for output.
+        layers: number of layers.
+        hidden: ``h``, the width.
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        vocab: rows of the embedding, padding included.
+        sequence: ``s``, tokens of a training sequence.
+        parts: the embedding, the layers of each kind, and the head; see Note [Parts].
+        notes: assumptions made when the model was read, for output.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    sequence: int
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # both subclasses are dataclasses
+
+    @property
+    def stored(self) -> int:
+        """Return the elements per token that the largest layer stores for its backward pass."""
+        return max((part.stored for part in self.parts[1:-1]), default=0)
+
+    def modules(self) -> tuple[tuple[int, ...], ...]:
+        """Return the elements of each parameter of each gathered module, in forward order."""
+        return tuple(sizes for part in self.parts for sizes in (tuple(map(math.prod, part.shapes)),) * part.count)
+
+    @cached_property
+    def params(self) -> int:
+        """Return the total number of parameters, each counted once."""
+        return sum(part.count * sum(map(math.prod, part.shapes)) for part in self.parts)
+
+    def numels(self) -> tuple[int, ...]:
+        """Return the elements of each parameter, in the order of :meth:`modules`."""
+        return tuple(numel for sizes in self.modules() for numel in sizes)
+
+    def dims(self) -> tuple[int, ...]:
+        """Return the number of dimensions of each parameter, in the order of :meth:`modules`."""
+        return tuple(len(shape) for part in self.parts for shape in part.shapes * part.count)
+
+    def module_flops(self, tokens: int) -> tuple[float, ...]:
+        """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
+
+        ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all heads for scores
+        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): savings by a
+        causal mask are not counted.
+
+        Args:
+            tokens: tokens of the pass; scores span ``sequence``.
+        """
+        return tuple(flops for part in self.parts for flops in (part.flops(tokens, self.sequence),) * part.count)
+
+    @cached_property
+    def unknown(self) -> float:
+        """Return the share of the FLOPs that is of parts whose FLOPs are not known."""
+        flops = [(part.count * part.flops(1, self.sequence), part.unknown) for part in self.parts]
+        return sum(each for each, kinds in flops if kinds) / (sum(each for each, _ in flops) or 1.0)
+
+
+@dataclass(frozen=True)
+class Transformer(Model):
+    """Describes a decoder-only transformer by its shape.
 
     Attributes:
         name: name for output.
@@ -44,6 +140,7 @@ class Transformer:
         gated: whether the feed-forward has three matrices (SwiGLU) in place of two.
         tied: whether the head's matrix is the embedding.
         biases: whether linear layers and norms have biases.
+        mlp_biases, norm_biases: for the feed-forward and for norms alone; None is as ``biases``.
         positions: learned positions, 0 for none (rotary).
         head_size: elements of a head; 0 means ``hidden / heads``.
         qkv_biases: whether queries, keys and values have biases while other layers have none (Qwen 2).
@@ -65,6 +162,8 @@ class Transformer:
     gated: bool = False
     tied: bool = False
     biases: bool = True
+    mlp_biases: bool | None = None
+    norm_biases: bool | None = None
     positions: int = 0
     head_size: int = 0
     qkv_biases: bool = False
@@ -90,66 +189,30 @@ class Transformer:
                 f"model {self.name!r}: {part} = {divisor} does not divide {whole} = {number}; choose a divisor"
             )
 
-    @property
-    def stored(self) -> int:
-        """Return the 16-bit elements per token that a layer stores for its backward pass; see ``footprint.py``.
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]  # a field of the other subclass
+        """Return the embedding, the layers and the head.
 
-        They are the inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's product;
-        gated ones store gate, up, the gate's value and the product. Models with biases have dropout, with masks of one
-        byte per element.
+        A layer stores the inputs of both norms and of the matrices, queries, keys and values, and the feed-forward's
+        product; gated ones store gate, up, the gate's value and the product. Models with biases have dropout, with
+        masks of one byte per element.
         """
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         masks = self.hidden if self.biases else 0
-        return 4 * self.hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
-
-    @property
-    def groups(self) -> tuple[tuple[int, tuple[Shape, ...]], ...]:
-        """Return (number of equal modules, shapes of their parameters): the embedding, the layers, the head."""
-        embedding, head = self._ends
-        return (1, embedding), (self.layers, self._layer), (1, head)
-
-    def modules(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return name and parameters' numels of each gathered module, in forward order; see Note [Modules]."""
-        layer = tuple(map(math.prod, self._layer))
-        embedding, head = (tuple(map(math.prod, shapes)) for shapes in self._ends)
-        layers = ((f"layer {index}", layer) for index in range(self.layers))
-        return ("embedding", embedding), *layers, ("head", head)
-
-    @cached_property
-    def params(self) -> int:
-        """Return the total number of parameters, each counted once."""
-        embedding, *_, head = self.modules()
-        return sum(embedding[1]) + self.layers * sum(map(math.prod, self._layer)) + sum(head[1])
-
-    def numels(self) -> tuple[int, ...]:
-        """Return the elements of each parameter, in the order of :meth:`modules`."""
-        return tuple(numel for _, sizes in self.modules() for numel in sizes)
-
-    def dims(self) -> tuple[int, ...]:
-        """Return the number of dimensions of each parameter, in the order of :meth:`modules`."""
-        embedding, head = self._ends
-        return tuple(len(shape) for shapes in (embedding, *[self._layer] * self.layers, head) for shape in shapes)
-
-    def module_flops(self, tokens: int) -> tuple[float, ...]:
-        """Return the FLOPs of the forward pass of each module of :meth:`modules`; a backward pass takes twice as many.
-
-        ``2 m n`` for each token and each ``m`` by ``n`` matrix, and ``4 s`` times the width of all heads for scores
-        and values of the whole sequence, as Megatron counts (arXiv 2104.04473, section 3.5 and appendix): savings by a
-        causal mask are not counted.
-
-        Args:
-            tokens: tokens of the pass; scores span ``sequence``.
-        """
-        attention = 4.0 * self.sequence * self.heads * self.head_size * tokens
-        layer = 2.0 * tokens * sum(self._matrices.values()) + attention
-        return (0.0, *(layer for _ in range(self.layers)), 2.0 * tokens * self.hidden * self.vocab)
+        stored = 4 * self.hidden + 2 * wide + 2 * keys + (4 if self.gated else 2) * self.intermediate + masks
+        matrix, positions = (self.vocab, self.hidden), (self.positions, self.hidden)
+        return (
+            Part(1, (matrix, positions) if self.positions else (matrix,)),
+            Part(self.layers, self._layer, sum(self._matrices.values()), wide, stored),
+            Part(1, (*self._norm, *(() if self.tied else (matrix,))), self.hidden * self.vocab),
+        )
 
     @cached_property
     def _matrices(self) -> Mapping[str, int]:
         """Return the elements of the matrices of a layer."""
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = {"query": wide, "key": keys, "value": keys} if self.gated else {"qkv": wide + 2 * keys}
-        forward = ("gate", "up", "down") if self.gated else ("up", "down")
+        forward = FEED_FORWARD if self.gated else FEED_FORWARD[1:]
         return MappingProxyType(
             {
                 **{name: width * self.hidden for name, width in attention.items()},
@@ -160,21 +223,20 @@ class Transformer:
 
     @cached_property
     def _norm(self) -> tuple[Shape, ...]:
-        return ((self.hidden,),) * (2 if self.biases else 1)
-
-    @cached_property
-    def _ends(self) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
-        """Return the shapes of the parameters of the embedding and of the head."""
-        matrix, positions = (self.vocab, self.hidden), (self.positions, self.hidden)
-        return (matrix, positions) if self.positions else (matrix,), (*self._norm, *(() if self.tied else (matrix,)))
+        biased = self.biases if self.norm_biases is None else self.norm_biases
+        return ((self.hidden,),) * (2 if biased else 1)
 
     @cached_property
     def _layer(self) -> tuple[Shape, ...]:
         """Return the shapes of the parameters of a layer: two norms, the matrices, their biases."""
-        to_hidden = ("out", "down")
-        biases = [self.hidden if name in to_hidden else n // self.hidden for name, n in self._matrices.items()]
+        forward = self.biases if self.mlp_biases is None else self.mlp_biases
+        vectors = [
+            self.hidden if name in ("out", "down") else n // self.hidden
+            for name, n in self._matrices.items()
+            if (forward if name in FEED_FORWARD else self.biases)
+        ]
         wide, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        vectors = biases if self.biases else [wide, keys, keys] if self.qkv_biases else []
+        vectors += [wide, keys, keys] if self.qkv_biases else []
         vectors += [self.head_size, self.head_size] if self.qk_norm else []
         matrices = ((numel // self.hidden, self.hidden) for numel in self._matrices.values())
         return (*self._norm, *self._norm, *matrices, *((numel,) for numel in vectors))

@@ -74,9 +74,19 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
     for name, text in texts:
         tool = recognise(text)
         if tool is None or tool.parse is None:
-            raise ValueError(f"{name} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}")
+            raise ValueError(
+                f"{name} is not recognised: it is neither a topology's JSON nor output of {CAPTURES}{_nearest(text)}"
+            )
         try:
             found.append((FORMATS.index(tool), tool.parse(clean(text))))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return merge([tree for _, tree in sorted(found, key=lambda item: item[0])])
+
+
+def _nearest(text: str) -> str:
+    """Return what a text resembles most, and what that must have; empty if it resembles nothing."""
+    if "<topology" in text:
+        return "; hwloc's XML has neither packages nor rates"
+    count, tool = max(((sum(sign in text for sign in tool.signs), tool) for tool in FORMATS), key=lambda pair: pair[0])
+    return f"; it is nearest to {tool.name}, but lacks {tool.needed}" if count else ""

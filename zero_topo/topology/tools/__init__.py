@@ -19,7 +19,7 @@ Runner = Callable[[tuple[str, ...]], str | None]
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{0,2}(?:;\d{1,2})*m")
 """Colours and underlines of a terminal, also without the escape character, which some forms drop."""
-_PREFIX = re.compile(r"(?:#|[\w.-]+:)(?= |$)", re.MULTILINE)
+_PREFIX = re.compile(r" *(?:#|[\w.-]+:)(?= |$)", re.MULTILINE)
 _JSON = re.compile(r"^[\[{]\s*(?:$|[\[{\"].*)", re.MULTILINE)
 
 
@@ -32,12 +32,16 @@ class Tool:
         ask: runs it on this node: the tree, or None if it is not installed or finds no device. ValueError if it fails.
         matches: whether a captured text is its output; None if its output cannot be captured.
         parse: the tree of a captured text. ValueError if the text is broken.
+        signs: words by which a text resembles its output.
+        needed: what a captured text must have.
     """
 
     name: str
     ask: Callable[[Runner], DeviceTree | None]
     matches: Callable[[str], bool] | None = None
     parse: Callable[[str], DeviceTree] | None = None
+    signs: tuple[str, ...] = ()
+    needed: str = ""
 
 
 def run_tool(command: tuple[str, ...]) -> str | None:

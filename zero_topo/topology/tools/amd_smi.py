@@ -60,7 +60,14 @@ def parse(text: str) -> DeviceTree:
     )
 
 
-TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
+TOOL = Tool(
+    NAME,
+    asking(COMMAND, parse),
+    matches,
+    parse,
+    signs=("amd-smi", "bdf", "link_type", "num_hops", "HOPS", "numa_bandwidth"),
+    needed='the JSON of all GPUs, each with "gpu" and "links"',
+)
 
 
 def _new_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

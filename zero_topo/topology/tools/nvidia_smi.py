@@ -21,10 +21,12 @@ NVLINK_RATE = 25 * GB
 """Bytes/s of one link in each direction for NVLink 2 to 4 (NVIDIA's V100, A100 and H100 whitepapers); the table does
 not say which generation it is. NVML does."""
 
-GRACE_GPUS, NVLINK_5_LINKS, NVLINK_5_RATE = 4, 18, 50 * GB
-"""A node of four GPUs with 18 links each is a tray of GB200 or GB300, whose NVLink 5 has twice the rate; nodes of H100
-with 18 links have eight GPUs, as have those of B200, which the table does not distinguish from them."""
+NVLINK_5_RATE = 50 * GB
+MOST_LINKS = 18
+"""Links of an H100, of 25 GB/s, and of a B200, of 50 GB/s. Only beside a Grace CPU the table says which: its 72 cores
+are the affinity of each GPU, or the GPU's memory has a NUMA number. For a B200 in a DGX the lower rate is taken."""
 
+GRACE_CORES = 72
 _GPU = re.compile(r"GPU(\d+)")
 _AFFINE = re.compile(r"\d[\d,-]*|N/A")
 _CELL = re.compile(rf"{'|'.join(PCI_KINDS)}|NV\d+|X")
@@ -59,6 +61,8 @@ def parse(text: str) -> DeviceTree:
     table = _table(text)
     gpus = table.gpus
     cells = {(a, b): _gpu_cell(table, a, b) for a in gpus for b in gpus if a != b}
+    blackwell = any(cell == f"NV{MOST_LINKS}" for cell in cells.values()) and all(_on_grace(table, gpu) for gpu in gpus)
+    rate = NVLINK_5_RATE if blackwell else NVLINK_RATE
     links = {}
     for i, a in enumerate(gpus):
         for j, b in enumerate(gpus[:i]):
@@ -67,18 +71,24 @@ def parse(text: str) -> DeviceTree:
                     f"{NAME}: row {a}, column {b} is {cells[a, b]!r} but row {b}, column {a} is {cells[b, a]!r}; "
                     "capture its output again"
                 )
-            links[j, i] = _link(cells[a, b], len(gpus))
+            links[j, i] = _link(cells[a, b], rate)
     numa = tuple(_numa(table, gpu) for gpu in gpus)
-    nvlink = any(link.kind == "NVLINK" for link in links.values())
     sources = {"packages": f"{NAME}: every device is a GPU"}
-    if nvlink:
-        rate = _rate(len(gpus), max(link.count for link in links.values()))
-        sources["links"] = f"{NAME}, NVLink taken for {rate // GB} GB/s a link"
+    if most := max((link.count for link in links.values()), default=0):
+        doubt = ", half of B200's" if most == MOST_LINKS and not blackwell else ""
+        sources["links"] = f"{NAME}, NVLink taken for {rate // GB} GB/s a link{doubt}"
     known = numa if any(node is not None for node in numa) else None
     return DeviceTree(NAME, len(gpus), tuple(range(len(gpus))), links, numa=known, sources=sources)
 
 
-TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
+TOOL = Tool(
+    NAME,
+    asking(COMMAND, parse),
+    matches,
+    parse,
+    signs=("nvidia", "GPU0", "NV", *PCI_KINDS),
+    needed="a header line that begins with GPU0, and a line for each GPU",
+)
 
 
 def _header(lines: Sequence[str]) -> int | None:
@@ -125,17 +135,17 @@ def _gpu_cell(table: Table, row: str, column: str) -> str:
     return cell
 
 
-def _link(cell: str, gpus: int) -> DeviceLink:
+def _link(cell: str, rate: int) -> DeviceLink:
     match = _NVLINK.fullmatch(cell)
-    if match is None:
-        return DeviceLink(cell)
-    count = int(match[1])
-    return DeviceLink("NVLINK", count, float(count * _rate(gpus, count)))
+    return DeviceLink("NVLINK", int(match[1]), float(int(match[1]) * rate)) if match else DeviceLink(cell)
 
 
-def _rate(gpus: int, links: int) -> int:
-    """Bytes/s of one link in each direction in a node of so many GPUs."""
-    return NVLINK_5_RATE if (gpus, links) == (GRACE_GPUS, NVLINK_5_LINKS) else NVLINK_RATE
+def _on_grace(table: Table, gpu: str) -> bool:
+    """Whether a GPU's CPU is a Grace: its affinity is all of one's cores, or the GPU's memory is a NUMA node."""
+    affinity, *numbers = (*table.rows[gpu][len(table.columns) :], "")
+    first, _, last = affinity.partition("-")
+    own_node = len(numbers) > 1 and numbers[1].isdecimal()
+    return own_node or (first.isdecimal() and last.isdecimal() and int(last) - int(first) == GRACE_CORES - 1)
 
 
 def _numa(table: Table, gpu: str) -> int | None:

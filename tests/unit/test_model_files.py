@@ -1,0 +1,213 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Models by name and from files: published parameter counts, class defaults, GPT-NeoX's feed-forward, what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT
+from zero_topo.cost.model_files import MODELS, PLAIN, load_model
+from zero_topo.cost.transformer import Transformer
+
+FILES, NEOX_FILES = ROOT / "tests/data/models", ROOT / "tests/data/neox"
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-neox-125m": 162_322_944,  # Pythia 160M
+    "gpt-neox-1.3b": 1_414_647_808,  # Pythia 1.4B
+    "gpt-neox-2.7b": 2_775_208_960,  # Pythia 2.8B
+    "gpt-neox-6.7b": 6_857_302_016,  # Pythia 6.9B
+    "gpt-neox-10b": 9_955_614_720,  # of no published config
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-12b": 11_846_072_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    **{f"llama-{version}-8b": 8_030_261_248 for version in ("3", "3.1")},
+    **{f"llama-{version}-70b": 70_553_706_496 for version in ("3", "3.1", "3.3")},
+    **{f"llama-{version}-405b": 405_853_388_800 for version in ("3", "3.1")},
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen-2.5-0.5b": 494_032_768,
+    "qwen-2.5-1.5b": 1_543_714_304,
+    "qwen-2.5-3b": 3_085_938_688,
+    "qwen-2.5-7b": 7_615_616_512,
+    "qwen-2.5-14b": 14_770_033_664,
+    "qwen-2.5-32b": 32_763_876_352,
+    "qwen-2.5-72b": 72_706_203_648,
+    "qwen-3-0.6b": 596_049_920,
+    "qwen-3-1.7b": 1_720_574_976,
+    "qwen-3-4b": 4_022_468_096,
+    "qwen-3-8b": 8_190_735_360,
+    "qwen-3-14b": 14_768_307_200,
+    "qwen-3-32b": 32_762_123_264,
+    "qwen-3-30b-a3b": 30_532_122_624,
+    "qwen-3-235b-a22b": 235_093_634_560,
+    "mistral-7b": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+SHAPE = '"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4'
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "model.yml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_named_model_has_its_published_size() -> None:
+    """The families of old are read without transformers; the others are built."""
+    assert {name: load_model(name).params for name in MODELS} == PUBLISHED
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("qwen3-4b_no_head_dim", 4_022_468_096),
+        ("mistral_no_kv", 7_241_732_096),
+        ("qwen2_no_kv", 9_915_604_992),
+        ("neox_no_inter", 3_025_653_760),
+        ("llama_biases", 3_482_503_680),
+        ("llama_with_experts", 8_047_038_464),
+        ("nested_text_config", 7_063_427_072),
+        ("smollm3", 3_075_098_624),
+    ],
+)
+def test_missing_keys_have_the_defaults_of_their_class(name: str, params: int) -> None:
+    """Counts of the same files by transformers, of which the family's convention was up to half wrong."""
+    assert load_model(str(FILES / f"{name}.json")).params == params
+
+
+@pytest.mark.parametrize(
+    ("data", "params"),
+    [
+        ({"model_type": "gpt2", "add_cross_attention": True}, 152_806_656),
+        ({"model_type": "gpt_neox", **MODELS["gpt-neox-6.7b"], "attention_bias": False}, 6_856_777_728),
+        ({"model_type": "mistral", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 8}, None),
+        ({**MODELS["qwen-2.5-7b"], "architectures": ["Qwen2ForSequenceClassification"]}, 7_615_616_512),
+    ],
+)
+def test_keys_that_change_a_plain_family_are_counted(data: dict[str, Any], params: int | None, tmp_path: Path) -> None:
+    found = load_model(write(tmp_path, json.dumps(data)))
+    assert params in (None, found.params) and found.params > 10**8
+
+
+def neox_parameters(data: dict[str, Any]) -> int:
+    """What ``ParallelMLP`` of GPT-NeoX at ea7aefd8 and ``LLaMAParallelMLP`` at f36aed7f make of a file."""
+    hidden, biased = data["hidden_size"], True
+    if data.get("mlp_type") == "llama":
+        wide = narrow = data.get("intermediate_size") or -(-int(2 * hidden * 4 / 3) // 256) * 256
+        wide, biased = 2 * wide, False
+    else:
+        wide = narrow = data.get("intermediate_size") or int(data.get("expansion_factor", 4) * hidden)
+        if data["activation"] in ("geglu", "reglu", "bilinear", "swiglu", "glu"):
+            wide = int(wide * 2 / 3)
+            narrow = wide // 2
+            wide += wide % 2
+    vocabulary = data.get("padded_vocab_size", 50304)
+    forward = hidden * (wide + narrow) + biased * (wide + hidden)
+    return data["num_layers"] * (forward + 4 * hidden**2 + 2 * hidden) + hidden + 2 * vocabulary * hidden
+
+
+NEOX = {
+    **{path.stem: path.read_text() for path in NEOX_FILES.glob("*.yml")},
+    **{
+        f"{key} {value}": (NEOX_FILES / "gelu.yml").read_text().replace("}", f', "{key}": {json.dumps(value)} }}')
+        for key, value in (("expansion_factor", 3.5), ("intermediate_size", 6144))
+    },
+    **{
+        name: (NEOX_FILES / "gelu.yml").read_text().replace('"gelu"', f'"{name}"')
+        for name in ("reglu", "glu", "bilinear", "silu")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEOX)
+def test_the_feed_forward_is_counted_as_gpt_neox_builds_it(name: str, tmp_path: Path) -> None:
+    """Where a third of the width is no whole number, NeoX's two matrices do not fit, and their mean is counted."""
+    found = load_model(write(tmp_path, NEOX[name]))
+    exact = name in ("gelu", "silu", "swiglu_intermediate", "mlp_type_llama_intermediate") or " " in name
+    assert found.params == pytest.approx(neox_parameters(json.loads(NEOX[name])), rel=1e-12 if exact else 1e-4)
+
+
+def test_gpt_neox_yaml_is_read_in_both_spellings(tmp_path: Path) -> None:
+    text = """{
+      "num_layers": 32, "hidden-size": 4096, "intermediate_size": 32768,  # of gate and up, and half as much again
+      "num_attention_heads": 32, "seq_length": 4096, "pos_emb": "rotary", "no_weight_tying": true, "norm": "rmsnorm",
+      "use_bias_in_attn_linear": false, "use_bias_in_mlp": false, "activation": "swiglu", "mlp_multiple_of": 256,
+      "vocab_size": 32000,
+    }"""
+    assert load_model(write(tmp_path, text)).params == PUBLISHED["llama-2-7b"]
+
+
+def test_what_is_guessed_of_a_file_is_said(tmp_path: Path) -> None:
+    """A vocabulary that the file does not name, a sequence that bounds positions, experts that no class builds."""
+    found = load_model(write(tmp_path, f'{{{SHAPE}, "seq_length": 8192}}'))
+    assert found.sequence == 8192 and found.notes == ("the file names no vocabulary: GPT-2's, 50,304 rows, is taken",)
+    plain = f'{{{SHAPE}, "vocab_size": 50257, "attention_config": [[["flash"], 2]]}}'
+    assert not load_model(write(tmp_path, plain)).notes
+    path = write(tmp_path, json.dumps({**MODELS["qwen-2.5-7b"], "max_position_embeddings": 32768}))
+    assert load_model(path).sequence == 4096 and "up to 32,768: give --seq" in load_model(path).notes[0]
+    assert load_model(path, 8192).sequence == 8192 and not load_model(path, 8192).notes
+    found = load_model(str(FILES / "llama_with_experts.json"))
+    assert "num_local_experts is 8, but transformers builds no experts for 'llama'" in found.notes
+
+
+def test_a_plain_family_needs_no_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Any other says how to install it."""
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    plain = [name for name, data in MODELS.items() if data["model_type"] in PLAIN]
+    assert len(plain) > 30 and all(isinstance(load_model(name), Transformer) for name in plain)
+    with pytest.raises(
+        ValueError, match=r"^model olmo-2-7b: [^\n]*'olmo2'[^\n]*pip install transformers torch, or plan"
+    ):
+        load_model("olmo-2-7b")
+
+
+WRONG = {
+    "{": "neither JSON nor YAML",
+    "[1]": "neither JSON nor YAML",
+    '{"hidden": 4}': "neither model_type nor num_layers",
+    '{"model_type": ["llama"]}': "neither model_type nor num_layers",
+    '{"model_type": "no-such-model"}': "cannot build this model of type 'no-such-model'",
+    '{"model_type": "gemma2", "num_hidden_layers": "two"}': "cannot build this model of type 'gemma2'",
+    '{"model_type": "gemma2", "num_hidden_layers": 5000}': "num_hidden_layers is more than the 4,096",
+    '{"model_type": "gemma3", "text_config": {"num_hidden_layers": 5000}}': "num_hidden_layers is more than the 4,096",
+    json.dumps({**MODELS["gpt2"], "n_layer": "two"}): "n_layer is 'two'",
+    json.dumps({**MODELS["gpt2"], "n_head": 7}): "does not divide hidden = 768",
+    f'{{{SHAPE}, "moe_num_experts": 8}}': "moe_num_experts is 8: GPT-NeoX's mixture of experts is not counted",
+    f'{{{SHAPE}, "attention_config": [[["rwkv"], 2]]}}': "attention_config has 'rwkv'",
+    f'{{{SHAPE}, "attention_config": [[["global", "mamba"], "all"]]}}': "attention_config has 'mamba'",
+    f'{{{SHAPE}, "attention_config": [[["gmlp"], 2]]}}': "attention_config has 'gmlp'",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.items())
+def test_a_broken_model_is_one_clear_line(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_model(write(tmp_path, text))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,141 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Models read from their modules: true counts, FLOPs and activations of what is known, and ranges of what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import zero_topo
+from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.cost.model_files import MODELS, load_model
+from zero_topo.cost.module_tree import ModuleTree, build, read_modules
+from zero_topo.cost.step import Job, predict_step, rates_of, step_range
+from zero_topo.cost.transformer import Transformer
+from zero_topo.topology import load_preset
+
+FAMILIES = {
+    "bert": 109_514_298,
+    "bloom": 16_156_544,
+    "clip": 151_277_313,
+    "cohere2": 34_980_831_232,
+    "deepseek_v2": 38_612_307_968,
+    "exaone4": 9_429_069_824,
+    "falcon": 6_921_720_704,
+    "falcon_h1": 8_514_961_408,
+    "glm4": 9_400_279_040,
+    "glm4_moe": 103_481_200_640,
+    "gpt_bigcode": 111_446_784,
+    "gpt_neo": 1_315_575_808,
+    "gptj": 6_050_882_784,
+    "granite": 6_738_415_616,
+    "granitemoe": 37_039_116_288,
+    "jamba": 51_570_323_328,
+    "kimi_linear": 49_133_074_464,
+    "llama4_text": 107_769_861_120,
+    "llava": 7_062_902_784,
+    "mamba": 159_308_544,
+    "mamba2": 7_285_403_648,
+    "olmo": 6_888_095_744,
+    "olmoe": 13_361_612_800,
+    "opt": 125_239_296,
+    "phi": 1_418_270_720,
+    "phi3": 3_821_079_552,
+    "phimoe": 41_872_793_600,
+    "rwkv": 7_392_649_216,
+    "stablelm": 2_795_443_200,
+    "starcoder2": 3_030_371_328,
+    "t5": 60_506_624,
+    "vit": 86_389_248,
+    "zamba2": 2_481_848_336,
+}
+"""Parameters of each family's default config, counted on the meta device."""
+DENSE = {"bert", "bloom", "cohere2", "exaone4", "falcon", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neo"}
+DENSE |= {"gptj", "granite", "granitemoe", "llama4_text", "olmo", "olmoe", "opt", "phi", "phi3", "phimoe", "stablelm"}
+DENSE |= {"starcoder2"}
+FRONTIER = load_preset("frontier", 64)
+
+
+def family(kind: str) -> ModuleTree:
+    return read_modules(build({"model_type": kind}, kind), kind)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_counts_of_a_family_are_true(kind: str) -> None:
+    """FLOPs are known of attentions, linear layers and experts alone; for all others a count is not refused."""
+    found = family(kind)
+    assert found.params == FAMILIES[kind] == sum(found.numels()) and len(found.numels()) == len(found.dims())
+    assert found.layers > 1 and len(found.modules()) >= found.layers + 2
+    assert (found.unknown == 0) == (kind in DENSE) == (not any("not known" in note for note in found.notes))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pythia-12b", "llama-3.1-8b", "mistral-nemo-12b", "qwen-2.5-7b", "qwen-3-4b"])
+def test_a_plain_familys_modules_have_the_flops_and_activations_of_its_shape(name: str) -> None:
+    plain, found = load_model(name), read_modules(build(MODELS[name], name), name)
+    assert isinstance(plain, Transformer) and (found.params, found.layers) == (plain.params, plain.layers)
+    assert (found.hidden, found.heads, found.vocab) == (plain.hidden, plain.heads, plain.vocab)
+    assert found.module_flops(4096) == pytest.approx(plain.module_flops(4096))
+    assert found.stored == pytest.approx(plain.stored, rel=0.09)
+
+
+def test_experts_work_on_the_tokens_that_are_sent_to_them() -> None:
+    """Mixtral: 2 of 8 experts; 13 of 47 billion parameters, without the embedding."""
+    found = load_model("mixtral-8x7b")
+    matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 8 * 4096 + 2 * 3 * 4096 * 14336) + 32000 * 4096
+    assert sum(found.module_flops(1)) == pytest.approx(2 * matrices + 32 * 4 * found.sequence * 4096)
+    assert found.notes == (f"each token goes to 2 experts: {matrices:,} of 46,702,792,704 parameters multiply it",)
+
+
+def test_the_range_allows_for_what_is_not_known() -> None:
+    config = resolve_config(ZeroTopoConfig.parse({"scheme": "zero3"}), FRONTIER)
+    found = family("mamba2")
+    spans = [
+        step_range(config, Job(model, 1, 1), rates_of(FRONTIER), predict_step).depends_on["compute"]
+        for model in (found, replace(found, parts=tuple(replace(part, unknown=()) for part in found.parts)))
+    ]
+    assert found.unknown > 0.9 and spans[0] > 2 * spans[1]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.Linear(64, 192)
+        self.forward_ = torch.nn.Linear(64, 64)
+
+
+class Live(torch.nn.Module):
+    """A user's own model, its embedding frozen, its head tied to it, its experts in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 64).requires_grad_(False)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.experts_of_head = torch.nn.Conv1d(64, 64, 3)
+        self.head = torch.nn.Linear(64, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_live_module_is_read() -> None:
+    found, model = read_modules(Live(), "live"), Live()
+    assert found.params == sum(p.numel() for p in model.parameters())
+    assert (found.layers, found.hidden, found.vocab, found.heads) == (3, 64, 100, 1)
+    assert [part.count for part in found.parts] == [1, 1, 3, 1] and found.parts[1].unknown == ("Conv1d",)
+    assert found.module_flops(1)[-1] == 2 * 64 * 100 and 0 < found.unknown < 1
+
+
+def test_a_live_module_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """As DeepSpeed's estimators take it; what requires no gradient is frozen."""
+    ranking = zero_topo.estimate(Live(), "frontier", 16, sequence=128, micro_batches=2)
+    out = capsys.readouterr().out
+    assert out.startswith("Live: ") and "3 layers of width 64" in out and "wins with" in out
+    assert ranking.request.job.model.sequence == 128 and ranking.request.frozen == (6400,)
+    assert sum(ranking.request.work.numels) + 6400 == ranking.request.job.model.params
+
+
+@pytest.mark.parametrize("wrong", [{"machine": "fronter"}, {"ranks": 12}])
+def test_a_wrong_machine_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"fronter|does not fill"):
+        zero_topo.estimate(Live(), **{"machine": "frontier", "ranks": 16, **wrong})
