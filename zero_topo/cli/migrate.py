@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json
@@ -178,7 +179,7 @@ class Costs:
         """In JSON types."""
         return {
             "topology": self.prices[AFTER].config.topology.to_json(),
-            "params": self.prices[AFTER].request.job.model.params,
+            "params": sum(self.prices[AFTER].request.work.numels),
             "micro_batches": self.prices[AFTER].request.job.micro_batches,
             "memory": self.memory,
             "sent_by_domain": self.sent,
@@ -190,7 +191,11 @@ class Costs:
         after = self.prices[AFTER]
         found, job = after.config.topology, after.request.job
         configs = {row: price.config for row, price in self.prices.items()}
-        show(places_table(configs, f"{job.model.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
+        show(
+            places_table(
+                configs, f"{sum(after.request.work.numels):,} parameters on {found.world_size:,} ranks of {found.name}"
+            )
+        )
         show(memory_table(self.memory, found.memory_per_rank))
         show(volume_table(self.sent, job.micro_batches))
         steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
@@ -208,7 +213,8 @@ def _costs(
         return None
     found, model = machine_of(options), model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
     request = request_of(options, found, model, ds_config)
-    request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True)
+    numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if options.model is None else None
+    request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels)
     stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
     plans = {AFTER: resolve_config(block, found)}
     with suppress(ValueError):  # nothing fits

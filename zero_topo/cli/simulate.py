@@ -272,6 +272,7 @@ def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Ta
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
         flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
-        step, speed = f"{found.seconds:.3g} s", f"{found.tflops_per_gpu:.1f}"
+        step = f"{found.seconds:.3g} s" if found.seconds < 1000 else f"{found.seconds:,.0f} s"
+        speed = f"{found.tflops_per_gpu:.1f}"
         table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells)
     return table
