@@ -50,7 +50,7 @@ from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
 
-BEFORE, AFTER, DEFAULT = "before", "after", "default"
+BEFORE, AFTER, EMPTY = "before", "after", "empty"
 USUAL_PARAMS = "1B"
 
 
@@ -65,7 +65,7 @@ class MigrateOptions(JobOptions):
 
 
 class CostsBeside(Document):
-    """Rows "before", "after" and "default" -> costs."""
+    """Rows "before", "after" and "empty" -> costs."""
 
     topology: Topology
     params: int
@@ -154,7 +154,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of a rank before and after, and of the default block.
+    """Bytes of a rank before and after, and of the empty block.
 
     Attributes:
         prices: row -> what the plan costs.
@@ -201,7 +201,7 @@ class Costs:
         steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
         print(f"- a step takes by prediction: {', '.join(steps)}")
         print(f"- {setting(job)}")
-        print(f'- {DEFAULT}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
+        print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
 
 
 def _costs(
@@ -218,7 +218,7 @@ def _costs(
     stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
     plans = {AFTER: resolve_config(block, found)}
     with suppress(ValueError):  # nothing fits
-        plans[DEFAULT] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
+        plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
     prices = {BEFORE: stock.price(stock_config(active, found))}
     prices |= {row: request.price(plan) for row, plan in plans.items()}
     return Costs(prices, loco_bytes(active, request.work, found))
