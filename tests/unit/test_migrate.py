@@ -225,7 +225,7 @@ def test_migrate_shows_bytes_and_memory_before_and_after(run: Run, tmp_path: Pat
     words = ("migrate", str(path), "--machine", "dgx-h100", "--nodes", "4", "--params", "13B")
     report = json.loads(run(*words, "--json")[1])
     costs = report["costs"]
-    assert set(costs["memory"]) == {"before", "after", "default"} == set(costs["sent_by_domain"])
+    assert set(costs["memory"]) == {"before", "after", "empty"} == set(costs["sent_by_domain"])
     assert (costs["params"], costs["micro_batches"]) == (13 * 10**9, 4)
     assert sum(costs["memory"]["after"].values()) < sum(costs["memory"]["before"].values())
     out = run(*words)[1]

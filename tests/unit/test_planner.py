@@ -69,7 +69,7 @@ def test_fp32_weights_are_their_own_masters_and_step_without_a_copy() -> None:
 
 
 def test_activations_by_hand() -> None:
-    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole or the loss if recomputed."""
+    """Korthikanti et al., equation 1: sbh(34 + 5as/h) a layer; 2sbh a layer and one whole or the loss."""
     model = load_model("gpt2")
     s, b, h, a, v = 1024, 4, 768, 12, 50257
     whole, ends, logits = s * b * h * 34 + 5 * a * s * s * b, 4 * s * b * h, int(3.52 * 4 * s * b * v)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zero_topo.cli.inputs import LIKE_PARAMS, read_count
 from zero_topo.cli.job import ITEMSIZE, JobOptions, machine_of, model_of, need_model, request_of
 from zero_topo.cli.options import Force, taking
 from zero_topo.cli.output import print_json
@@ -49,7 +50,7 @@ from zero_topo.topology import Topology
 from zero_topo.topology.launchers import launcher_view
 from zero_topo.units import format_seconds
 
-BEFORE, AFTER, DEFAULT = "before", "after", "default"
+BEFORE, AFTER, EMPTY = "before", "after", "empty"
 USUAL_PARAMS = "1B"
 
 
@@ -64,7 +65,7 @@ class MigrateOptions(JobOptions):
 
 
 class CostsBeside(Document):
-    """Rows "before", "after" and "default" -> costs."""
+    """Rows "before", "after" and "empty" -> costs."""
 
     topology: Topology
     params: int
@@ -153,7 +154,7 @@ def differences(active: Mapping[str, Any], block: ZeroTopoConfig) -> Iterator[st
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of a rank before and after, and of the default block.
+    """Bytes of a rank before and after, and of the empty block.
 
     Attributes:
         prices: row -> what the plan costs.
@@ -178,7 +179,7 @@ class Costs:
         """In JSON types."""
         return {
             "topology": self.prices[AFTER].config.topology.to_json(),
-            "params": self.prices[AFTER].request.job.model.params,
+            "params": sum(self.prices[AFTER].request.work.numels),
             "micro_batches": self.prices[AFTER].request.job.micro_batches,
             "memory": self.memory,
             "sent_by_domain": self.sent,
@@ -190,13 +191,17 @@ class Costs:
         after = self.prices[AFTER]
         found, job = after.config.topology, after.request.job
         configs = {row: price.config for row, price in self.prices.items()}
-        show(places_table(configs, f"{job.model.params:,} parameters on {found.world_size:,} ranks of {found.name}"))
+        show(
+            places_table(
+                configs, f"{sum(after.request.work.numels):,} parameters on {found.world_size:,} ranks of {found.name}"
+            )
+        )
         show(memory_table(self.memory, found.memory_per_rank))
         show(volume_table(self.sent, job.micro_batches))
         steps = (f"{row} {format_seconds(price.step.seconds)}" for row, price in self.prices.items())
         print(f"- a step takes by prediction: {', '.join(steps)}")
         print(f"- {setting(job)}")
-        print(f'- {DEFAULT}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
+        print(f'- {EMPTY}: what "{ROOT}": {{}} would do here; see zero-topo plan --recommend\n')
 
 
 def _costs(
@@ -208,11 +213,12 @@ def _costs(
         return None
     found, model = machine_of(options), model_of(options) or need_model(replace(options, params=USUAL_PARAMS))
     request = request_of(options, found, model, ds_config)
-    request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True)
+    numels = (read_count(options.params or USUAL_PARAMS, "--params", LIKE_PARAMS),) if options.model is None else None
+    request = replace(request, job=replace(request.job, itemsize=ITEMSIZE), states_only=True, numels=numels)
     stock = replace(request, job=replace(request.job, stock=MICS_HOPS not in active))
     plans = {AFTER: resolve_config(block, found)}
     with suppress(ValueError):  # nothing fits
-        plans[DEFAULT] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
+        plans[EMPTY] = planned(ZeroTopoConfig.parse({}), replace(request, states_only=False))
     prices = {BEFORE: stock.price(stock_config(active, found))}
     prices |= {row: request.price(plan) for row, plan in plans.items()}
     return Costs(prices, loco_bytes(active, request.work, found))

@@ -311,7 +311,8 @@ def _ranking_json(
         "lossier": [plan_json(plan, machine) for plan in ranking.lossier],
         "pipeline": other,
         "refused": [
-            {"name": plan.candidate.name, "memory": dict(plan.memory), "needs": plan.held} for plan in ranking.refused
+            {"name": plan.candidate.name, "memory": dict(plan.price.memory), "needs": plan.held}
+            for plan in ranking.refused
         ],
     }
 
@@ -325,7 +326,7 @@ def plan_json(plan: Priced, machine: dict[str, Any]) -> dict[str, Any]:
         "seconds": plan.seconds,
         "losses": [word for part in plan.candidate.losses for word in part],
         "sent_by_domain": by_domain(plan.price.sent),
-        "memory": dict(plan.memory),
+        "memory": dict(plan.price.memory),
         "block": {**machine, **plan.candidate.settings},
     }
 

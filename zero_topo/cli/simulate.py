@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from zero_topo.cli.output import print_json
 from zero_topo.cli.tables import show
 from zero_topo.config import SCHEMES, ZeroTopoConfig, load_deepspeed_config, resolve_config
 from zero_topo.cost.explain import range_sentence, setting
-from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline
+from zero_topo.cost.pipeline import NAME, Pipeline, PipelinePrice, best_pipeline, pipelines
 from zero_topo.cost.planner import Price, Request
 from zero_topo.cost.step import Range, rates_of
 from zero_topo.cost.volume import by_domain
@@ -47,8 +46,6 @@ SHOWN = {
 """Column of the table -> phases."""
 DEGREES = re.compile(r"(\d+)/(\d+|-)/(\d+)/(\d+)")
 PIPELINE = re.compile(rf"{NAME}-(\d+)x(\d+)")
-NEVER = 10**6
-"""Micro-batches beyond which nobody breaks even: a step of so many takes days."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ class Simulated(Document):
     rates: Rates
     assumed: list[str]
     results: list[Point]
-    break_even: list[dict[str, Any]]
 
 
 DOCUMENT = Simulated | Collectives
@@ -145,7 +141,6 @@ def simulate(options: Options) -> None:
         "rates": to_json(rates),
         "assumed": assumptions(places[0].topology.name),
         "results": points,
-        "break_even": [row for place in places for row in _break_even(schemes, place)],
     }
     if options.plot is not None:
         _draw(options.plot, places[0], content)
@@ -187,10 +182,8 @@ def _price(name: str, scheme: ZeroTopoConfig | None, place: Request, count: int)
     request, degrees = replace(place, job=job), PIPELINE.fullmatch(name)
     if degrees is not None:
         return PipelinePrice(Pipeline(place.topology, int(degrees[1]), int(degrees[2])), request)
-    best = best_pipeline(request)
-    if best is None:
-        raise ValueError(f"--schemes {NAME}: none fits on {place.topology.world_size} ranks; leave it out")
-    return best
+    tried = (PipelinePrice(plan, request) for plan in pipelines(place.topology, job))
+    return best_pipeline(request) or min(tried, key=lambda price: price.held)
 
 
 def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
@@ -207,26 +200,6 @@ def _point(scheme: str, ranks: int, count: int, price: Price) -> dict[str, Any]:
         "held": price.held,
         "fits": price.fits,
     }
-
-
-def _break_even(schemes: Mapping[str, ZeroTopoConfig | None], place: Request) -> Iterable[dict[str, Any]]:
-    """For each pair of schemes: from how many micro-batches on the one that is slower at 1 wins; None if never.
-
-    A step's time is a straight line in the number of its micro-batches, which two predictions give; the best pipeline
-    may be another one for each number, so it has no line.
-    """
-    times = {
-        name: [_price(name, scheme, place, count).step.seconds for count in (1, 2)]
-        for name, scheme in schemes.items()
-        if name != NAME
-    }
-    for pair in combinations(times, 2):
-        ahead, behind = sorted(pair, key=lambda name: times[name][0])
-        first, second = (there - here for here, there in zip(times[ahead], times[behind], strict=True))
-        found = 1 + first / (first - second) if second < first else None
-        even = found if found is not None and found <= NEVER else None
-        names = {"ahead_at_1": ahead, "behind_at_1": behind}
-        yield {"ranks": place.topology.world_size, **names, "break_even": even}
 
 
 def _schemes(names: Sequence[str]) -> dict[str, ZeroTopoConfig | None]:
@@ -274,10 +247,6 @@ def _show(prices: Mapping[tuple[str, int, int], Price], content: Mapping[str, An
         title = f"{content['model']} on {content['machine']}, K = {count}, predicted"
         show(_steps_table({key: price for key, price in prices.items() if key[2] == count}, title))
     print(f"- {content['setting']}")
-    for row in content["break_even"]:
-        if row["break_even"] is not None and row["ranks"] == content["break_even"][-1]["ranks"]:
-            crossing = f"{row['behind_at_1']} beats {row['ahead_at_1']} from {row['break_even']:.1f} micro-batches on"
-            print(f"- {crossing}, at {row['ranks']:,} ranks")
     last = list(prices)[-1]
     for key, price in prices.items():
         if key[1:] == last[1:]:
@@ -303,6 +272,7 @@ def _steps_table(prices: Mapping[tuple[str, int, int], Price], title: str) -> Ta
         cells = [f"{100 * share:.0f}%" if share >= 0.005 else "-" for share in shares]
         flops = found.tflops_per_gpu * found.seconds
         spread = f"{flops / within.high_s:.0f}-{flops / within.low_s:.0f}"
-        step, speed = f"{found.seconds:.3g} s", f"{found.tflops_per_gpu:.1f}"
+        step = f"{found.seconds:.3g} s" if found.seconds < 1000 else f"{found.seconds:,.0f} s"
+        speed = f"{found.tflops_per_gpu:.1f}"
         table.add_row(scheme, f"{ranks:,}", step, speed, spread, *cells)
     return table

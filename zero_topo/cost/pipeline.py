@@ -61,11 +61,10 @@ class Pipeline:
 
 
 def pipelines(topology: Topology, job: Job) -> Iterator[Pipeline]:
-    """Yield the pipelines that fill the machine: tensor parallelism inside a node, equal stages of whole layers."""
+    """Yield the pipelines that fill the machine; the first is plain ZeRO-1. Tensor parallelism stays in a node."""
     for tensor in divisors(topology.ranks_per_node):
         for stages in divisors(job.model.layers):
-            fills = topology.world_size % (stages * tensor) == 0
-            if fills and stages * tensor > 1 and job.model.kv_heads % tensor == 0:
+            if topology.world_size % (stages * tensor) == 0 and job.model.kv_heads % tensor == 0:
                 yield Pipeline(topology, stages, tensor)
 
 

@@ -206,21 +206,17 @@ class Priced:
         return self.seconds * (1 + LOSS_MUST_GAIN) ** len(self.candidate.losses)
 
     @property
-    def memory(self) -> Mapping[str, int]:
-        """Return the memory of a rank in bytes, by role."""
-        return self.price.memory
-
-    @property
     def held(self) -> int:
         """Return the total memory of a rank in bytes."""
         return self.price.held
 
     def why_not(self, limit: int) -> str:
         """Return why the plan does not fit, as a sentence."""
-        role = max(self.memory, key=self.memory.__getitem__)
+        memory = self.price.memory
+        role = max(memory, key=memory.__getitem__)
         return (
             f"{self.candidate.name} does not fit: it needs {format_bytes(self.held)} of {format_bytes(limit)}, "
-            f"most of it for {role} ({format_bytes(self.memory[role])})"
+            f"most of it for {role} ({format_bytes(memory[role])})"
         )
 
 
