@@ -389,7 +389,7 @@ class _Torch:
 
     def __init__(self, device: Device) -> None:
         self.accelerator = device
-        self.Stream = lambda _: device.stream()
+        self.Stream = lambda _, priority: device.stream(f"stream {len(device.clocks)}, priority {priority}")
 
 
 class _Symbolic(Group):

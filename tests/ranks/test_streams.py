@@ -204,6 +204,20 @@ def test_both_hops_of_a_gather_are_queued_when_it_is_started() -> None:
     assert begun == ["nccl 4-8", "nccl 1-4"] * 2
 
 
+def test_gathers_alone_have_a_stream_of_high_priority() -> None:
+    """The next module waits for their kernels, which would else start after all that the computation has queued."""
+    with job(BLOCKS["codes"], overlap_comm=True) as deepspeed:
+        deepspeed.micro_batch(last=True)
+        deepspeed.engine.gradients.sync()
+        deepspeed.device.log.clear()
+        deepspeed.fetch([0], "gather_forward")
+        gathers = {stream for stream, name, _ in deepspeed.device.log if name == "decode"}
+        deepspeed.device.log.clear()
+        deepspeed.step()
+        publish = {stream for stream, name, _ in deepspeed.device.log if name == "emit"}
+    assert [stream.partition(", ")[2] for stream in (*gathers, *publish)] == ["priority -1", "priority 0"]
+
+
 LAYERS = 5
 ONE_GROUP = Model((512, 7) * LAYERS, (range(2 * LAYERS),), tuple((2 * i, 2 * i + 1) for i in range(LAYERS)))
 TWO_GROUPS = Model(

@@ -227,3 +227,26 @@ def test_sketches_are_of_vectors() -> None:
     for wrong in (torch.tensor(1.0), torch.ones(2, 2, 2), torch.ones(4, 4).T):
         with pytest.raises(ValueError, match="x must be 1-D and contiguous"):
             ops.sketch(wrong, 1, 3)
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "nan"])
+def test_on_rocm_only_likely_elements_are_sorted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A threshold leaves few of a long vector, and the same are selected; where it tells nothing, all are sorted."""
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(picks, "_on_cpu", lambda x: False)
+    x = torch.randn(1 << 22, generator=torch.Generator().manual_seed(3))
+    if kind != "normal":
+        x[torch.rand(x.shape, generator=torch.Generator().manual_seed(4)) < 0.999] = {"equal": 9.0, "zeros": 0.0}.get(
+            kind, torch.nan
+        )
+    k, topk, sizes = 40_000, torch.topk, list[int]()
+
+    def seen(values: Tensor, *others: Any, **more: Any) -> Any:
+        sizes.append(values.numel())
+        return topk(values, *others, **more)
+
+    monkeypatch.setattr(torch, "topk", seen)
+    found = largest(x, k)
+    expected = topk(x.abs(), k).values
+    assert torch.equal(x[found.indices].abs().sort().values, expected.sort().values) or kind == "nan"
+    assert len(found.indices.unique()) == k and (sizes[-1] < x.numel() // 50) == (kind == "normal")

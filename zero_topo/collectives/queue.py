@@ -70,17 +70,18 @@ class OrderedQueue:
         device: device of the tensors.
         overlap: False makes :meth:`run` finish the work before it returns.
         ahead: runs that a GPU begins before it finishes an older one; see Note [One ahead].
+        priority: of the queue's stream on a GPU; -1 lets its kernels start before waiting kernels of the computation.
 
     Attributes:
         overlaps: whether overlap is on.
     """
 
-    def __init__(self, device: torch.device, overlap: bool, ahead: int = 0) -> None:
+    def __init__(self, device: torch.device, overlap: bool, ahead: int = 0, priority: int = 0) -> None:
         self.overlaps = overlap
         self._ahead = ahead
         self._on_gpu = on_gpu(device)
         # On a GPU with overlap, the stream of all work of this queue. It first waits for the caller's stream.
-        self._stream = torch.Stream(device) if overlap and self._on_gpu else None
+        self._stream = torch.Stream(device, priority=priority) if overlap and self._on_gpu else None
         # Unfinished runs, oldest first: all ranks finish them in this order; see Note [In order].
         self._begun: deque[Handle[Any]] = deque()
 

@@ -117,7 +117,7 @@ class Weights:
         self._mesh, self._meter, self._run_numel = mesh, meter, run_numel
         self._counted = Counted(meter, "publish")
         # The queue of all gathers: the collectives of their second group have one order on all ranks (Note [In order]).
-        self._gathering = OrderedQueue(like.device, overlap=True)
+        self._gathering = OrderedQueue(like.device, overlap=True, priority=-1)  # the next module waits for it
         self.layout = layout = Layout(plan, mesh.rank, numels)
         self.coded: Sequence[bool] = [False] * len(slots)
         if int8 is not None:
