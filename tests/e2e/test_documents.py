@@ -143,6 +143,7 @@ def marks(line: str, folder: str) -> list[str]:
     return [words[words.index("-m") + 1] if "-m" in words else "True" for words in of_folder]
 
 
+@pytest.mark.long
 def test_make_demo_trains_and_reports(tmp_path: Path) -> None:
     """The first command a stranger types works, here with a small model and two steps on the demo's eight ranks."""
     words = f"{TINY} --run-dir {tmp_path / 'run'}"

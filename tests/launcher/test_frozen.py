@@ -18,6 +18,7 @@ import zero_topo
 from tests.launcher.checkpoints import assert_same_bits
 from tests.launcher.models import adapted
 from tests.launcher.training import PLAIN, Job, advance, batch, block, mse, running, weights
+from tests.marks import late
 from zero_topo.cost import by_domain
 from zero_topo.cost.memory import ADAM_BYTES, memory_bytes
 from zero_topo.cost.volume import step_bytes
@@ -32,7 +33,8 @@ def job(zero_topo: dict[str, Any] | None, dtype: str = "bf16", **zero: Any) -> J
 
 
 @pytest.mark.parametrize(
-    ("scheme", "quantize", "kept"), [("zero++", {}, 0), ("topo", PLAIN, 100), ("topo", {"block_size": 64}, 100)]
+    ("scheme", "quantize", "kept"),
+    [("zero++", {}, 0), ("topo", {"block_size": 64}, 100), late("topo", PLAIN, 100)],
 )
 def test_bytes_and_memory_equal_the_formulas(scheme: str, quantize: dict[str, Any], kept: int) -> None:
     """To the byte, also where small parameters are kept whole, and never over the world for a frozen weight of topo.

@@ -6,7 +6,6 @@ Unquantized on a small network; with the default quantization, what a language m
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -91,9 +90,9 @@ def text_job(block: dict[str, Any] | None) -> Job:
     )
 
 
-@pytest.mark.parametrize(("steps", "learned"), [(60, 3.6), late(200, 3.2)])
-def test_default_quantization_learns_real_text_as_zero3_does(steps: int, learned: float) -> None:
+@pytest.mark.long
+def test_default_quantization_learns_real_text_as_zero3_does() -> None:
     """INT8 gathers and INT4 scatter: mean loss of the last tenth of the steps within 1% of stock ZeRO-3's."""
-    losses, stocks = (train(replace(text_job(of), steps=steps)) for of in (block("topo", quantize={}), None))
-    assert losses[0] > 5 and losses[-1] < learned
-    assert sum(losses[-steps // 10 :]) == pytest.approx(sum(stocks[-steps // 10 :]), rel=0.01)
+    losses, stocks = (train(text_job(of)) for of in (block("topo", quantize={}), None))
+    assert losses[0] > 5 and losses[-1] < 3.2
+    assert sum(losses[-20:]) == pytest.approx(sum(stocks[-20:]), rel=0.01)
