@@ -67,13 +67,13 @@ def read_rates(text: str, preset: Rates | None) -> Rates:
     Raises:
         ValueError: for what are no rates, or incomplete ones without a preset.
     """
-    given = read_json(text if text.lstrip().startswith("{") else read_text(Path(text), "--rates"), "--rates")
+    given = read_json(text if text.lstrip().startswith("{") else read_text(Path(text), "rates"), "rates")
     known = {} if preset is None else to_json(preset)
     merged = {**known, **given}
     for key in ("link_efficiency", "rings"):
         if isinstance(given.get(key), dict):
             merged[key] = {**known.get(key, {}), **given[key]}
-    return cast("Rates", read(Rates, "--rates", merged))
+    return cast("Rates", read(Rates, "rates", merged))
 
 
 def counts(text: str, what: str, most: int) -> list[int]:
