@@ -101,6 +101,14 @@ def test_what_a_gpu_would_run_exists(stage: int, tmp_path: Path) -> None:
         assert all((ROOT / name).is_file() for name in files) and (files or "quantizers" in words)
 
 
+def test_a_forward_pass_calls_no_more_functions_than_stocks(tmp_path: Path) -> None:
+    """What zero_topo does on the host for a module, beside what DeepSpeed does in its place."""
+    env = {**os.environ, "ZERO_TOPO_TEST_DEVICE": "cpu"}
+    words = [sys.executable, "-m", "tests.gpu.one_of_many", "calls", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 def test_it_takes_25_minutes_in_pieces_of_nine() -> None:
     """All of it, and the pieces that it names."""
     limits = {number: stage.limit_s for number, stage in STAGES.items()}

@@ -1,8 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.gpu.one_of_many checks|times FOLDER`: rank 0 of 384 alone, under DeepSpeed, on some of 20B's layers.
+"""`python -m tests.gpu.one_of_many checks|times|calls FOLDER`: rank 0 of 384 alone, on some of 20B's layers.
 
-Its kernels, streams and shard sizes are those of the real job. A collective is one copy of what the rank sends, so what
-is measured is the rank's own work.
+Its kernels, streams and shard sizes are those of the real job under DeepSpeed. A collective is one copy of what is
+sent, so what is measured is the rank's own work.
 """
 
 from __future__ import annotations
@@ -252,6 +252,34 @@ def under(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {"launches": len(kernels), "streams": len(streams), "ours_us": total, "ours_beside_the_model_us": beside}
 
 
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def calls(folder: Path) -> int:
+    """Calls of functions in each phase, of Python's and C's: what the host does, on any machine, however busy.
+
+    Returns 1 if topo's forward pass makes more of them than stock's.
+    """
+    tokens, results = batch(), {}
+    for scheme in ("stock", "topo"):
+        with engine_of(model(), config(scheme, 1, {})) as engine:
+            for _ in range(WARM_UP):
+                step(engine, tokens)
+            ends, many = [0], [0]
+
+            def count(frame: Any, event: str, argument: Any, many: list[int] = many) -> None:
+                many[0] += event in ("call", "c_call")
+
+            sys.setprofile(count)
+            step(engine, tokens, lambda ends=ends, many=many: ends.append(many[0]))
+            sys.setprofile(None)
+            modules = 6 * LAYERS
+            results[scheme] = {name: (b - a) / modules for name, (a, b) in zip(PHASES, pairwise(ends), strict=True)}
+        print(f"{scheme}: calls for each module:", {name: round(value) for name, value in results[scheme].items()})
+    save(folder, "calls", {"schemes": results})
+    return int(results["topo"]["forward"] > results["stock"]["forward"])
+
+
 def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
     """Write a record."""
     settings = {"device": str(DEVICE), "ranks": RANKS, "layers": LAYERS, "width": WIDTH, "tokens": BATCH * CONTEXT}
@@ -260,4 +288,4 @@ def save(folder: Path, name: str, results: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     with one_of_many():
-        sys.exit({"checks": checks, "times": times}[sys.argv[1]](Path(sys.argv[2])))
+        sys.exit({"checks": checks, "times": times, "calls": calls}[sys.argv[1]](Path(sys.argv[2])))

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from zero_topo.collectives.meter import Counted
 from zero_topo.collectives.queue import Handle
-from zero_topo.collectives.transport import all_gather, members
+from zero_topo.collectives.transport import all_gather, as_bytes
 from zero_topo.engine.shards import Layout
 from zero_topo.mesh import Mesh, Route
-from zero_topo.quant.operands import range_views
+from zero_topo.quant.operands import FLOATS, View
 from zero_topo.quant.ops import cast_to, dequantize, quantize
 from zero_topo.quant.spec import BlockSpec, Format
 
+FORMATS = {dtype: cast_to(dtype) for dtype in FLOATS}
 Capture = Callable[[int, Tensor], None]
 
 
@@ -39,33 +40,41 @@ class Copy(NamedTuple):
     packed: bool = False
     block: int = 1
 
+    @property
+    def is_sent_unchanged(self) -> bool:
+        """Whether the bytes of the data are those of the message."""
+        return self.packed or (self.wire == FORMATS.get(self.data.dtype) and self.data.is_contiguous())
+
     def store(self, rows: Tensor) -> None:
         """Overwrite the stored values with ``rows [rows, width]``."""
         if self.packed:
-            quantize(range_views(rows, [(0, rows.shape[1])]), self.wire, self.data)
+            quantize(rows, self.wire, self.data)
         else:
             self.data.copy_(rows)
 
     def unpack(self, buffers: Tensor, rows: Tensor) -> None:
         """Write the values of all ranks' packed buffers to the parameter's rows ``[N, width]``."""
-        pieces = range_views(members(rows, self.route.size), [(0, rows.shape[1])], self.block)
-        dequantize(buffers, self.wire, pieces)
+        (height, width), size = rows.shape, self.route.size  # row r of member m is row m + r * size
+        filled = -(-width // self.block) * self.block
+        view = View(rows.view(-1), height // size, filled, size * width, size, width, width)
+        dequantize(buffers, self.wire, [view])
 
 
 def pack(copies: Sequence[Copy]) -> tuple[Tensor, list[int]]:
     """Pack this rank's parts of several copies into one buffer; return it and the offset of each part, plus the end.
 
-    Each part of plain rows is encoded by one kernel launch. If no part is packed already, parts are encoded directly
-    into the buffer; otherwise one ``cat`` joins them.
+    If all parts must be encoded, they are encoded directly into the buffer. Otherwise one ``cat`` joins them.
     """
     sizes = [copy.data.numel() if copy.packed else copy.wire.nbytes(copy.data.numel()) for copy in copies]
     ends = list(accumulate(sizes, initial=0))
-    if any([copy.packed for copy in copies]):
-        parts = [c.data if c.packed else quantize(range_views(c.data, [(0, c.data.shape[1])]), c.wire) for c in copies]
+    unchanged = [copy.is_sent_unchanged for copy in copies]
+    if any(unchanged):
+        pairs = zip(copies, unchanged, strict=True)
+        parts = [as_bytes(copy.data) if same else quantize(copy.data, copy.wire) for copy, same in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts), ends
     buffer = copies[0].data.new_empty(ends[-1], dtype=torch.uint8)
     for copy, begin, end in zip(copies, ends, ends[1:], strict=False):
-        quantize(range_views(copy.data, [(0, copy.data.shape[1])]), copy.wire, buffer[begin:end])
+        quantize(copy.data, copy.wire, buffer[begin:end])
     return buffer, ends
 
 

@@ -70,6 +70,8 @@ class ParameterHandle:
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Wait until the parameters are whole. ``handle_dependency`` is DeepSpeed's argument, and ignored."""
+        if not self._params:
+            return
         with self._timing():
             whole = self._handle.wait()
         for param, full in zip(self._params, whole, strict=True):
