@@ -52,9 +52,10 @@ class Seen(NamedTuple):
 
 
 def radius_world(setting: str, peers: int = 4, numels: tuple[int, ...] = NUMELS, **sync: Any) -> World:
-    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism."""
+    """A world with the mode, on 2 x 2 x 2 or in plain data parallelism; of the usual parameters there are two runs."""
     sync = {"density": 0.1, "interval": INTERVAL, "value_dtype": "fp32", **sync}
-    return sparse_world(PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
+    w = sparse_world(PLACES[setting], peers if setting == "data parallel" else None, "radius", numels, **sync)
+    return replace(w, chunk=1024)
 
 
 def mask_of(engine: Stage3) -> Tensor:
