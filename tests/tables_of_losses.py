@@ -132,7 +132,7 @@ def fragment_sentences() -> list[str]:
         " / ".join(f"{100 * found[scheme][measure]['difference']['mean']:+.1f}" for measure in ("last", "evaluation"))
         for scheme in ("tagc-10-each", "tagc-10")
     )
-    return [f"of each parameter by itself (`per_parameter`) costs {each}% where that costs {whole}%"]
+    return [f'of each parameter by itself (`"select": "parameter"`) costs {each}% where that costs {whole}%']
 
 
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(
