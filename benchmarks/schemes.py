@@ -121,7 +121,7 @@ KNOWN: Mapping[str, BenchScheme] = MappingProxyType(
                 for name, sync in (("tagc-10", {"mode": "tagc", "ratio": 10}), ("radius", RADIUS))
                 for word, optimizer in (("", "AdamW"), ("-aged", "AgedAdamW"))
             ),
-            _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "per_parameter": True}),
+            _synced("tagc-10-each", {"mode": "tagc", "ratio": 10, "select": "parameter"}),
             _synced("adams", {"mode": "dense"}, "AdamS", replicated=True),
             _synced("scape", {"mode": "scape", "density": 0.1, "warmup": 40}, "AdamS", replicated=True),
         )

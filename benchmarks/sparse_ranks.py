@@ -18,6 +18,7 @@ from benchmarks.control import Control
 from benchmarks.records import Spread
 from benchmarks.sparse import ALL_REDUCE
 from zero_topo.config import ZeroTopoConfig, resolve_config
+from zero_topo.config.sparse_config import share
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.examples.data import Corpus, batch
 from zero_topo.examples.gpt import GPT, GPTConfig
@@ -25,7 +26,6 @@ from zero_topo.examples.process import behave
 from zero_topo.hook.leaving import leave
 from zero_topo.quant.operators import select
 from zero_topo.sync import Moment
-from zero_topo.sync.picks import share
 from zero_topo.sync.sparse import Sparse
 from zero_topo.topology.presets import emulated
 

@@ -132,7 +132,7 @@ def fragment_sentences() -> list[str]:
         " / ".join(f"{100 * found[scheme][measure]['difference']['mean']:+.1f}" for measure in ("last", "evaluation"))
         for scheme in ("tagc-10-each", "tagc-10")
     )
-    return [f"rise by {each}% with `per_parameter` and by {whole}% without"]
+    return [f"rise by {each}% with it and by {whole}% without"]
 
 
 TABLES: Mapping[str, Callable[[], list[str]]] = MappingProxyType(

@@ -127,7 +127,8 @@ def steps(w: World, count: int, around: Callable[[int], Any]) -> None:
     def entering(call: Callable[..., Any]) -> Callable[..., Any]:
         def within(*args: Any) -> Any:
             with entered[-1]():
-                return call(*args)
+                result = call(*args)
+            return Handle(None, (), entering(result.wait)) if isinstance(result, Handle) else result
 
         return within
 

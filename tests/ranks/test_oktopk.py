@@ -14,9 +14,10 @@ from tests.documents import README
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, observed, run, sparse_world
 from tests.ranks.worlds import World, synced
+from zero_topo.config.sparse_config import share
 from zero_topo.examples.gpt import GPT, GPTConfig
 from zero_topo.sync import oktopk
-from zero_topo.sync.picks import Picked, above, share
+from zero_topo.sync.picks import Picked, above
 
 CONFIG = GPTConfig(layers=1, width=32, context=32)
 NUMEL = sum(p.numel() for p in GPT(CONFIG).parameters())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -92,14 +93,17 @@ class Reference:
         chosen = ~self.takes
         for row in range(self.w.size):
             columns = self.takes[row].nonzero()[:, 0]
-            for part in columns.split(self._widths()) if self.mode.per_parameter else [columns]:
+            for part in columns.split(self._widths()):
                 score = mt[row // self.width, row, part].abs()
                 count = max(1, -int(-self.mode.density_at(self.count) * len(part) // 1))
                 chosen[row, part[torch.topk(score, count).indices]] = True
         return chosen
 
     def _widths(self) -> list[int]:
-        return [self.w.config.plan.shard_numel(n) for n in self.w.numels if n > 1]
+        """Columns of each part of which the same share is chosen; a run has all parameters but the last."""
+        widths = [self.w.config.plan.shard_numel(n) for n in self.w.numels if n > 1]
+        runs = {"parameter": widths, "run": [sum(widths[:-1]), widths[-1]], "all": [sum(widths)]}
+        return runs[self.mode.select]
 
 
 class Seen(NamedTuple):
@@ -176,10 +180,11 @@ def test_every_step_is_the_papers(setting: str, clip: float) -> None:
     check_against_reference(*warmed_up(setting, clip), clip)
 
 
+@pytest.mark.parametrize("select", ["parameter", "run"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_each_parameter_may_have_a_share_of_its_own(setting: str) -> None:
-    """However small its momentum is beside the others'."""
-    w = scape_world(setting, density=0.1, per_parameter=True)
+def test_each_parameter_or_run_may_have_a_share_of_its_own(setting: str, select: str) -> None:
+    """However small its momentum is beside the others'; two runs are synced one by one."""
+    w = replace(scape_world(setting, density=0.1, select=select), chunk=1024)
     check_against_reference(w, train(w, 6), 0.0)
 
 
@@ -285,11 +290,10 @@ def test_not_a_number_reaches_the_optimizer() -> None:
 @pytest.mark.parametrize("density", [0.1, 0.01])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_meter_counts_what_the_formula_says(setting: str, density: float) -> None:
-    """Masked values there and back, and bits; and the one byte to each peer that says whether all is finite."""
+    """Masked values there and back, and bits."""
     w = scape_world(setting, (40_000,), density=density)
-    lo, hi = w.config.plan.route(w.config.plan.gradients, w.size)[-1]
     work = Workload.uniform(w.numels, itemsize=4)
-    expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync") + hi // lo - 1
+    expected = sum(n for (phase, _), n in step_bytes(w.config, work).items() if phase == "sync")
     for found in train(w, 3):
         assert [seen.sent for seen in found[1:]] == [expected] * 2
 

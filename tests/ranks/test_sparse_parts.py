@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.harness import run_threads
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, HIERARCHY, mode_of, sparse_world
 from tests.ranks.worlds import NUMELS, PLAIN, owned, synced, world
+from zero_topo.config.sparse_config import TopkASync
 from zero_topo.topology.presets import emulated
 
 
@@ -30,13 +31,26 @@ def test_what_does_not_take_part_costs_nothing() -> None:
 
 
 def test_whole_gradients_are_one_run_and_others_a_bucket_each() -> None:
-    """What a mode takes in one exchange is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
+    """What a mode selects of all is not cut into DeepSpeed's buckets, dense sync is; neither sees updates."""
     dense = world({**DATA_PARALLEL, "quantize": PLAIN}, emulated(2, 1, 1))
-    worlds = (sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS), dense)
+    sparse = (sparse_world(DATA_PARALLEL, 2, "topk_a", NUMELS, select=select) for select in ("all", "run"))
+    worlds = (*sparse, dense)
 
     def rank_main(rank: int) -> list[int | None]:
         engines = [w.engine(chunk=640) for w in worlds]
-        assert [engine.gradients.mode.wants_updates for engine in engines] == [False, False]
+        assert [engine.gradients.mode.wants_updates for engine in engines] == [False] * 3
         return [engine.run_numel for engine in engines]
 
-    assert run_threads(2, rank_main) == [[None, 640]] * 2
+    assert run_threads(2, rank_main) == [[None, 640, 640]] * 2
+
+
+def test_a_large_model_has_sixteen_runs_at_least() -> None:
+    """So that a run's scratch is small beside the model; a small one has runs of a bucket."""
+    sync = TopkASync(select="run")
+    assert [sync.run_numel(10**9, n) for n in (10**6, 10**9, 10**10, 10**12)] == [
+        1 << 24,
+        62_500_000,
+        625_000_000,
+        10**9,
+    ]
+    assert TopkASync().run_numel(10**9, 10**9) is None

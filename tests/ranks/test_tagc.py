@@ -76,7 +76,7 @@ def test_nothing_is_lost_through_a_sketch_between_nodes(setting: str) -> None:
 @pytest.mark.parametrize("setting", HIERARCHY)
 def test_each_parameter_may_have_a_share_of_its_own(setting: str, each: bool) -> None:
     """However small its elements are beside the others', some of them come; by default the largest of all do."""
-    w = tagc((4_000, 4_000), None, HIERARCHY[setting], theta=0.9, per_parameter=each)
+    w = tagc((4_000, 4_000), None, HIERARCHY[setting], theta=0.9, select="parameter" if each else "all")
     results = run(w, 2, lambda rank, step: [w.grads(rank, step)[0], 1e-6 * w.grads(rank, step)[1]])
     seen = [step for found in results for step in found]
     assert {bool(step.rows[:, step.rows.shape[1] // 2 :].any()) for step in seen} == {each}

@@ -67,15 +67,16 @@ COMBINED = ("all-reduce", "topo-zero2", "codes, q4", "codes, oktopk", "gaussian_
 
 @dataclass(frozen=True)
 class World:
-    """A machine and a config on it."""
+    """A machine, a config on it, the parameters' elements, and those that a run may have at most."""
 
     config: ResolvedConfig
     numels: tuple[int, ...]
+    chunk: int = 1 << 20
 
     def engine(
         self,
         dtype: torch.dtype = torch.float32,
-        chunk: int = 1 << 20,
+        chunk: int | None = None,
         loss_scale: Callable[[], float] = lambda: 1.0,
         moments: Callable[[], Sequence[Moment]] = tuple,
         persistent: Sequence[int] = (),
@@ -86,7 +87,7 @@ class World:
             replace(p, persistent=slot in persistent, place=order[slot] if order else slot)
             for slot, p in enumerate(matrices(self.numels))
         ]
-        return bare_engine(self.config, parameters, dtype, chunk, loss_scale, moments, device=DEVICE)
+        return bare_engine(self.config, parameters, dtype, chunk or self.chunk, loss_scale, moments, device=DEVICE)
 
     def params(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The same whole parameters on every rank."""
@@ -153,7 +154,7 @@ either_placement = pytest.mark.parametrize(
 )
 
 
-def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int = 1 << 20) -> tuple[Stage3, list[Tensor]]:
+def loaded(w: World, dtype: torch.dtype = torch.float32, chunk: int | None = None) -> tuple[Stage3, list[Tensor]]:
     """An engine that has put the rank's own shard of each parameter where DeepSpeed keeps it, published; parameters."""
     engine, params = w.engine(dtype, chunk), w.params(dtype)
     plan, rank = w.config.plan, engine.layout.rank

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Run
 from tests.launching import ROOT
 from zero_topo.config import (
     SCHEMES,
@@ -101,6 +102,16 @@ def test_the_configs_of_a_mode_have_it(name: str, mode: str) -> None:
     assert mode == sync.MODE
     fitting = sync.OPTIMIZER or ("AgedAdamW" if mode in ("oktopk", "ternary") else "AdamW")
     assert load_deepspeed_config(path)["optimizer"]["type"] == fitting
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_configs_fit_20b_on_48_nodes_of_frontier(run: Run, name: str) -> None:
+    """By prediction; but for those whose optimizer states are replicated, which alone take half of the memory."""
+    words = ("--world-size", "384", "--machine", "frontier", "--model", "gpt-neox-20b")
+    status, out, _ = run("check", str(ROOT / "configs" / f"{name}.json"), *words)
+    replicated = name in ("topo-scape", "topo-ternary")
+    assert status == 0 and ("most of it for optimizer (30.83 GB), of 61.83 GB" in out) == replicated
+    assert ("warning: scheme topo needs" in out) == replicated
 
 
 @pytest.mark.parametrize(("name", "nodes"), FRONTIER.items())

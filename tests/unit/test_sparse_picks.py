@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops
 from zero_topo.sync import picks
 from zero_topo.sync.picks import (
@@ -30,7 +31,6 @@ from zero_topo.sync.picks import (
     largest,
     largest_of_each,
     positions,
-    share,
 )
 from zero_topo.sync.topk import FITTING_STEPS, GaussianK
 
@@ -136,8 +136,8 @@ def test_what_is_not_finite_is_always_picked(bad: float, on_cpu: bool) -> None:
         bound = kth_largest(x, 3)
         assert bound == torch.inf and int(count_reaching(x, bound)) == 3
         assert above(x, float(bound), 3).indices.tolist() == [7]
-    mode: Any = SimpleNamespace(density=0.01, k=100)
-    assert [float(found) for found in GaussianK.threshold(mode, x)] == [torch.inf, 3]
+    mode: Any = SimpleNamespace(density=0.01)
+    assert [float(found) for found in GaussianK.threshold(mode, x, 100)] == [torch.inf, 3]
 
 
 def test_a_vector_longer_than_torch_selects_from_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +180,13 @@ def test_a_density_is_at_least_one_element(density: float, numel: int, k: int) -
 )
 def test_a_normal_threshold_is_fitted_as_its_paper_says(x: Tensor) -> None:
     """Algorithm 1 of Shi et al., in plain steps: halved where fewer than 2/3 k pass, raised by half above 4/3 k."""
-    mode: Any = SimpleNamespace(density=0.01, k=share(0.01, len(x)))
+    mode: Any = SimpleNamespace(density=0.01)
+    k = share(0.01, len(x))
     bound = 2.5758293035489 * float(x.double().std()) + abs(float(x.double().mean()))
     for _ in range(FITTING_STEPS):
         passed = int((x.abs() >= bound).sum())
-        bound *= 0.5 if passed < 2 / 3 * mode.k else 1.5 if passed > 4 / 3 * mode.k else 1
-    found, count = GaussianK.threshold(mode, x)
+        bound *= 0.5 if passed < 2 / 3 * k else 1.5 if passed > 4 / 3 * k else 1
+    found, count = GaussianK.threshold(mode, x, k)
     assert float(found) == pytest.approx(bound, rel=1e-5) and int(count) == int((x.abs() >= float(found)).sum())
 
 

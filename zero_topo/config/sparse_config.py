@@ -9,10 +9,11 @@ Note [Expected, not exact]
     dense, count as sparse. The meter reports the bytes actually sent.
 
 Note [At the peak]
-    For the ``n`` elements that the peers reduce, a reduction stores gradient plus residual in FP32, ``4 n`` bytes,
-    which become the next residual. In addition, depending on the mode, it stores the magnitudes to select from
+    A run of ``n`` elements is read as gradient plus residual in FP32, ``4 n`` bytes, when it is exchanged and again
+    when the step is decided. In addition, depending on the mode, an exchange stores the magnitudes to select from
     (``4 n``) or the sums, and the selected elements: an index and a value take 12 bytes, and 41 while they are sorted
-    for summation in a fixed order. The internal scratch of torch's selection and sort is not counted.
+    for summation in a fixed order. Until the step is decided every run keeps what it sent, and the gradients that its
+    sums overwrote. The internal scratch of torch's selection and sort is not counted.
 
 Note [Positions]
     Every block of 4096 elements has the same number of selected elements, so all buffers have one length and no sizes
@@ -50,11 +51,23 @@ PICK_BYTES = 12  # bytes of an unpacked index and value
 SORTING_BYTES = 41  # bytes per selected element while it is sorted and summed, itself included
 PART_BYTES = 39  # bytes per element while the largest elements of each parameter are selected
 TERNARY_BLOCK = 4096
+LEAST_RUN = 1 << 24  # elements of a run, so that a large model has 16 runs and a small one few
+Select = Literal["parameter", "run", "all"]
+SELECT = (
+    'Of what the largest elements are selected: "parameter" of each parameter, "run" of each run of at most '
+    'reduce_bucket_size elements, "all" of all parameters. A run is sent as soon as its gradients are final, and '
+    'reuses the scratch memory of the run before it; "all" waits for the last gradient.'
+)
 
 
 def index_bytes(numel: int) -> int:
     """Return the bytes of an index into ``numel`` elements as it is sent: 4 if 32 bits suffice, else 8."""
     return 4 if numel <= 2**32 else 8
+
+
+def share(density: float, numel: int) -> int:
+    """Return ``k``, the number of elements of a density, at least one."""
+    return min(numel, max(1, math.ceil(density * numel)))
 
 
 def replicated(plan: Plan) -> bool:
@@ -63,11 +76,16 @@ def replicated(plan: Plan) -> bool:
 
 
 class SparseSync(SyncSettings):
-    """What all sparse modes have in common; one optimizer step syncs all parameters at once."""
+    """What all sparse modes have in common.
 
-    WHOLE: ClassVar[bool] = True
+    Attributes:
+        SETTLES_OWN_ROW: whether the residual of a rank's own row is kept, in place of the overwritten gradients.
+    """
+
+    SETTLES_OWN_ROW: ClassVar[bool] = False
 
     density: float = Field(0.01, gt=0, le=1, description="Share of the elements that a rank selects.")
+    select: Select = Field("all", description=SELECT)
     error_feedback: bool = Field(
         True,
         strict=True,
@@ -100,6 +118,15 @@ class SparseSync(SyncSettings):
         description="Steps after start over which the density goes geometrically from start_density to density, as in "
         "DGC (arXiv 1712.01887, section 3.4).",
     )
+
+    @property
+    def whole(self) -> bool:
+        """Return whether elements are selected of all parameters."""
+        return self.select == "all"
+
+    def run_numel(self, bucket: int | None, numel: int) -> int | None:
+        """Return the most parameter elements of a run: a bucket, but at most a sixteenth of a large model."""
+        return None if bucket is None or self.whole else min(bucket, max(LEAST_RUN, numel // 16))
 
     def density_at(self, step: int) -> float:
         """Return a step's density; steps count from 0.
@@ -136,17 +163,48 @@ class SparseSync(SyncSettings):
         return Kept(peers * columns * FP32 if self.error_feedback and not self.offload_residual and peers > 1 else 0)
 
     def scratch(self, plan: Plan, columns: int, run: Sequence[int], itemsize: int) -> Scratch:
-        """Return the bytes of gradient plus residual and of the mode's scratch; see Note [At the peak].
+        """Return the bytes of the largest moment; see Note [At the peak].
 
-        The FP32 reduction inside the node, or a dense reduction before ``start``, counts instead if it needs more.
+        The FP32 reduction inside the node, or a dense reduction before ``start``, counts if it needs more.
         """
-        inner, peers = sync_hops(plan)[0], sync_peers(plan)
+        inner, peers, width = sync_hops(plan)[0], sync_peers(plan), sum(run)
         if peers == 1:
             return Scratch()
-        within = 2 * FP32 * peers * columns * (inner[1] // inner[0]) if inner is not None else 0
-        dense = self.exchanged_bytes(peers * columns, plan) if self.start else 0
-        made = round(max(within, dense, self.busiest.made_bytes(columns, plan)))
-        return Scratch(always=FP32 * peers * columns + made)
+        mode, table = self.busiest, FP32 * peers * width
+        rows = (peers if replicated(plan) else 0 if mode.SETTLES_OWN_ROW else 1) * itemsize
+        rounds = ITEMSIZES[self.value_dtype] % FP32 if self.start else 0
+        errors = FP32 if rounds and replicated(plan) else 0  # of the sums of a first step
+        own, others = (
+            rows * part + max(errors * part, mode.kept_bytes(part, plan)) for part in (width, columns - width)
+        )
+        within = 2 * table * (inner[1] // inner[0]) if inner is not None else 0
+        dense = self.dense_bytes(width, plan, rows * width) if self.start else 0
+        made = max(table + within, dense, mode.made_bytes(width, plan, rows * width))
+        settled = own + table + max(rounds * peers * width, mode.settling_bytes(width, plan))
+        return Scratch(round(others + max(made, settled)), round(own + others))
+
+    @abstractmethod
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes that runs keep until the step is decided, overwritten gradients excluded.
+
+        Args:
+            columns: ``m``, elements of a row of these runs.
+            plan: says how many peers there are, and whether they need more than one row.
+        """
+
+    @abstractmethod
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the bytes at the peak of a run's exchange, with gradient plus residual and all that the run keeps.
+
+        Args:
+            columns: ``m``, elements of a row of the run.
+            plan: says how many peers there are, and whether they need more than one row.
+            overwritten: bytes of the gradients that the sums overwrite.
+        """
+
+    def settling_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the scratch bytes of subtracting what a run sent."""
+        return FP32 * self.density * sync_peers(plan) * columns
 
     @abstractmethod
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
@@ -157,49 +215,51 @@ class SparseSync(SyncSettings):
             plan: says how many peers there are, and whether they need more than one row.
         """
 
-    @abstractmethod
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the mode's peak scratch bytes, gradient plus residual excluded.
+    def dense_bytes(self, columns: int, plan: Plan, overwritten: int, kept: float = 1.0) -> float:
+        """Return the peak bytes of an exchange of all elements of a run, or of the share ``kept``.
 
-        Args:
-            columns: ``C``, elements of a row.
-            plan: says how many peers there are, and whether they need more than one row.
+        They are the values, as sent and as received, FP32 rows to add up, and the sums of one row or of all.
         """
-
-    def exchanged_bytes(self, numel: float, plan: Plan, everywhere: bool | None = None) -> float:
-        """Return the peak scratch bytes of reducing ``numel`` values: rounded copy, receive buffer, FP32 values, sums.
-
-        Args:
-            numel: values in all rows.
-            plan: the degrees.
-            everywhere: whether all sums are sent back to all peers; None follows the plan.
-        """
-        itemsize, row = ITEMSIZES[self.value_dtype], FP32 * numel / sync_peers(plan)
-        rounds = itemsize < FP32
-        coming = (2 * itemsize + FP32) * numel if rounds else FP32 * numel + row
-        if not (replicated(plan) if everywhere is None else everywhere):
-            return coming
-        back = row + (itemsize + FP32 if rounds else FP32) * numel + (row / FP32 * itemsize if rounds else 0)
-        return max(coming, back)
-
-    def masked_bytes(self, numel: int, plan: Plan, everywhere: bool | None = None) -> float:
-        """Return the peak scratch bytes of reducing the elements that a mask selects, the mask excluded.
-
-        They are the positions and values of the selected elements, then the sums at their positions.
+        peers, itemsize = sync_peers(plan), ITEMSIZES[self.value_dtype]
+        row, n = FP32 * columns * kept, peers * columns * kept
+        back, sums = 0.0, float(FP32 * columns)
+        if replicated(plan):
+            rounding = (FP32 * n + row + itemsize * columns * kept) if itemsize < FP32 else 0
+            back, sums = 2 * itemsize * n + row + rounding, peers * sums + (row if itemsize < FP32 else 0)
+        return max(2 * FP32 * n, back, itemsize * n + sums + overwritten)
 
 
-        Args:
-            numel: ``n``, elements of all rows; the mask selects the share ``density`` of them.
-            plan: the degrees.
-            everywhere: as in :meth:`exchanged_bytes`.
-        """
-        kept, sums = self.density * numel, replicated(plan) if everywhere is None else everywhere
-        placed = 4 * (kept + numel) if sums else (12 * kept + 4 * numel) / sync_peers(plan)
-        return 12 * kept + max(self.exchanged_bytes(kept, plan, sums), placed)
+class MaskedSync(SparseSync):
+    """What modes have in common that send the elements of a mask, without indices."""
+
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the rounding errors of the own sums, if they are sent back."""
+        return FP32 * columns if ITEMSIZES[self.value_dtype] < FP32 and replicated(plan) else 0
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the larger of an exchange of all elements and one with a boolean mask and its elements."""
+        n, rows = sync_peers(plan) * columns, 1 if replicated(plan) else 1 / sync_peers(plan)
+        kept = self.density * n
+        sent = FP32 * n + 2 * FP32 * kept + max(n, (FP32 + ITEMSIZES[self.value_dtype] % FP32) * kept)
+        received = 8 * kept * rows + self.dense_bytes(columns, plan, overwritten, self.density)
+        return max(self.dense_bytes(columns, plan, overwritten), sent, received)
+
+    def settling_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the scratch bytes of computing the rounding errors of all elements, or of those under the mask."""
+        n, rounded = sync_peers(plan) * columns, ITEMSIZES[self.value_dtype] % FP32
+        return max(rounded * n, n + 8 * self.density * n, (12 + rounded) * self.density * n)
 
 
 class PickingSync(SparseSync):
-    """What modes have in common that send selected elements, an index and a value each; here, all to every peer."""
+    """What modes have in common that send selected elements, an index and a value each; here, all to every peer.
+
+    Attributes:
+        SELECTING: scratch bytes per element while the selected ones are found.
+    """
+
+    SELECTING: ClassVar[int] = FP32
+
+    select: Literal["run", "all"] = Field("all", description=SELECT)
 
     @property
     def by_row(self) -> bool:
@@ -213,7 +273,7 @@ class PickingSync(SparseSync):
             numel: ``n``, elements that the peers reduce.
             plan: says how many peers there are, and whether they need more than one row.
         """
-        return self.density * numel * (sync_peers(plan) - 1)
+        return share(self.density, numel) * (sync_peers(plan) - 1)
 
     def record_bytes(self, numel: int, plan: Plan) -> int:
         """Return the bytes of a selected element as sent: a value, and an index into ``numel`` elements or a row."""
@@ -224,11 +284,16 @@ class PickingSync(SparseSync):
         numel = sync_peers(plan) * sum(widths)
         return self.picks(numel, plan) * self.record_bytes(numel, plan)
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the scratch bytes of a rank that receives all selected elements of all peers."""
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the selected elements."""
+        return PICK_BYTES * self.density * sync_peers(plan) * columns
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the peak of selecting, and of receiving and adding up all selected elements of all peers."""
         peers = sync_peers(plan)
         n, k = peers * columns, self.density * peers * columns
-        return PICK_BYTES * k + max(4 * n + PICK_BYTES * peers * k, SORTING_BYTES * peers * k)
+        summed = max(SORTING_BYTES * peers * k, PICK_BYTES * peers * k + 4 * n + overwritten)
+        return PICK_BYTES * k + max((FP32 + self.SELECTING) * n, summed)
 
 
 class TopkASync(PickingSync):
@@ -239,6 +304,8 @@ class TopkASync(PickingSync):
 
 class GaussianKSync(PickingSync):
     """As ``topk_a``, the threshold estimated from a normal distribution."""
+
+    SELECTING: ClassVar[int] = 1
 
     mode: Literal["gaussian_k"] = Field(
         "gaussian_k", description="All-gather of the elements above a threshold that a normal distribution suggests."
@@ -267,14 +334,15 @@ class TopkDsaSync(PickingSync):
         dense = numel / peers * 4 / self.record_bytes(numel, plan)
         return k * (peers - 1) / peers + (min(k, dense) * (peers - 1) if replicated(plan) else 0)
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
         """Return the peak of selecting, of summing, and, if all rows are needed, of receiving them sparse or dense."""
-        peers, row, back = sync_peers(plan), 4 * columns, 0.0
+        peers, row = sync_peers(plan), 4 * columns
         n, k = peers * columns, self.density * peers * columns
+        back: float = row + overwritten
         if replicated(plan):
             sparse = k * self.record_bytes(n, plan) < row
-            back = row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n)
-        return PICK_BYTES * k + max(4 * n, SORTING_BYTES * k, back)
+            back = max(row + (4 * n + (PICK_BYTES + 8) * peers * k if sparse else 8 * n), 4 * n + overwritten)
+        return PICK_BYTES * k + max(8 * n, SORTING_BYTES * k, back)
 
 
 class GTopkSync(PickingSync):
@@ -288,10 +356,15 @@ class GTopkSync(PickingSync):
         """Return the count of the tree's root, which sends least on the way up and most on the way down."""
         return self.density * numel * (sync_peers(plan) - 1).bit_length()
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the bytes at the end: the sums, and the selected elements of the last two levels."""
-        n = sync_peers(plan) * columns
-        return 4 * n + 6 * PICK_BYTES * self.density * n
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the selected elements, and at each level of those that are not passed on."""
+        levels = (sync_peers(plan) - 1).bit_length()
+        return (1 + levels) * super().kept_bytes(columns, plan)
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the peak of selecting, and of the sums."""
+        n, picks = sync_peers(plan) * columns, super().kept_bytes(columns, plan)
+        return max(8 * n + picks, 4 * n + self.kept_bytes(columns, plan) + picks + overwritten)
 
 
 class OkTopkSync(PickingSync):
@@ -300,6 +373,12 @@ class OkTopkSync(PickingSync):
     mode: Literal["oktopk"] = Field("oktopk", description="The sparse all-reduce of Ok-Topk.")
     tau: int = Field(64, ge=1, description="Steps between two balancings of the regions.")
     tau_prime: int = Field(32, ge=1, description="Steps between two exact thresholds.")
+    select: Literal["run", "all"] = Field(
+        "all",
+        description='"run" selects the same share of each rank\'s part of a run of at most reduce_bucket_size '
+        "elements, without thresholds. A run is sent as soon as its gradients are final, and reuses the scratch memory "
+        'of the run before it. "all" selects of all parameters, after the last gradient.',
+    )
     sharded: bool = Field(
         False,
         strict=True,
@@ -324,31 +403,42 @@ class OkTopkSync(PickingSync):
 
     @property
     def by_row(self) -> bool:
-        """Return whether owners sum their rows, which they do if the sums stay with them."""
-        return self.sharded
+        """Return whether owners sum their rows: if the sums stay with them, or rows are selected one by one."""
+        return self.sharded or not self.whole
 
     def picks(self, numel: int, plan: Plan) -> float:
         """Return the count for each owner's part, then an equal share of ``k`` sums for all unless the sums stay."""
-        peers = sync_peers(plan)
-        part = self.density * numel * (peers - 1) / peers
+        row = numel / sync_peers(plan)
+        part = (sync_peers(plan) - 1) * (self.density * row if self.whole else share(self.density, round(row)))
         return part if self.sharded else 2 * part
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
+    @property
+    def SETTLES_OWN_ROW(self) -> bool:  # type: ignore[override]
+        """Return whether the owner keeps the sums that it does not choose."""
+        return self.sharded
+
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the selected elements, and of the sums of the own row that are not chosen."""
+        return super().kept_bytes(columns, plan) + (FP32 * columns if self.sharded else 0)
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
         """Return the peak of selecting, of summing, and of a row of sums with the elements selected from the sums."""
         peers, row = sync_peers(plan), 4 * columns
         n, k = peers * columns, self.density * peers * columns
-        chosen: float = row + columns if self.sharded else 4 * n + (PICK_BYTES + 4) * min(peers * k, n)
-        own = row if self.sharded else 0  # copied, and later overwritten with the sums
-        return PICK_BYTES * k + max(own + 4 * n, own + SORTING_BYTES * k, row + chosen)
+        summing = row + SORTING_BYTES * k + (4 * n if self.whole else 0)
+        chosen: float = 4 * row if self.sharded else row + 8 * n + (PICK_BYTES + 4) * min(peers * k, n)
+        own = row if self.sharded or not self.whole else 0
+        return PICK_BYTES * k + max(own + 8 * n, summing, chosen)
 
 
-class RadiusSync(SparseSync):
+class RadiusSync(MaskedSync):
     """The elements that the optimizer moved most at the last resampling; the others wait for the next one."""
 
     mode: Literal["radius"] = Field("radius", description="One mask for all ranks, chosen anew at intervals (Radius).")
     density: float = Field(
         0.4, gt=0, le=1, description="Share of each owner's slice of each parameter that the mask selects."
     )
+    select: Literal["parameter"] = Field("parameter", description=SELECT)
     value_dtype: Dtype = Field(
         "bf16", description="Type of the values as sent; error feedback adds the rounding error to the residual."
     )
@@ -386,23 +476,8 @@ class RadiusSync(SparseSync):
         masks = peers * -(-columns // 8) if peers > 1 else 0
         return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the larger of a step that reduces everything and one with a boolean mask and its elements."""
-        n = sync_peers(plan) * columns
-        return max(self.exchanged_bytes(n, plan), n + self.masked_bytes(n, plan))
 
-
-class PerParameter(SparseSync):
-    """What modes have in common that may choose of each parameter by itself."""
-
-    per_parameter: bool = Field(
-        False,
-        strict=True,
-        description="Choose the same share of each parameter by itself, instead of all parameters' together.",
-    )
-
-
-class ScapeSync(PerParameter):
+class ScapeSync(MaskedSync):
     """The elements of largest momentum at the last step, by a mask that all ranks share; AdamS lives on them alone."""
 
     OPTIMIZER: ClassVar[str | None] = "AdamS"
@@ -438,8 +513,8 @@ class ScapeSync(PerParameter):
     def peer_bytes(self, widths: Sequence[int], plan: Plan) -> float:
         """Return the bytes of each peer's masked row, then of the rank's own sums and mask bits to all peers."""
         columns = sum(widths)
-        parts = widths if self.per_parameter else [columns]
-        kept = sum(min(part, max(1, math.ceil(self.density * part))) for part in parts)
+        parts = widths if self.select == "parameter" else [columns]
+        kept = sum(share(self.density, part) for part in parts)
         return (sync_peers(plan) - 1) * (2 * kept * ITEMSIZES[self.value_dtype] + -(-columns // 8))
 
     def memory(self, plan: Plan, columns: int, loss_scaled: bool) -> Kept:
@@ -448,26 +523,38 @@ class ScapeSync(PerParameter):
         masks = 2 * rows * -(-columns // 8) if rows > 1 else 0
         return super().memory(plan, columns, loss_scaled)._replace(masks=masks)
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the momentum, a boolean mask, and the larger of selecting, a full reduction and a masked one."""
-        n = sync_peers(plan) * columns
-        sorting = PART_BYTES * columns if self.per_parameter else 0
-        return 5 * n + columns + max(self.exchanged_bytes(n, plan, True), sorting, self.masked_bytes(n, plan, True))
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the own row of the next mask, and of the rounding errors of the own sums."""
+        return columns + super().kept_bytes(columns, plan)
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the larger of selecting and of an exchange."""
+        selecting = (PART_BYTES if self.select == "parameter" else 2 * FP32) * columns
+        exchange = columns + super().made_bytes(columns, plan, overwritten)
+        return max(FP32 * sync_peers(plan) * columns + selecting, exchange)
 
 
 class TernarySync(SparseSync):
     """The largest elements of every block, each as a sign, and one scale for the block."""
 
+    SETTLES_OWN_ROW: ClassVar[bool] = True
+
     mode: Literal["ternary"] = Field(
         "ternary", description="Signs of each block's largest elements, their positions, and one scale a block."
     )
     density: float = Field(0.05, gt=0, le=1, description="Share of the elements of each block that a rank selects.")
+    select: Literal["run", "all"] = Field(
+        "all",
+        description='Of what blocks are cut: "run" of each run of at most reduce_bucket_size elements, which is sent '
+        'as soon as its gradients are final and reuses the scratch memory of the run before it; "all" of all '
+        "parameters, after the last gradient.",
+    )
     value_dtype: Dtype = Field("bf16", description="Type of a block's scale on the wire.")
 
     @property
     def picks(self) -> int:
         """Return the number of selected elements of each block."""
-        return min(TERNARY_BLOCK, max(1, math.ceil(self.density * TERNARY_BLOCK)))
+        return share(self.density, TERNARY_BLOCK)
 
     @property
     def low_bits(self) -> int:
@@ -490,8 +577,21 @@ class TernarySync(SparseSync):
         row = -(-blocks * self.block_bits // 8) + blocks * ITEMSIZES[self.value_dtype]
         return ways * (sync_peers(plan) - 1) * row
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
-        """Return the padded blocks, the received buffers (unpacked, then placed), the sums, twice if all need them."""
-        peers, row = sync_peers(plan), -(-columns // TERNARY_BLOCK)
-        sums, apart = 4 * TERNARY_BLOCK * row, peers * row * (1.125 * self.block_bits + 28 * self.picks)
-        return 4 * TERNARY_BLOCK * (2 * peers - 1) * row + (sums + apart if replicated(plan) else max(sums, apart))
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the packets sent, and of the residual of the own row."""
+        blocks = -(-columns // TERNARY_BLOCK)
+        return blocks * (sync_peers(plan) * self.block_bits / 8 + FP32 * TERNARY_BLOCK)
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
+        """Return the larger of encoding the padded blocks, and of decoding what is received and delivering the sums."""
+        peers, blocks = sync_peers(plan), -(-columns // TERNARY_BLOCK)
+        encoding = (peers - 1) * blocks * (self.picks * (26 + 4 * self.low_bits) + self.block_bits)
+        sums = (FP32 * peers * TERNARY_BLOCK * blocks if replicated(plan) else 0) + overwritten
+        padded = FP32 * peers * TERNARY_BLOCK * blocks
+        summing = self.kept_bytes(columns, plan) + max(self.settling_bytes(columns, plan), sums)
+        return max(FP32 * peers * columns + padded + encoding, summing)
+
+    def settling_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of packets of all other peers, unpacked, and of the values at their places."""
+        blocks = (sync_peers(plan) - 1) * -(-columns // TERNARY_BLOCK)
+        return blocks * (FP32 * TERNARY_BLOCK + 1.125 * self.block_bits + 28 * self.picks)

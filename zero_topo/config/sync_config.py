@@ -74,13 +74,10 @@ class Scratch(NamedTuple):
     Attributes:
         peak: the most bytes at one time, ``kept`` included.
         kept: the part that stays allocated until it is decided whether the step is skipped.
-        always: bytes counted at every moment of a step: the next residual, which stays allocated until it is decided
-            whether the step is skipped, and the scratch of a reduction of all gradients.
     """
 
     peak: int = 0
     kept: int = 0
-    always: int = 0
 
 
 class SyncSettings(StrictModel):
@@ -88,7 +85,6 @@ class SyncSettings(StrictModel):
 
     Attributes:
         MODE: the value of ``mode``, its default.
-        WHOLE: whether one collective carries all parameters, rather than runs of them as they are ready.
         OPTIMIZER: the only ``optimizer.type`` it works with; None if any will do.
 
     Raises:
@@ -96,7 +92,6 @@ class SyncSettings(StrictModel):
     """
 
     MODE: ClassVar[str]
-    WHOLE: ClassVar[bool] = False
     OPTIMIZER: ClassVar[str | None] = None
 
     @classmethod
@@ -105,6 +100,20 @@ class SyncSettings(StrictModel):
             cls.MODE = cls.model_fields["mode"].default
             if missing := sorted(getattr(cls, "__abstractmethods__", ())):
                 raise TypeError(f"the sync mode {cls.MODE} has no formula for {', '.join(missing)}; define it")
+
+    @property
+    def whole(self) -> bool:
+        """Return whether one collective carries all parameters, rather than runs of them as they are ready."""
+        return False
+
+    def run_numel(self, bucket: int | None, numel: int) -> int | None:
+        """Return the most parameter elements of a run; None if one collective carries all parameters.
+
+        Args:
+            bucket: DeepSpeed's ``reduce_bucket_size``, or None.
+            numel: elements of all parameters.
+        """
+        return None if self.whole else bucket
 
     def problem(self, plan: Plan) -> str | None:
         """Return why the mode cannot work with a plan and what to change; None if it can.

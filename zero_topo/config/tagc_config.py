@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, PerParameter, replicated
+from zero_topo.config.sparse_config import PART_BYTES, PICK_BYTES, SORTING_BYTES, SparseSync, replicated
 from zero_topo.config.sync_config import FP32, ITEMSIZES, Dtype, sync_peers
 from zero_topo.plan import Plan
 
@@ -55,7 +55,7 @@ QUERY_KEY_VALUE = (
 )
 
 
-class TagcSync(PerParameter):
+class TagcSync(SparseSync):
     """An exact index and a count sketch of the values, both reduced to the owner of each row; TAGC.
 
     Polyakov, Dukhanov and Spirin, "TAGC: Optimizing Gradient Communication in Distributed Transformer Training"
@@ -147,7 +147,11 @@ class TagcSync(PerParameter):
         """Return the bytes that an owner sends to each peer that needs its row: mask bits of the union, FP32 sums."""
         return -(-width // 8) + round(self._union(peers) * width) * FP32
 
-    def made_bytes(self, columns: int, plan: Plan) -> float:
+    def kept_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the bytes of the selected elements."""
+        return PICK_BYTES * (1 - self.zeros(sync_peers(plan))) * sync_peers(plan) * columns
+
+    def made_bytes(self, columns: int, plan: Plan, overwritten: int) -> float:
         """Return the largest of: selecting; masks with sketches or summed values; receiving all rows, if needed."""
         peers = sync_peers(plan)
         n, picks, union = peers * columns, (1 - self.zeros(peers)) * peers * columns, self._union(peers)
@@ -160,8 +164,13 @@ class TagcSync(PerParameter):
         if replicated(plan):
             everywhere = 4 * columns + 5 * n + 12 * union * n + 4 * union * n / peers
         masks = n + (n + columns) // 8 + columns
-        selecting = (PART_BYTES - 4) * n if self.per_parameter else 0  # the value is there
-        return max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
+        selecting = (PART_BYTES - 4) * n if self.select == "parameter" else 0  # the value is there
+        made = max(selecting, PICK_BYTES * picks + max(4 * n, masks + max(reducing, everywhere)))
+        return 4 * n + made
+
+    def settling_bytes(self, columns: int, plan: Plan) -> float:
+        """Return the scratch bytes of subtracting the selected elements."""
+        return self.kept_bytes(columns, plan) * FP32 / PICK_BYTES
 
     def _union(self, peers: int) -> float:
         """Return the share of elements that at least one of ``peers`` ranks selects, if they select independently."""

@@ -89,9 +89,8 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
         flight: DeepSpeed's settings.
 
     Returns:
-        The roles of :func:`~zero_topo.cost.memory.memory_bytes`; "masks" of sparse modes; "sync", their scratch (the
-        next residual is allocated until it is decided whether the step is skipped); the gradient "bucket"; and the
-        roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
+        The roles of :func:`~zero_topo.cost.memory.memory_bytes`; "masks" of sparse modes; the gradient "bucket"; and
+        the roles of the largest moment, see :func:`moments`. Roles of zero bytes are left out, except the four shards.
     """
     accumulated = ITEMSIZES[config.accumulation_dtype] if config.accumulation_dtype else work.itemsize
     states = ADAM_BYTES if work.itemsize < 4 else ADAM_BYTES_FP32
@@ -99,15 +98,16 @@ def predict_memory(config: ResolvedConfig, work: Workload, job: Job, flight: InF
     columns = sum(work.shards(config.plan))
     held |= {"optimizer": 0} if flight.offload else {}
     most = max(moments(config, work, job, flight), key=lambda roles: sum(roles.values()))
-    made, masks = scratch(config, work, flight).always, config.sync.memory(config.plan, columns, False).masks
-    beside = {"masks": masks, "sync": made, "bucket": flight.bucket * work.itemsize, **most}
+    masks = config.sync.memory(config.plan, columns, False).masks
+    beside = {"masks": masks, "bucket": flight.bucket * work.itemsize, **most}
     return {**held, **{role: nbytes for role, nbytes in beside.items() if nbytes}}
 
 
 def scratch(config: ResolvedConfig, work: Workload, flight: InFlight) -> Scratch:
     """Return the scratch bytes of sync, which runs over one bucket of parameters at a time."""
     columns = sum(work.shards(config.plan))
-    run = widest_run(config, replace(work, run_numel=flight.bucket))
+    limit = config.sync.run_numel(flight.bucket, sum(work.numels))
+    run = widest_run(config, replace(work, run_numel=limit))
     name = getattr(config.sync, "dtype", None) or config.accumulation_dtype
     return config.sync.scratch(config.plan, columns, run, ITEMSIZES[name] if name else work.itemsize)
 

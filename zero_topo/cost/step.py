@@ -455,7 +455,7 @@ def _passes(
         first = 0 if not hides else 1 if edge else 0
         return (packets[first:], packets[:first]) if hides else ([], packets)
 
-    whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.WHOLE else []
+    whole = [Columns(tuple(width for count, of in modules for width in of.all * count))] if config.sync.whole else []
     synced = [_packet(config, job, network, "sync", columns) for columns in whole] or of("sync")
     gathers, scatters = job.prefetch > 0, job.overlap_scatter
     forward = [split(of("gather_forward"), gathers)]

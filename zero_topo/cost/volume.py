@@ -187,7 +187,7 @@ def step_bytes(config: ResolvedConfig, work: Workload, stock: bool = False) -> d
         book(phase, phase_moves(sent_as(config, phase, stock), phase, columns, itemsize, escaped)[0], times)
 
     add("scatter", slots, work.scatter_itemsize, work.micro_batches)
-    for run in slot_runs(plan, work, slots, None if config.sync.WHOLE else work.run_numel):
+    for run in slot_runs(plan, work, slots, config.sync.run_numel(work.run_numel, sum(work.numels))):
         add("sync", run, work.sync_itemsize)
     # Each matrix's parts go to its owner and back. Owners send more back than others; this is the mean of the ranks.
     parts = sum(plan.world_size // plan.optimizer * plan.shard_numel(numel) for numel in work.of_muon())

@@ -26,6 +26,7 @@ from zero_topo.engine.residual_transfer import STATE_KEY, Carried, carried, rest
 from zero_topo.engine.shards import Layout
 from zero_topo.engine.weights import Weights
 from zero_topo.mesh import Mesh
+from zero_topo.plan import packed_runs
 from zero_topo.quant.operands import DTYPES
 from zero_topo.quant.operators import select
 from zero_topo.quant.ops import cast_to
@@ -90,7 +91,7 @@ class Stage3:
         select(like.device)
         self.accumulation_dtype = _dtype(config.accumulation_dtype, accumulation_dtype)
         self.publish_dtype = _dtype(config.publish.dtype, like.dtype)
-        self.run_numel = None if config.sync.WHOLE else bucket_numel
+        self.run_numel = config.sync.run_numel(bucket_numel, sum(p.numel for p in trained))
         # The queue of sync and publish: one order on all ranks; on a GPU, a separate stream.
         self._lane = OrderedQueue(like.device, config.overlap, ahead=1)
         publish = config.publish.spec or cast_to(self.publish_dtype)
@@ -126,6 +127,7 @@ class Stage3:
             moments=moments,
             mpi=isinstance(config.sync, OkTopkSync) and config.sync.transport == "mpi",
             parameters=self.parameters,
+            runs=tuple(tuple(self.layout.spans(run)) for run in packed_runs(self.layout.padded_numels, self.run_numel)),
         )
         mode = build_mode(config.sync, context)
         wire = config.gradients_spec or cast_to(self.scatter_dtype)

@@ -83,6 +83,7 @@ class SyncContext:
         parameters: all trained parameters, in the order of their columns.
         moments: returns the optimizer's momentum; empty before its first step.
         mpi: whether MPI transports the traffic between gradient domains.
+        runs: the shard ranges of each run for which :meth:`SyncMode.start` is called.
     """
 
     plan: Plan
@@ -94,6 +95,7 @@ class SyncContext:
     parameters: tuple[Parameter, ...]
     moments: Callable[[], Sequence[Moment]]
     mpi: bool
+    runs: tuple[tuple[Range, ...], ...]
 
     @property
     def columns(self) -> int:

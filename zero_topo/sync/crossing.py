@@ -96,13 +96,17 @@ class Crossing(SyncMode, ABC):
         """Return a view of the rows of a gradient shard that the table has."""
         return shard if self._inner is None else shard[self._inner.index :: self._inner.size]
 
+    def columns(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
+        """Return a copy of all peers' rows in the shard, FP32 ``[P, C]``."""
+        views = range_views(self.rows(shard)[:, None], merged(ranges))
+        table = shard.new_empty(self.peers.size, total_numel(views), dtype=torch.float32)
+        quantize(views, EXACT, table.view(torch.uint8))
+        return table
+
     def table(self, shard: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Return a copy of all peers' rows, FP32 ``[P, C]``: of the shard itself, or of its sums inside the node."""
         if self._inner is None:
-            rows = range_views(shard[:, None], merged(ranges))
-            table = shard.new_empty(len(shard), total_numel(rows), dtype=torch.float32)
-            quantize(rows, EXACT, table.view(torch.uint8))
-            return table
+            return self.columns(shard, ranges)
         ranges = merged(ranges)
         places = packed_ranges(ranges)
         table = shard.new_empty(self.peers.size, places[-1][1], dtype=torch.float32)

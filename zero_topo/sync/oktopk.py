@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import OkTopkSync
+from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
@@ -49,10 +50,10 @@ from zero_topo.sync.picks import (
     count_reaching,
     kth_largest,
     largest,
+    largest_of_rows,
     positions,
-    share,
 )
-from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
+from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
 
 CROWDED = 4
 FALL = 4  # counts are assumed to fall with this power of a threshold
@@ -94,37 +95,47 @@ class OkTopk(Sparse):
         self._open = self.numel - self._columns if config.sharded else self.numel  # elements to select from
 
     @property
+    def k(self) -> int:
+        """Number of sums that are chosen."""
+        return share(self.density, self.numel)
+
+    @property
     def picks(self) -> int:
-        """Number of elements that this rank selects; :attr:`k` of the sums are chosen."""
+        """Number of elements that this rank selects."""
         return share(self.density, self._open)
 
-    def exchange(self, total: Tensor, state: OkTopkState) -> tuple[Tensor, OkTopkState, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce selected elements at the owners of their regions, then choose among the sums."""
         exact = self.since_start < self.config.tau_prime or self.since_start % self.config.tau_prime == 0
+        state: OkTopkState = self._state
         own = self._own(total)
         picked, threshold, recomputed = self._picked(total, state, exact)
         bounds = state.bounds
         if not self.config.sharded and self.since_start % self.config.tau == 0:
             bounds = self._balanced(picked)
         begin, sums, world = self._summed(picked, bounds, state.world, own)
-        if own is not None:
+        past, sharded = begin + len(sums), self.config.sharded
+        if sharded:
             reduced, count, after = self._sharded(sums, None if exact else world)
-            # This rank cannot know which of its elements were chosen: owners keep the rest of the sums.
-            total[picked.indices] -= picked.values
-            torch.sub(sums, reduced, out=total[begin : begin + len(sums)])
+            left: Tensor | None = sums - reduced  # the owner keeps the sums that were not chosen
         else:
             reduced, count, after = self._choose(sums, begin, None if exact else world)
-            total[picked.indices] -= torch.where(reduced[picked.indices] != 0, picked.values, 0.0)
-            if self.dtype != sums.dtype:  # sums were rounded when sent: their owner keeps the rounding errors
-                received = reduced[begin : begin + len(sums)]
-                total[begin : begin + len(sums)] += torch.where(received != 0, sums - received, 0.0)
-        report: Report = {
-            "density_asked": self.density,
-            "density": len(picked) / self._open,
-            "union": count.double() / self.numel,
-            "recomputed": float(recomputed) + float(exact),
-        }
-        return reduced, OkTopkState(threshold, after, bounds), report
+            picked = Picked(picked.indices, torch.where(reduced[picked.indices] != 0, picked.values, 0.0))
+            received = reduced[begin:past]  # in the wire dtype: the owner keeps the rounding errors
+            left = None if self.dtype == sums.dtype else torch.where(received != 0, sums - received, 0.0)
+
+        def settle(again: Tensor) -> None:
+            picked.subtract_from(again)
+            if left is not None:
+                again[begin:past] = left if sharded else again[begin:past] + left
+
+        report = Report(
+            density=len(picked) / self._open,
+            union=count.double() / self.numel,
+            recomputed=float(recomputed) + float(exact),
+        )
+        record = Exchange(settle, report, OkTopkState(threshold, after, bounds), settles_own_row=sharded)
+        return lambda: reduced, record
 
     def _own(self, total: Tensor) -> Tensor | None:
         """Move this rank's own row ``[C]`` out of the total if sums stay with their owners; else return None."""
@@ -199,7 +210,7 @@ class OkTopk(Sparse):
             own, counts, threshold = self._reused(sums, world)
             own.indices.add_(begin)
             everything = self._records.gather(self.peers, *self._spread(own, counts))
-        reduced = self.zeros().index_copy_(0, everything.indices, everything.values)
+        reduced = sums.new_zeros(self.numel).index_copy_(0, everything.indices, everything.values)
         return reduced, everything.values.count_nonzero(), threshold
 
     def _reused(self, sums: Tensor, threshold: float) -> tuple[Picked, list[int], Tensor]:
@@ -274,4 +285,51 @@ def _moved(share: float) -> float:
     return float(min(max(share ** (1 / FALL), 1 / MOST_MOVED), MOST_MOVED))
 
 
-build_mode.register(OkTopkSync, OkTopk)
+class OkTopkByRow(Sparse):
+    """Reduces the largest elements of each row of a run, and chooses the largest sums; Note [By row]."""
+
+    config: OkTopkSync
+
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+        """Reduce selected elements at the owners of their rows, who choose among the sums."""
+        size, own, width, sharded = self.peers.size, self.peers.index, run.width, self.config.sharded
+        k, records, rows = share(self.density, width), Records(self.dtype, width), total.view(size, width)
+        sums = rows[own].clone() if sharded else rows.new_zeros(width)
+        if sharded:  # all of the own row is in its sums already
+            rows[own].zero_()
+        indices = largest_of_rows(rows, k)
+        places = (indices + width * torch.arange(size, device=total.device)[:, None]).view(-1)
+        picked = Picked(places, total[places]).rounded(self.dtype)
+        arriving = self.peers.scatter_later(records.encode(Picked(indices.view(-1), picked.values)).view(size, k, -1))
+        report = Report(density=k / width)
+        left: list[Tensor] = []  # of the own row, where sums stay with their owners
+        errors: list[Picked] = []  # by which the chosen sums of the own row were rounded
+
+        def finish() -> Tensor:
+            added(records.decode(arriving.wait().flatten(0, 1)), lambda: sums)
+            best = largest(sums, k)
+            report["union"] = best.values.count_nonzero().double() / width
+            if sharded:
+                chosen = torch.zeros_like(sums).index_copy_(0, best.indices, best.values)
+                left.append(sums - chosen)
+                return chosen
+            received = records.decode(self.peers.gather(records.encode(best)).flatten(0, 1))
+            reduced = sums.new_zeros(size, width)
+            reduced.scatter_(1, received.indices.view(size, k), received.values.view(size, k))
+            picked.values.mul_(reduced.view(-1)[picked.indices] != 0)
+            if self.dtype != sums.dtype:
+                errors.append(Picked(best.indices + own * width, best.rounded(self.dtype).values - best.values))
+            return reduced.view(-1)
+
+        def settle(again: Tensor) -> None:
+            for sent in (picked, *errors):
+                sent.subtract_from(again)
+            if sharded:
+                again.view(size, width)[own] = left[0]
+
+        return finish, Exchange(settle, report, settles_own_row=sharded)
+
+
+@build_mode.register
+def _build(config: OkTopkSync, context: SyncContext) -> Sparse:
+    return (OkTopk if config.whole else OkTopkByRow)(config, context)

@@ -56,6 +56,10 @@ class Picked:
         """Return the elements that are not zero, of which there are ``count``."""
         return self if count == len(self) else self.where(positions(self.values != 0, count))
 
+    def subtract_from(self, x: Tensor) -> None:
+        """Subtract the elements from a vector in place; no index may stand twice."""
+        x[self.indices] -= self.values
+
     def rounded(self, dtype: torch.dtype) -> Picked:
         """Return the elements with values rounded to ``dtype``, as a receiver gets them."""
         return Picked(self.indices, self.values.to(dtype).float())
@@ -121,11 +125,6 @@ class Records:
         return index_bytes(self.numel) // self._word.itemsize, self.dtype.itemsize // self._word.itemsize
 
 
-def share(density: float, numel: int) -> int:
-    """Return ``k``, the number of elements of a density, at least one."""
-    return min(numel, max(1, math.ceil(density * numel)))
-
-
 def kth_largest(x: Tensor, k: int) -> Tensor:
     """Return the ``k``-th largest magnitude, at least ``TINY``, FP64 ``[]``; ``TINY`` if there are fewer elements.
 
@@ -142,6 +141,13 @@ def largest(x: Tensor, k: int) -> Picked:
     k = min(k, x.numel())
     indices = ops.row_largest(x[None], k)[0] if k and _on_cpu(x) else _topk(x, k)[1].sort().values
     return Picked(indices, x[indices])
+
+
+def largest_of_rows(x: Tensor, k: int) -> Tensor:
+    """Return the columns of the ``k`` largest magnitudes of each row of ``x``, ascending, int64 ``[rows, k]``."""
+    if _on_cpu(x):
+        return ops.row_largest(x, k)
+    return torch.topk(x.abs(), k, sorted=False).indices.sort(dim=1).values
 
 
 def largest_of_each(x: Tensor, widths: Tensor, counts: Tensor) -> Tensor:

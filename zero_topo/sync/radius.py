@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from zero_topo.config import RadiusSync
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.sparse import Masked, Report
+from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, unpacked
 
 
 @dataclass(frozen=True)
@@ -74,44 +75,45 @@ class Radius(Masked):
         # the optimizer may update parameter by parameter, and a skipped step drops it.
         self._choice: _Choice | None = None
 
-    def exchange(self, total: Tensor, state: RadiusState) -> tuple[Tensor, RadiusState, Report]:
-        """Reduce the masked elements, or all elements in a step that resamples."""
-        if self._resamples(state):
-            reduced = self.reduce_rows(total.view(self.peers.size, -1))
-            return reduced, state, self._numbers(self.numel, resampled=True)
-        kept = sum(state.kept)
-        reduced = self.reduce_masked(total, self.mask(state), kept)
-        return reduced, state, self._numbers(self.peers.size * kept, resampled=False)
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+        """Begin to reduce the masked elements, or all elements in a step that resamples."""
+        state: RadiusState = self._state
+        resamples = self._resamples(state)
+        if resamples:
+            finish, exchange = self._exchange_all(total, run)
+        else:
+            kept = sum(state.kept[run.first : run.first + len(run.ranges)])
+            mask = partial(unpacked, state.bits, run.low, run.low + run.width)
+            finish, exchange = self.reduce_masked(total, run, mask, kept)
+        exchange.report["resampled"] = float(resamples)
+        return finish, exchange
 
     def _resamples(self, state: RadiusState) -> bool:
         """Return whether the step reduces all elements and selects a new mask."""
         return self.since_start >= 0 and (not state.kept or self.since_start % self.config.interval == 0)
 
-    def _numbers(self, sent: int, resampled: bool) -> dict[str, float]:
-        """Build the report: the share of elements that was reduced, and whether the step resampled."""
-        return {"density_asked": self.density, "density": sent / self.numel, "resampled": float(resampled)}
-
     def mask(self, state: RadiusState) -> Tensor:
         """Return the mask, bool ``[P, C]``."""
-        return self.unpacked(state.bits)
+        return unpacked(state.bits, 0, self._columns)
 
     # -- the choice ------------------------------------------------------------------------------------------------
 
     @property
     def wants_updates(self) -> bool:
         """Whether this step resamples."""
-        return self._undecided is not None and self._resamples(self._state)
+        return bool(self._exchanges) and self._resamples(self._state)
 
     def after_update(self, begin: int, old: Tensor, new: Tensor, rate: float) -> None:
         """Select the elements of the own row that the update changed most; a learning rate of zero keeps the mask."""
         if self._choice is None:
-            kept = list(self._state.kept) or [0] * len(self._ranges)
+            kept = list(self._state.kept) or [0] * len(self._included)
             self._choice = _Choice(self.mask(self._state)[self.peers.index], kept, False)
         if rate == 0 and self._state.kept:
             return
         self._choice.moved |= rate != 0
         score = (new - old).abs().to(self.context.device)
-        for index, ((first, past), (low, high)) in enumerate(zip(self._ranges, self._places, strict=True)):
+        for index, (parameter, (low, high)) in enumerate(zip(self._included, self._places, strict=True)):
+            first, past = parameter.span
             if begin <= first < begin + score.numel():
                 count = max(1, int(self.density * (past - first)))
                 largest = torch.topk(score[first - begin : past - begin], count, sorted=False).indices
@@ -144,7 +146,7 @@ class Radius(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> RadiusState:
         """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        own = self.unpacked(bits[:1])[0]
+        own = unpacked(bits[:1], 0, self._columns)[0]
         kept = tuple(int(own[low:high].sum()) for low, high in self._places) if saved["chosen"] else ()
         return RadiusState(kept, bits)
 

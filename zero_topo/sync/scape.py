@@ -7,8 +7,8 @@ residual and ``P`` peers, at each step:
 1. ``a = g + e``. The peers sum ``a`` on the mask selected at the last step; the first mask contains all elements.
 2. AdamS gets that sum as its gradient on the mask, and zero off it. The norm by which DeepSpeed clips gradients is
    therefore the masked one, and AdamS updates the momentum with clipped gradients.
-3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero. Before AdamS steps, its momentum is zeroed off the mask:
-   AdamS moves nothing there, and weights only decay.
+3. Off the mask ``e' = a + b / (1 - b) * m / P``, on it zero. Before AdamS steps, its momentum off the mask moves to the
+   residual: AdamS moves nothing there, and weights only decay.
 4. The owner of a row selects the ``k = d * C`` elements of that row with the largest ``|e'|``, computed without a mask,
    or as large a share of each parameter. The bits are sent while the next forward and backward passes compute, and are
    the next mask.
@@ -34,12 +34,13 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.config import ScapeSync
+from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops
-from zero_topo.quant.operands import Range
+from zero_topo.quant.operands import Range, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode
 from zero_topo.sync.optimizers import AdamS
-from zero_topo.sync.picks import largest, largest_of_each, share
-from zero_topo.sync.sparse import Masked, Report
+from zero_topo.sync.picks import largest, largest_of_each
+from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, unpacked
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,11 @@ class ScapeState:
 
     Attributes:
         bits: the mask of the next step, uint8 ``[N / G, ceil(C / 8)]``, equal on all ranks with this gradient shard.
-        kept: masked elements in each row; in a state before ``commit``, those of ``chosen``.
-        chosen: this rank's own row of the following mask, to be sent to the others; None once it is being sent.
+        kept: by run, the masked elements in each row.
     """
 
     bits: Handle[Tensor]
-    kept: int
-    chosen: Tensor | None
+    kept: tuple[int, ...]
 
 
 class Scape(Masked):
@@ -67,6 +66,8 @@ class Scape(Masked):
         # The group inside the node, if gradient domains are smaller: the shard's mask has the rows of all its ranks.
         self._inside = hops[0].metered(context.counted) if len(hops) > 1 else None
         super().__init__(config, context)
+        # By run, this rank's own row of the next mask, bool ``[m]``, until `commit` sends or drops it.
+        self._chosen: dict[int, Tensor] = {}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for any optimizer but AdamS."""
@@ -76,44 +77,44 @@ class Scape(Masked):
                 'set "optimizer": {"type": "AdamS"}, or pass zero_topo.AdamS'
             )
 
-    def exchange(self, total: Tensor, state: ScapeState) -> tuple[Tensor, ScapeState, Report]:
-        """Reduce the masked elements, add the momentum off the mask to the residual, and select the next mask."""
-        own, table = self.peers.index, total.view(self.peers.size, -1)
-        mask = self._of_table(self.mask(state))
-        momentum = self._momentum(self.context.moments())
-        chosen, count = self._chosen(table[own] + momentum[own])
-        reduced = self.reduce_masked(total, mask, state.kept)
-        table += momentum.masked_fill_(mask, 0)
-        report = {"density_asked": self.density, "density": state.kept / self._columns}
-        return reduced, ScapeState(state.bits, count, ops.pack(chosen)), report
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+        """Select the own row of the next mask, and begin to reduce the elements of this one."""
+        own, state = self.peers.index, self._state
+        score = total.view(self.peers.size, -1)[own].clone()
+        for moment in self.context.moments():
+            mean = self._of_table(moment.mean)[own]
+            for columns, places in self._within(moment.begin, len(mean), run):
+                score[places] += mean[columns].to(score) * self._factor(moment)
+        self._chosen[run.number] = self._choose(score, run)
+        bits = state.bits.wait()
+        mask = lambda: self._of_table(unpacked(bits, run.low, run.low + run.width))  # noqa: E731
+        return self.reduce_masked(total, run, mask, state.kept[run.number])
 
-    def _chosen(self, score: Tensor) -> tuple[Tensor, int]:
-        """Select the own row of the next mask, bool ``[C]``; also return its number of elements."""
+    def _choose(self, score: Tensor, run: Run) -> Tensor:
+        """Select a run's part of the own row of the next mask, bool ``[m]``."""
         density = self.config.density_at(self.steps + 1)
-        if self.config.per_parameter:
-            parts, count = self.shares(density, 1)
-            return largest_of_each(score, *parts), count
-        count = share(density, self._columns)
-        chosen = largest(score, count).indices
-        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True), count
+        if self.config.select == "parameter":
+            return largest_of_each(score, *self.shares(density, 1, run)[0])
+        chosen = largest(score, share(density, run.width)).indices
+        return torch.zeros_like(score, dtype=torch.bool).index_fill_(0, chosen, True)
 
-    def _momentum(self, moments: Sequence[Moment]) -> Tensor:
-        """Return ``b / (1 - b) * m / P`` of the table, FP32 ``[P, C]``; zero before the optimizer's first step."""
-        kept = torch.zeros(self.peers.size, self._columns, device=self.context.device)
-        for moment in moments:
-            rows = self.rows(moment.mean)
-            factor = moment.beta / (1 - moment.beta) / self.peers.size
-            for columns, places in self._within(moment.begin, moment.mean.shape[1]):
-                kept[:, places] = rows[:, columns].to(kept) * factor
-        return kept
+    def _count(self, run: Run) -> int:
+        """Return the number of elements that :meth:`_choose` selects."""
+        density = self.config.density_at(self.steps + 1)
+        return self.shares(density, 1, run)[1] if self.config.select == "parameter" else share(density, run.width)
 
-    def _within(self, begin: int, width: int) -> list[tuple[slice, slice]]:
-        """Return the columns of the parameters that take part, relative to ``begin`` and in the table.
+    def _factor(self, moment: Moment) -> float:
+        """Return ``b / (1 - b) / P``, by which the momentum is multiplied in the residual."""
+        return moment.beta / (1 - moment.beta) / self.peers.size
+
+    def _within(self, begin: int, width: int, run: Run | None = None) -> list[tuple[slice, slice]]:
+        """Return the columns of the parameters that take part, relative to ``begin`` and in the residual or the run.
 
         Neighbouring parameters are merged.
         """
         parts: list[tuple[slice, slice]] = []
-        for (first, past), (low, high) in zip(self._ranges, self._places, strict=True):
+        ranges = [parameter.span for parameter in self._included] if run is None else run.ranges
+        for (first, past), (low, high) in zip(ranges, packed_ranges(ranges), strict=True):
             if begin <= first < begin + width:
                 if parts and parts[-1][0].stop == first - begin:
                     columns, places = parts.pop()
@@ -127,21 +128,24 @@ class Scape(Masked):
 
     def mask(self, state: ScapeState) -> Tensor:
         """Wait for the mask of the next step, and return it, bool ``[N / G, C]``; collective inside a node."""
-        return self.unpacked(state.bits.wait())
+        return unpacked(state.bits.wait(), 0, self._columns)
 
     def before_update(self, begin: int, width: int) -> None:
-        """Zero the momentum off the mask, where it was added to the residuals."""
-        if self._undecided is None:
-            return
-        within = self._within(begin, width)
+        """Move the momentum off the mask to the residual."""
+        within = self._within(begin, width) if self._exchanges else []
         if not within:
             return
-        low, high = within[0][1].start, within[-1][1].stop
-        mask = self.unpacked(self._state.bits.wait(), low, high)
+        low, high, residual = within[0][1].start, within[-1][1].stop, self.residual_rows()
+        mask = unpacked(self._state.bits.wait(), low, high)
         for moment in self.context.moments():
             if moment.begin == begin:
                 for columns, places in within:
-                    moment.mean[:, columns] *= mask[:, places.start - low : places.stop - low].to(moment.mean)
+                    on_mask = mask[:, places.start - low : places.stop - low].to(moment.mean)
+                    mean = moment.mean[:, columns]
+                    if residual is not None:
+                        off_mask = self._of_table(mean * (1 - on_mask)) * self._factor(moment)
+                        residual[:, places] += off_mask.to(residual)
+                    mean *= on_mask
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
         """Exchange the elements of the mask that the last step selected."""
@@ -155,12 +159,16 @@ class Scape(Masked):
     def commit(self, skipped: bool) -> None:
         """Apply the step; unless it was skipped, begin to gather the next mask."""
         super().commit(skipped)
-        chosen = self._state.chosen
-        if chosen is None:
-            return
+        self._chosen.clear()
+
+    def decided(self, exchanges: Sequence[Exchange]) -> ScapeState:
+        """Begin to gather the next mask."""
+        if not self._chosen:
+            return super().decided(exchanges)
+        chosen = ops.pack(torch.cat([part for _, part in sorted(self._chosen.items())]))
         across = self.peers.gather_later(chosen)
         bits = Handle(None, (chosen,), lambda: self._whole(across.wait()))
-        self._state = ScapeState(bits, self._state.kept, None)
+        return ScapeState(bits, tuple(self._count(run) if run.width else 0 for run in self.runs.values()))
 
     def _whole(self, bits: Tensor) -> Tensor:
         """Gather the rows of all tables inside the node to the rows of the gradient shard; collective there."""
@@ -175,7 +183,7 @@ class Scape(Masked):
         rows = self.peers.size * (1 if self._inside is None else self._inside.size)
         ones = torch.ones(self._columns, dtype=torch.bool, device=self.context.device)
         bits = ops.pack(ones).expand(rows, -1).contiguous()
-        return ScapeState(Handle(None, (), lambda: bits), self._columns, None)
+        return ScapeState(Handle(None, (), lambda: bits), tuple(run.width for run in self.runs.values()))
 
     def state_bytes(self) -> int:
         """Return the bytes of the residual, the current mask and the next one."""
@@ -189,8 +197,9 @@ class Scape(Masked):
     def restored(self, saved: Mapping[str, Tensor]) -> ScapeState:
         """Read the mask from a checkpoint."""
         bits = saved["mask"].to(self.context.device, torch.uint8, copy=True)
-        kept = int(self.unpacked(bits[:1]).sum())
-        return ScapeState(Handle(None, (), lambda: bits), kept, None)
+        row = unpacked(bits[:1], 0, self._columns)[0]
+        kept = tuple(int(row[run.low : run.low + run.width].sum()) for run in self.runs.values())
+        return ScapeState(Handle(None, (), lambda: bits), kept)
 
 
 build_mode.register(ScapeSync, Scape)

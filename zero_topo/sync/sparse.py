@@ -2,12 +2,18 @@
 """The base of all sparse modes: which elements take part, the residual, the state, and delivery to the optimizer.
 
 Note [A sparse step]
-    Let ``g`` be this rank's gradient shard, reduced inside the node, without the loss scale, and ``e`` its residual.
-    The mode splits ``a = g + e`` into the sum ``u`` that the owner of an element receives, and a new residual ``e'``.
-    Nothing is lost: summed over the peers, ``a = u + e'`` element by element. ``e'`` and the mode's other state
-    (thresholds, regions, counts) take effect only when the step is known not to be skipped; until then ``e`` is
-    unchanged. If the run is reopened instead, ``e'`` is added to the gradients. It contains ``e``, so ``e`` is not
-    added again when the run is started again in this step.
+    Parameters are exchanged in runs, each as soon as its gradients are final (``engine/gradients.py``). Let ``g`` be
+    this rank's gradients of a run, reduced inside the node, without the loss scale, and ``e`` their residual. The mode
+    splits ``a = g + e`` into the sum ``u`` that the owner of an element receives, and a new residual ``e'``. Nothing is
+    lost: summed over the peers, ``a = u + e'`` element by element.
+
+Note [Nothing is written before the step is decided]
+    ``g`` stays in the gradient shard and ``e`` in the residual until it is known whether the step is skipped. A run
+    keeps only what it sent, and a copy of those rows of ``g`` that the sums overwrite. :meth:`Sparse.commit` then
+    computes ``a`` again, with the same operations and so with the same bits, and subtracts what was sent: run by run,
+    in place. If the step is skipped, these records are dropped. If a run is reopened, ``e'`` is added to the gradients.
+    It contains ``e``, so ``e`` is not added again when the run is started again in this step. Sums inside a node
+    replace the gradients in the shard, in its dtype, because :meth:`Sparse.commit` cannot reduce them again.
 
 Note [Not a number]
     A value that is not finite must reach the optimizer, so that DeepSpeed skips the step or reports it: a mode that
@@ -15,7 +21,7 @@ Note [Not a number]
     that are not finite selects one of them. No mode therefore reads a whole gradient to check it, except a row from
     which a rank selects nothing. Where ranks exchange the counts of their selected elements, such a rank sends -1 in
     place of its counts (:func:`counts_or_flag`): all ranks stop there and write NaN. If packets have a fixed length,
-    the sums contain the value. Under a mask ranks exchange a flag, and the device writes NaN into the sums.
+    the sums contain the value. Under a mask the device writes NaN into the first value for each owner.
 
 Note [Host synchronizations]
     A host that reads a number from the device waits for all queued work, and then the GPU idles. A mode therefore needs
@@ -33,7 +39,8 @@ Note [Rounding]
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -42,32 +49,61 @@ from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
 from zero_topo.config import DenseSync, SparseSync
+from zero_topo.config.sparse_config import share
 from zero_topo.mesh import Route
 from zero_topo.quant import ops
-from zero_topo.quant.operands import DTYPES, Range, packed_ranges
+from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges, range_views
+from zero_topo.quant.ops import cast_to, quantize
 from zero_topo.sync.base import Parameter, ResidualOwners, SyncContext
 from zero_topo.sync.crossing import EXACT, Crossing, spread_back
 from zero_topo.sync.dense import Dense
-from zero_topo.sync.picks import added_rows, positions, share
+from zero_topo.sync.picks import added_rows, positions
 
-Report = Mapping[str, float | Tensor]
-"""A mode's numbers of one step; tensors stay on the device until :meth:`Sparse.report` reads them."""
+Report = dict[str, float | Tensor]
+"""A mode's numbers of one run; tensors stay on the device until :meth:`Sparse.report` reads them."""
+Finish = Callable[[], Tensor]
+"""Waits for a run's collectives and returns the sums that this rank needs: FP32 ``[P * m]``, or the own row ``[m]``."""
 
 
-class Step(NamedTuple):
-    """The result of an exchange with finite values, before it is known whether the step is skipped.
+class Run(NamedTuple):
+    """The parameters that are exchanged together.
 
     Attributes:
-        residual: FP32 ``[P * C]``, the values that this rank did not deliver.
-        state: the mode's state from the next step on.
-        report: the numbers of this step.
-        scale: the loss scale of its gradients.
+        number: its position in the order of columns.
+        ranges: columns in the gradient shard of the parameters that take part.
+        others: columns of the parameters that do not; they are reduced densely.
+        first: the position of its first parameter among all that take part.
+        low: the first column in the residual.
+        width: ``m``, its number of columns in the residual, which are adjacent.
     """
 
-    residual: Tensor
-    state: Any
+    number: int
+    ranges: tuple[Range, ...]
+    others: tuple[Range, ...]
+    first: int
+    low: int
+    width: int
+
+
+@dataclass
+class Exchange:
+    """A run's exchange from its start until it is known whether the step is skipped.
+
+    Attributes:
+        settle: turns gradient plus residual, FP32 ``[P * m]``, into the new residual, in place.
+        report: the numbers of this run, complete after the exchange.
+        state: the mode's state from the next step on, in modes whose state depends on an exchange.
+        settles_own_row: whether ``settle`` overwrites the own row, so that its gradients need not be kept.
+        scale: the loss scale of the gradients.
+        replaced: the gradients that the sums overwrote, ``[rows, m]`` in the dtype of the shard; None if not needed.
+    """
+
+    settle: Callable[[Tensor], None]
     report: Report
-    scale: float
+    state: Any = None
+    settles_own_row: bool = False
+    scale: float = 1.0
+    replaced: Tensor | None = None
 
 
 class _NotFiniteError(Exception):
@@ -93,56 +129,101 @@ class Sparse(Crossing):
         self.everywhere = plan.optimizer < plan.world_size
         self.waits = config.error_feedback
         self._included = tuple(p for p in context.parameters if takes_part(p, config))
-        self._ranges = tuple(p.span for p in self._included)
-        self._others = tuple(p.span for p in context.parameters if not takes_part(p, config))
-        self._places = packed_ranges(self._ranges)  # their columns of the table
+        self._places = packed_ranges([p.span for p in self._included])  # their columns of the table
         self._columns = self._places[-1][1] if self._places else 0
         self.numel = self.peers.size * self._columns
+        self.runs = self._build_runs()
         self._dense = Dense(DenseSync(), context)
         self.active = self.peers.size > 1 and self._columns > 0
-        shard = context.shard
-        # The gradient shard, if all of it takes part in FP32: it is read without a copy, and receives the sums.
-        whole = self._inner is None and not self._others and shard.dtype == torch.float32
-        self._in_place = shard.view(-1) if whole and self.numel == shard.numel() else None
         self._offloaded = config.offload_residual and context.device.type != "cpu"
         self.residual = torch.zeros(
             self.numel if self.active and config.error_feedback else 0,
             device="cpu" if self._offloaded else context.device,
             pin_memory=self._offloaded,
         )
-        # The counts of :meth:`shares` for one density, on the device: they are the same until the density changes.
-        self._shared: tuple[float, Tensor, int] | None = None
-        # The last finite exchange, until `commit` applies or drops it, or `reopen` adds its residual to the gradients:
-        # a skipped step must leave residual and state unchanged.
-        self._undecided: Step | None = None
-        # Whether `reopen` has put the residual into the gradients, so that the next `start` must not add it again.
-        self._residual_added = False
+        self._shard_cast = cast_to(context.shard.dtype)
+        # By run, the counts of :meth:`shares` for one density, on the device.
+        self._shared: dict[int, tuple[float, Tensor, int]] = {}
+        # By run, the exchange of this step if its values are finite, until `commit` applies or drops it, or `reopen`
+        # adds the new residual to the gradients: a skipped step must leave residual and state unchanged.
+        self._exchanges: dict[int, Exchange] = {}
+        # Runs whose gradients contain the residual because of `reopen`: the next `start` must not add it again.
+        self._reopened: set[int] = set()
         self._state = self.fresh()
-        self._report: Report = {}
+        # The reports of the last step's runs, each with the run's share of all elements.
+        self._reports: list[tuple[float, Report]] = []
+
+    def _build_runs(self) -> dict[tuple[Range, ...], Run]:
+        """Return the runs of the engine, by the ranges for which it calls :meth:`start`."""
+        runs, first, low = {}, 0, 0
+        included = {p.span for p in self._included}
+        for number, spans in enumerate(self.context.runs):
+            ranges = tuple(span for span in spans if span in included)
+            others = tuple(span for span in spans if span not in included)
+            width = sum(end - begin for begin, end in ranges)
+            runs[spans] = Run(number, ranges, others, first, low, width)
+            first, low = first + len(ranges), low + width
+        return runs
 
     @abstractmethod
-    def exchange(self, total: Tensor, state: Any) -> tuple[Tensor, Any, Report]:
-        """Reduce over the peers; collective.
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+        """Begin to reduce a run over the peers; collective.
 
         Args:
-            total: gradient plus residual, FP32 ``[P * C]``, finite once counts of :func:`counts_or_flag` are read; on
-                return the new residual, the values that this rank did not deliver.
-            state: the mode's state, which must not be changed.
+            total: gradient plus residual, FP32 ``[P * m]``, finite once counts of :func:`counts_or_flag` are read. The
+                mode may overwrite it.
+            run: the run; the mode must not change its state.
 
         Returns:
-            The sums that this rank needs, FP32 ``[P * C]`` (perhaps from :meth:`zeros`), or the own row ``[C]`` if
-            optimizer shards are not replicated; the caller overwrites them. Then the state from the next step on, and
-            the numbers of this step.
+            The function that ends the exchange, and the record for :meth:`commit`.
         """
 
     def start(self, shard: Tensor, ranges: Sequence[Range], scale: float) -> Handle[None]:
-        """Exchange the elements that take part, in one run, and begin a dense reduction of all others."""
+        """Begin to exchange the elements of a run that take part, and a dense reduction of all others."""
         if self.peers.size == 1:
             return Handle(None, (), lambda: None)
-        dense = self._dense.start(shard, self._others, scale) if self._others else None
-        if self._columns:
-            self._undecided = self._step(shard, scale)
-        return Handle(None, (), lambda: None if dense is None else dense.wait())
+        run = self.runs[tuple(ranges)]
+        dense = self._dense.start(shard, run.others, scale) if run.others else None
+        end = self._begin(shard, run, scale) if run.width else None
+
+        def finish() -> None:
+            if dense is not None:
+                dense.wait()
+            if end is not None:
+                end()
+
+        return Handle(None, (), finish)
+
+    def _begin(self, shard: Tensor, run: Run, scale: float) -> Callable[[], None] | None:
+        """Begin the exchange of a run; return the function that ends it, or None if all of the run is NaN."""
+        exchange_of = self._exchange_all if self.since_start < 0 else self.exchange
+        try:
+            finish, exchange = exchange_of(self._total(shard, run, scale), run)
+        except _NotFiniteError:
+            for begin, past in run.ranges:
+                shard[:, begin:past] = torch.nan
+            return None
+        exchange.scale = scale
+        self._exchanges[run.number] = exchange
+
+        def end() -> None:
+            reduced = finish()
+            self._deliver(shard, run, exchange, reduced if scale == 1 else reduced.mul_(scale))
+
+        return end
+
+    def _total(self, shard: Tensor, run: Run, scale: float) -> Tensor:
+        """Return gradient plus residual, FP32 ``[P * m]``, a copy."""
+        table = self.table(shard, run.ranges)
+        if self._inner is not None:  # `commit` reads the sums of the node again
+            self.deliver(shard, run.ranges, table, slice(None))
+            table = table if shard.dtype == table.dtype else self.columns(shard, run.ranges)
+        return self._with_residual(table, run, scale).view(-1)
+
+    def _exchange_all(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
+        """Begin an exchange of all elements, as in the first steps."""
+        finish, settle = self.reduce_rows(total.view(self.peers.size, -1))
+        return finish, Exchange(lambda again: settle(again.view(self.peers.size, -1)), {"density": 1.0})
 
     def to_host(self, *numbers: Tensor) -> list[Any]:
         """Read tensors' numbers in one host synchronization, as ints if all are; see Note [Host synchronizations].
@@ -155,40 +236,17 @@ class Sparse(Crossing):
             raise _NotFiniteError
         return values
 
-    def _step(self, shard: Tensor, scale: float) -> Step | None:
-        total = self._with_residual(shard, scale)
-        try:
-            if self.steps < self.config.start:  # the first steps reduce all elements
-                reduced, state = self.reduce_rows(total.view(self.peers.size, -1)), self._state
-                report: Report = {"density_asked": 1.0, "density": 1.0}
-            else:
-                reduced, state, report = self.exchanged(total)
-        except _NotFiniteError:
-            for begin, end in self._ranges:
-                shard[:, begin:end] = torch.nan
-            return None
-        self._deliver(shard, reduced if scale == 1 else reduced.mul_(scale))
-        return Step(total, state, report, scale)
-
-    def _with_residual(self, shard: Tensor, scale: float) -> Tensor:
-        """Return gradient plus residual, FP32 ``[P * C]``, a copy."""
-        add_residual = self.residual.numel() and not self._residual_added
-        if add_residual and self._in_place is not None and scale == 1 and not self._offloaded:
-            return self._in_place + self.residual
-        total = self.table(shard, self._ranges).view(-1)
+    def _with_residual(self, table: Tensor, run: Run, scale: float) -> Tensor:
+        """Divide a run's gradients ``[P, m]`` by the loss scale and add the residual, in place."""
         if scale != 1:
-            total /= scale
-        return total.add_(self.residual.to(total.device, non_blocking=True)) if add_residual else total
+            table /= scale
+        if self.residual.numel() and run.number not in self._reopened:
+            table += self._residual_of(run).to(table.device, non_blocking=True)
+        return table
 
-    def zeros(self) -> Tensor:
-        """Return FP32 zeros ``[P * C]`` for the sums; this may overwrite the gradients."""
-        if self._in_place is not None:
-            return self._in_place.zero_()
-        return torch.zeros(self.numel, device=self.context.device)
-
-    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
-        """Call :meth:`exchange` with the mode's state; values that are not finite reach the sums."""
-        return self.exchange(total, self._state)
+    def _residual_of(self, run: Run) -> Tensor:
+        """Return a view of a run's residual ``[P, m]``."""
+        return self.residual.view(self.peers.size, -1)[:, run.low : run.low + run.width]
 
     @property
     def density(self) -> float:
@@ -196,84 +254,115 @@ class Sparse(Crossing):
         return self.config.density_at(self.steps)
 
     @property
-    def k(self) -> int:
-        """Number of elements of the density."""
-        return share(self.density, self.numel)
-
-    @property
     def since_start(self) -> int:
         """Steps synced since the first steps, which reduce all elements; negative during them."""
         return self.steps - self.config.start
 
-    def shares(self, density: float, rows: int) -> tuple[Tensor, int]:
+    def shares(self, density: float, rows: int, run: Run) -> tuple[Tensor, int]:
         """Return widths and counts of the parameters' parts of ``rows`` rows, int64 ``[2, parts]``; sum of counts."""
-        if self._shared is None or self._shared[0] != density:
-            widths = [past - first for first, past in self._places]
+        shared = self._shared.get(run.number)
+        if shared is None or shared[0] != density:
+            widths = [past - first for first, past in run.ranges]
             counts = [share(density, width) for width in widths]
             parts = torch.tensor([widths, counts]).to(self.context.device, non_blocking=True).repeat(1, rows)
-            self._shared = density, parts, rows * sum(counts)
-        return self._shared[1:]
+            shared = self._shared[run.number] = density, parts, rows * sum(counts)
+        return shared[1:]
 
-    def reduce_rows(self, packed: Tensor) -> Tensor:
-        """Sum values ``[P, K]`` over the peers; collective. ``packed`` is overwritten with the rounding errors.
+    def reduce_rows(self, packed: Tensor) -> tuple[Finish, Callable[[Tensor], None]]:
+        """Begin to sum values ``[P, K]`` over the peers; collective.
 
         Returns:
-            FP32 ``[P * K]``, or the own row ``[K]`` if this rank needs no others.
+            The function that ends it, with the result FP32 ``[P * K]``, or the own row ``[K]`` if this rank needs no
+            others; and a function that turns the values, given again, into their rounding errors, in place.
         """
-        sent = packed.to(self.dtype)
-        total = added_rows(self.peers.scatter(sent))
-        if self.dtype == packed.dtype:
-            packed.zero_()
-            return self.peers.gather(total).view(-1) if self.everywhere else total
-        packed -= sent
-        del sent
-        if not self.everywhere:
-            return total
-        counts_or_flag = total.to(self.dtype)
-        packed[self.peers.index] += total - counts_or_flag
-        return self.peers.gather(counts_or_flag).float().view(-1)
+        received, own = self.peers.scatter_later(packed.to(self.dtype)), self.peers.index
+        rounds = self.dtype != packed.dtype
+        errors: list[Tensor] = []  # of the sums of the own row
 
-    def _deliver(self, shard: Tensor, reduced: Tensor) -> None:
+        def finish() -> Tensor:
+            total = added_rows(received.wait())
+            if not self.everywhere:
+                return total
+            rounded = total.to(self.dtype)
+            if rounds:
+                errors.append(total - rounded)
+            return self.peers.gather(rounded).float().view(-1)
+
+        def settle(packed: Tensor) -> None:
+            packed -= packed.to(self.dtype)
+            for error in errors:
+                packed[own] += error
+
+        return finish, settle
+
+    @property
+    def _delivered(self) -> slice:
+        """The rows of the table that the sums overwrite."""
+        own = self.peers.index
+        return slice(None) if self.everywhere else slice(own, own + 1)
+
+    def _deliver(self, shard: Tensor, run: Run, exchange: Exchange, reduced: Tensor) -> None:
         """Write the sums to the shard, and gather them inside the node if its ranks need more rows."""
-        own, size = self.peers.index, self.peers.size
-        which = slice(None) if self.everywhere else slice(own, own + 1)
-        table = reduced.view(-1, self._columns).expand(size, -1)  # the own row at every place, if it is alone
-        if reduced.data_ptr() != shard.data_ptr():
-            self.deliver(shard, self._ranges, table, which)
+        which = self._delivered
+        if self.everywhere or not exchange.settles_own_row:
+            views = range_views(self.rows(shard)[which, None], merged(run.ranges))
+            replaced = shard.new_empty(self.peers.size if self.everywhere else 1, run.width)
+            quantize(views, self._shard_cast, replaced.view(torch.uint8))
+            exchange.replaced = replaced
+        # The own row stands at every place, if it is alone.
+        self.deliver(shard, run.ranges, reduced.view(-1, run.width).expand(self.peers.size, -1), which)
         plan = self.context.plan
         if self._inner is not None and plan.optimizer < self._inner.hi:
             within = Route((self.context.mesh.hop(plan.optimizer, self._inner.hi),))
-            spread_back(self.context, shard, self._ranges, within, self._dense_wire)
+            spread_back(self.context, shard, run.ranges, within, self._dense_wire)
+
+    def _left(self, run: Run, exchange: Exchange) -> Tensor:
+        """Return a run's new residual ``[P, m]``; Note [Nothing is written before the step is decided]."""
+        table = self.columns(self.context.shard, run.ranges)
+        if exchange.replaced is not None:
+            table[self._delivered] = exchange.replaced
+        total = self._with_residual(table, run, exchange.scale)
+        exchange.settle(total.view(-1))
+        return total
 
     def reopen(self, shard: Tensor, ranges: Sequence[Range]) -> None:
         """Keep the delivered sum in the own row, and add the new residual to the gradients; Note [A sparse step]."""
+        run = self.runs[tuple(ranges)]
+        exchange = self._exchanges.pop(run.number, None)
+        left = None if exchange is None else self._left(run, exchange).mul_(exchange.scale)
         super().reopen(shard, ranges)
-        step, self._undecided = self._undecided, None
-        if step is None:
+        if left is None:
             return
-        rows, left = self.rows(shard), step.residual.view(self.peers.size, -1) * step.scale
-        for (begin, end), (first, past) in zip(self._ranges, self._places, strict=True):
+        rows = self.rows(shard)
+        for (begin, end), (first, past) in zip(run.ranges, packed_ranges(run.ranges), strict=True):
             rows[:, begin:end] += left[:, first:past].to(rows.dtype)
-        self._residual_added = True
+        self._reopened.add(run.number)
 
     def commit(self, skipped: bool) -> None:
         """Apply the new residual and state of this step, or drop them if it was skipped."""
+        exchanges, self._exchanges = self._exchanges, {}
+        if exchanges and not skipped:
+            asked: Report = {"density_asked": self.density}
+            pairs = [(run, exchanges[run.number]) for run in self.runs.values() if run.number in exchanges]
+            for run, exchange in pairs if self.residual.numel() else ():
+                self._residual_of(run).copy_(self._left(run, exchange))
+            self._reports = [(run.width / self._columns, asked | exchange.report) for run, exchange in pairs]
+            self._state = self.decided([exchange for _, exchange in pairs])
+            self.steps += 1
+        self._reopened.clear()
         super().commit(skipped)
-        step, self._undecided, self._residual_added = self._undecided, None, False
-        if skipped or step is None:
-            return
-        if self.residual.numel():
-            left = step.residual.view(-1)
-            self.residual = self.residual.copy_(left) if self._offloaded else left
-        self._state = step.state
-        self._report = step.report
-        self.steps += 1
+
+    def decided(self, exchanges: Sequence[Exchange]) -> Any:
+        """Return the mode's state after a step that was not skipped: by default that of its last exchange, if any."""
+        state = exchanges[-1].state
+        return self._state if state is None else state
 
     def residual_table(self) -> Tensor:
         """Return the residual in the columns of a gradient shard, FP32 ``[P, F]``, zero in other columns."""
         table = torch.zeros(self.peers.size, self.context.columns, device=self.context.device)
         if self.residual.numel():
-            for (begin, end), (first, past) in zip(self._ranges, self._places, strict=True):
+            for parameter, (first, past) in zip(self._included, self._places, strict=True):
+                begin, end = parameter.span
                 table[:, begin:end] = self.residual.view(self.peers.size, -1)[:, first:past]
         return table
 
@@ -291,11 +380,12 @@ class Sparse(Crossing):
         )
 
     def report(self) -> dict[str, float]:
-        """Return the mode's numbers of the last step, and the residual's norm."""
-        if not self._report:
+        """Return the mode's numbers of the last step, each the mean over its runs, and the residual's norm."""
+        if not self._reports:
             return {}
-        numbers = {**self._report, "residual_norm": self.residual.norm()}
-        return {name: float(number) for name, number in numbers.items()}
+        names = self._reports[0][1]
+        numbers = {name: sum(part * float(report[name]) for part, report in self._reports) for name in names}
+        return {**numbers, "residual_norm": float(self.residual.norm())}
 
     def state_bytes(self) -> int:
         """Return the bytes on the device: of the residual, and of other state of the gradient's size."""
@@ -323,14 +413,6 @@ class Sparse(Crossing):
         self.steps = int(state["step"])
         self._state = self.restored(state)
 
-    def unpacked(self, bits: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-        """Unpack bits ``[rows, ceil(C / 8)]`` to bool ``[rows, end - begin]``, all columns by default."""
-        end = self._columns if end is None else end
-        first, past = begin // 8, -(-end // 8)
-        part = bits[:, first:past].contiguous()
-        rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
-        return rows[:, begin - 8 * first : end - 8 * first]
-
     def fresh(self) -> Any:
         """Return the state before the first step; None in a mode without state besides the residual."""
         return None
@@ -347,40 +429,54 @@ class Sparse(Crossing):
 class Masked(Sparse):
     """A sparse mode with a mask that all peers share: values are sent packed, without indices.
 
-    All rows of the mask have equally many elements, so no lengths are sent either.
+    All rows of the mask have equally many elements in each run, so no lengths are sent either.
     """
 
-    def exchanged(self, total: Tensor) -> tuple[Tensor, Any, Report]:
-        """Call :meth:`exchange`; all sums are NaN if any rank has an element that is not finite, masked or not."""
-        # Minimum and maximum are NaN if any element is: this needs no temporary of the gradient's size.
-        finite = torch.stack(total.aminmax()).isfinite().all()
-        reduced, state, report = super().exchanged(total)
-        flags = self.peers.gather(finite.to(torch.uint8).view(1))
-        reduced.masked_fill_(flags.all().logical_not(), torch.nan)
-        return reduced, state, report
-
-    def reduce_masked(self, total: Tensor, mask: Tensor, kept: int) -> Tensor:
-        """Sum the masked elements over the peers; collective.
+    def reduce_masked(self, total: Tensor, run: Run, mask: Callable[[], Tensor], kept: int) -> tuple[Finish, Exchange]:
+        """Begin to sum the masked elements over the peers; collective.
 
         Args:
-            total: FP32 ``[P * C]``; sent elements are overwritten with their rounding errors.
-            mask: bool ``[P, C]``.
+            total: FP32 ``[P * m]``.
+            run: the run.
+            mask: returns the mask, bool ``[P, m]``.
             kept: number of elements that are set in each row of the mask.
 
         Returns:
-            FP32, zero off the mask: ``[P * C]``, or the own row ``[C]`` if this rank needs no others.
+            The function that ends it, with the result FP32, zero off the mask: ``[P * m]``, or the own row ``[m]`` if
+            this rank needs no others; and the record.
         """
-        size, own = self.peers.size, self.peers.index
-        if kept == self._columns:
-            return self.reduce_rows(total.view(size, kept))
-        indices = positions(mask.reshape(-1), size * kept)
+        size, own, width = self.peers.size, self.peers.index, run.width
+        if kept == width:
+            return self._exchange_all(total, run)
+        indices = positions(mask().reshape(-1), size * kept)
         packed = total[indices].view(size, kept)
-        sums = self.reduce_rows(packed)
-        total[indices] = packed.view(-1)
-        if self.everywhere:
-            return self.zeros().index_copy_(0, indices, sums)
-        places = indices.view(size, kept)[own] - own * self._columns
-        return total.new_zeros(self._columns).index_copy_(0, places, sums)
+        # Minimum and maximum are NaN if any element is: this needs no temporary of the gradient's size.
+        finite = torch.stack(total.aminmax()).isfinite().all()
+        packed[:, 0].masked_fill_(finite.logical_not(), torch.nan)
+        end, settle_packed = self.reduce_rows(packed)
+        if not self.everywhere:
+            indices = indices.view(size, kept)[own] - own * width
+        numel = len(total) if self.everywhere else width
+
+        def finish() -> Tensor:
+            sums = end()
+            return sums.new_zeros(numel).index_copy_(0, indices, sums)
+
+        def settle(again: Tensor) -> None:
+            places = positions(mask().reshape(-1), size * kept)
+            sent = again[places].view(size, kept)
+            settle_packed(sent)
+            again[places] = sent.view(-1)
+
+        return finish, Exchange(settle, {"density": kept / width})
+
+
+def unpacked(bits: Tensor, begin: int, end: int) -> Tensor:
+    """Unpack the columns from ``begin`` to ``end`` of rows that are packed separately: bool ``[rows, end - begin]``."""
+    first, past = begin // 8, -(-end // 8)
+    part = bits[:, first:past].contiguous()
+    rows = ops.unpack(part.view(-1), 8 * part.numel()).view(len(bits), -1)
+    return rows[:, begin - 8 * first : end - 8 * first]
 
 
 def counts_or_flag(counts: Tensor, *values: Tensor | None) -> Tensor:

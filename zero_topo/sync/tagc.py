@@ -32,7 +32,7 @@ Note [Without a sketch]
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -41,11 +41,12 @@ import torch
 from torch import Tensor
 
 from zero_topo.config import TagcSync
+from zero_topo.config.sparse_config import share
 from zero_topo.quant import ops
 from zero_topo.quant.reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode
-from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions, share
-from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
+from zero_topo.sync.picks import Picked, added, added_rows, largest, largest_of_each, positions
+from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag, unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,10 @@ class _Index:
     """The elements that this rank and its peers selected.
 
     Attributes:
-        mask: this rank's selection, bool ``[P, C]``.
-        received: each peer's bits for this rank's row, uint8 ``[P, ceil(C / 8)]``.
-        union: the OR of these bits, bool ``[C]``.
-        bits: the union, packed, uint8 ``[ceil(C / 8)]``.
+        mask: this rank's selection, bool ``[P, m]``.
+        received: each peer's bits for this rank's row, uint8 ``[P, ceil(m / 8)]``.
+        union: the OR of these bits, bool ``[m]``.
+        bits: the union, packed, uint8 ``[ceil(m / 8)]``.
         counts: by row, the number of elements in its union.
     """
 
@@ -76,9 +77,6 @@ class Tagc(Sparse):
     """Reduces count sketches of the selected elements to the owners of the rows.
 
     The state counts the steps after a warm-up with less than the configured compression.
-
-    Attributes:
-        width: ``C``, elements of a row.
     """
 
     config: TagcSync
@@ -86,22 +84,22 @@ class Tagc(Sparse):
     def __init__(self, config: TagcSync, context: SyncContext) -> None:
         super().__init__(config, context)
         self._scheduled = config.scheduled(self.peers.size)
-        self.width = self.numel // self.peers.size
 
     @property
     def density(self) -> float:
         """The share of elements that a rank selects in this step, ``1 - theta`` after a warm-up."""
         return self._scheduled.density_at(self.steps)
 
-    def exchange(self, total: Tensor, state: int) -> tuple[Tensor, int, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce a bitmap of all selected elements, then their values: in a sketch unless their union is too dense."""
-        picked = self._largest(total)
+        state: int = self._state
+        picked = self._largest(total, run)
         picked = picked.non_zero(self.to_host(picked.values.count_nonzero())[0])
-        index = self._index(picked)
-        densest = max(index.counts) / self.width
-        ratio = self.config.safe_ratio(densest, self.width)
+        index = self._index(picked, run.width)
+        densest = max(index.counts) / run.width
+        ratio = self.config.safe_ratio(densest, run.width)
         warming = self.density > self._scheduled.density  # a warm-up is configured to be denser
-        fell_back = not warming and ratio != self.config.safe_ratio(0, self.width)
+        fell_back = not warming and ratio != self.config.safe_ratio(0, run.width)
         if fell_back and not state and self.peers.index == 0:
             logger.info(
                 "zero_topo: sync tagc: the ranks selected %.4f of a row's elements, too many for a sketch of %dx; "
@@ -113,67 +111,66 @@ class Tagc(Sparse):
         stuck: int = 0
         estimated: float | Tensor = 0.0
         if ratio is None:
-            row = self._plain(picked, index, total)
-        else:
-            row, stuck, estimated = self._sketched(picked, index, total, ratio)
-        report = {
-            "density_asked": self.density,
-            "density": len(picked) / self.numel,
-            "union": sum(index.counts) / self.numel,
-            "ratio": float(ratio or 0),  # 0: no sketch
-            "beside": float(stuck),
-            "estimated": estimated,
-            "fallbacks": float(state + fell_back),
-        }
-        return self._table_of(row, index), state + fell_back, report
+            picked = picked.rounded(self.dtype)
+            row = self._plain(picked, index)
+        else:  # sketches and separate values are FP32
+            row, stuck, estimated = self._sketched(index, total, ratio)
+        report = Report(
+            density=len(picked) / len(total),
+            union=sum(index.counts) / len(total),
+            ratio=float(ratio or 0),  # 0: no sketch
+            beside=float(stuck),
+            estimated=estimated,
+            fallbacks=float(state + fell_back),
+        )
+        reduced = self._table_of(row, index)
+        return lambda: reduced, Exchange(picked.subtract_from, report, state + fell_back)
 
-    def _largest(self, total: Tensor) -> Picked:
+    def decided(self, exchanges: Sequence[Exchange]) -> int:
+        """Count a step with less than the configured compression in any run."""
+        return max(self._state, *(exchange.state or 0 for exchange in exchanges))
+
+    def _largest(self, total: Tensor, run: Run) -> Picked:
         """Select the configured share of all elements, or of each parameter's part of each row."""
-        if not self.config.per_parameter:
-            return largest(total, share(self.density, self.numel))
-        parts, count = self.shares(self.density, self.peers.size)
+        if self.config.select != "parameter":
+            return largest(total, share(self.density, len(total)))
+        parts, count = self.shares(self.density, self.peers.size, run)
         indices = positions(largest_of_each(total, *parts), count)
         return Picked(indices, total[indices])
 
-    def _index(self, picked: Picked) -> _Index:
+    def _index(self, picked: Picked, width: int) -> _Index:
         """Send the bits of every row to its owner; collective, and one host synchronization."""
-        mask = torch.zeros(self.numel, dtype=torch.bool, device=picked.indices.device)
-        mask[picked.indices] = True
-        mask = mask.view(self.peers.size, -1)
-        received = self.peers.scatter(self._bits(mask))
-        union = self.unpacked(received).any(dim=0)
+        mask = torch.zeros(self.peers.size, width, dtype=torch.bool, device=picked.indices.device)
+        mask.view(-1)[picked.indices] = True
+        received = self.peers.scatter(_bits(mask))
+        union = unpacked(received, 0, width).any(dim=0)
         counts = self.to_host(self.peers.gather(counts_or_flag(union.sum(), picked.values)))
-        return _Index(mask, received, union, self._bits(union[None])[0], counts)
+        return _Index(mask, received, union, _bits(union[None])[0], counts)
 
-    def _bits(self, rows: Tensor) -> Tensor:
-        """Pack bool ``[rows, C]`` to uint8 ``[rows, ceil(C / 8)]``, each row separately."""
-        rows = torch.nn.functional.pad(rows, (0, -self.width % 8)) if self.width % 8 else rows
-        return ops.pack(rows.reshape(-1)).view(len(rows), -1)
+    def _plain(self, rounded: Picked, index: _Index) -> Tensor:
+        """Sum the own row without a sketch, FP32 ``[m]``: values are sent in the order of the bits.
 
-    def _plain(self, picked: Picked, index: _Index, total: Tensor) -> Tensor:
-        """Sum the own row without a sketch, FP32 ``[C]``: values are sent in the order of the bits.
-
-        ``total`` keeps the rounding errors. One host synchronization.
+        One host synchronization.
         """
-        size, rounded, masks = self.peers.size, picked.rounded(self.dtype), self.unpacked(index.received)
+        size, width = index.mask.shape
+        masks = unpacked(index.received, 0, width)
         numbers = self.to_host(index.mask.sum(dim=1), masks.sum(dim=1))
         received = self.peers.scatter_known(rounded.values.to(self.dtype), numbers[:size], numbers[size:])
-        places = positions(masks.reshape(-1), len(received)) % self.width
-        total[picked.indices] -= rounded.values
-        return added(Picked(places, received.float()), partial(received.new_zeros, self.width, dtype=torch.float32))
+        places = positions(masks.reshape(-1), len(received)) % width
+        return added(Picked(places, received.float()), partial(received.new_zeros, width, dtype=torch.float32))
 
-    def _sketched(self, picked: Picked, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
+    def _sketched(self, index: _Index, total: Tensor, ratio: int) -> tuple[Tensor, int, Tensor]:
         """Sum the own row from sketches; also return the number of values sent separately, and of estimates."""
-        size, rows = self.peers.size, self.config.sketch_rows(self.width, ratio)
+        size, width = index.mask.shape
+        rows = self.config.sketch_rows(width, ratio)
         stuck, counts = self._stuck(index, rows)
-        table = torch.where(index.mask, total.view(size, -1), 0.0)
-        total[picked.indices] = 0  # sketches and separate values are FP32, so there are no rounding errors
+        table = torch.where(index.mask, total.view(size, width), 0.0)
         beside = total.new_zeros(0)
         if any(counts):
             asked = self.peers.gather_known(stuck.to(torch.int32), counts).long()
             owners = torch.arange(size, device=total.device)
             sizes = torch.tensor(counts).to(total.device, non_blocking=True)
-            places = owners.repeat_interleave(sizes, output_size=len(asked)) * self.width + asked
+            places = owners.repeat_interleave(sizes, output_size=len(asked)) * width + asked
             values = table.view(-1)[places]
             table.view(-1)[places] = 0  # peeling could not separate them
             beside = self.peers.scatter_known(values, counts, [len(stuck)] * size)
@@ -182,7 +179,7 @@ class Tagc(Sparse):
         summed = added_rows(self.peers.scatter(sketches.view(size, -1)))
         inside = index.union.clone()
         inside[stuck] = False
-        own, left = ops.peel(summed.view(rows, LANES), self._bits(inside[None])[0], SEED, self.width)
+        own, left = ops.peel(summed.view(rows, LANES), _bits(inside[None])[0], SEED, width)
         if any(counts):
             own[stuck] = added_rows(beside.view(size, -1))
         return own, len(stuck), left
@@ -193,27 +190,27 @@ class Tagc(Sparse):
         Note [Nothing is estimated]. One host synchronization per attempt; all ranks make the same number of
         attempts.
         """
-        device = index.bits.device
+        device, width = index.bits.device, len(index.union)
         stuck = torch.zeros_like(index.union)
         for attempt in count():
             generator = torch.Generator(device).manual_seed(attempt)
-            probe = torch.randint(1, PROBE, (self.width,), generator=generator, dtype=torch.float32, device=device)
+            probe = torch.randint(1, PROBE, (width,), generator=generator, dtype=torch.float32, device=device)
             probe *= index.union
-            peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, self.width)
+            peeled, left = ops.peel(ops.sketch(probe, SEED, rows), index.bits, SEED, width)
             stuck |= peeled != probe
             reached = stuck.sum()
-            counts = self.to_host(self.peers.gather(torch.where(reached >= left, reached, self.width + 1)))
-            if max(counts) <= self.width:
+            counts = self.to_host(self.peers.gather(torch.where(reached >= left, reached, width + 1)))
+            if max(counts) <= width:
                 break
         return positions(stuck, counts[self.peers.index]), counts
 
     def _table_of(self, row: Tensor, index: _Index) -> Tensor:
-        """Return all rows, FP32 ``[P * C]``, equal on all ranks; or the own row if no others are needed."""
+        """Return all rows, FP32 ``[P * m]``, equal on all ranks; or the own row if no others are needed."""
         if not self.everywhere:
             return row
-        masks = self.unpacked(self.peers.gather(index.bits))
+        masks = unpacked(self.peers.gather(index.bits), 0, len(row))
         values = row[positions(index.union, index.counts[self.peers.index])]
-        table = row.new_zeros(self.numel)
+        table = row.new_zeros(index.mask.numel())
         table[positions(masks.reshape(-1), sum(index.counts))] = self.peers.gather_known(values, index.counts)
         return table
 
@@ -228,6 +225,12 @@ class Tagc(Sparse):
     def restored(self, saved: Mapping[str, Tensor]) -> int:
         """Read the number of fallbacks from a checkpoint."""
         return int(saved["fallbacks"])
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """Pack bool ``[rows, m]`` to uint8 ``[rows, ceil(m / 8)]``, each row separately."""
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)) if rows.shape[1] % 8 else rows
+    return ops.pack(rows.reshape(-1)).view(len(rows), -1)
 
 
 build_mode.register(TagcSync, Tagc)

@@ -29,9 +29,9 @@ from torch.nn.functional import pad
 from zero_topo.config import TernarySync
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
 from zero_topo.quant import ops
-from zero_topo.sync.base import SyncContext, build_mode
+from zero_topo.sync.base import build_mode
 from zero_topo.sync.picks import added_rows
-from zero_topo.sync.sparse import Report, Sparse
+from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse
 
 
 class Ternary(Sparse):
@@ -39,40 +39,41 @@ class Ternary(Sparse):
 
     config: TernarySync
 
-    def __init__(self, config: TernarySync, context: SyncContext) -> None:
-        super().__init__(config, context)
-        self._blocks = -(-self._columns // BLOCK)  # of a row
-
     @property
     def now(self) -> TernarySync:
         """The settings with this step's density."""
         return self.config.model_copy(update={"density": self.density}) if self.config.warmup else self.config
 
-    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Send signs to the owners of their rows, who add them to their own row and send the sums as signs again."""
-        size, own, columns = self.peers.size, self.peers.index, self._columns
-        table = total.new_empty(size, self._blocks, BLOCK)
-        rows, padding = table.view(size, -1).tensor_split([columns], dim=1)
-        turned = ((slice(own, None), slice(size - own)), (slice(own), slice(size - own, None)))  # the own row first
-        for there, here in turned:
-            rows[here].copy_(total.view(size, columns)[there])
-        padding.zero_()
-        sent, count = self._send_largest(table[1:].flatten(0, 1))
-        received = self.peers.scatter(torch.cat([sent[:1], sent]).roll(own, 0))  # nobody reads the own entry
-        table[0].view(-1).add_(added_rows(self._decoded(torch.cat([received[:own], received[own + 1 :]]))))
-        sums_sent, _ = self._send_largest(table[0])
-        sums = self._decoded(self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent)
-        reduced = sums[:, :columns].reshape(-1).contiguous()
-        for there, here in turned:
-            total.view(size, columns)[there].copy_(rows[here])
-        report: Report = {
-            "density_asked": self.density,
-            "density": count.double() / (self.numel - columns),
-            "union": reduced.count_nonzero().double() / len(reduced),
-        }
-        return reduced, None, report
+        size, own, width = self.peers.size, self.peers.index, run.width
+        rows, blocks, now = total.view(size, width), -(-width // BLOCK), self.now
+        mine, others = rows.new_zeros(blocks, BLOCK), rows.new_zeros(size - 1, blocks * BLOCK)
+        mine.view(-1)[:width] = rows[own]
+        others[:own, :width], others[own:, :width] = rows[:own], rows[own + 1 :]
+        sent, count = self._send_largest(others.view(-1, BLOCK), size - 1)
+        received = self.peers.scatter_later(torch.cat([sent[:own], sent[:1], sent[own:]]))  # nobody reads the own entry
+        report = Report(density=count.double() / (len(total) - width))
 
-    def _send_largest(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        def finish() -> Tensor:
+            messages = received.wait()
+            messages = torch.cat([messages[:own], messages[own + 1 :]])
+            mine.view(-1).add_(added_rows(self._decoded(messages, blocks, now)))
+            sums_sent, _ = self._send_largest(mine, 1)
+            sums = self._decoded(self.peers.gather(sums_sent[0]) if self.everywhere else sums_sent, blocks, now)
+            reduced = sums[:, :width].reshape(-1).contiguous()
+            report["union"] = reduced.count_nonzero().double() / len(reduced)
+            return reduced
+
+        def settle(again: Tensor) -> None:
+            values, left = self._decoded(sent, blocks, now), again.view(size, width)
+            left[:own] -= values[:own, :width]
+            left[own + 1 :] -= values[own:, :width]
+            left[own] = mine.view(-1)[:width]
+
+        return finish, Exchange(settle, report, settles_own_row=True)
+
+    def _send_largest(self, blocks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Encode the largest elements of blocks ``[rows * blocks of a row, 4096]``, and subtract the sent values.
 
         Return the packets, uint8 ``[rows, bytes]``, and the number of elements sent, int64 ``[]``.
@@ -87,11 +88,11 @@ class Ternary(Sparse):
         picked = blocks.gather(1, index)
         signs = picked < 0
         blocks.scatter_(1, index, picked - _signed(signs, scale))
-        return self._encoded(index, signs, scale), count.sum()
+        return self._encoded(index, signs, scale, rows), count.sum()
 
-    def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor) -> Tensor:
+    def _encoded(self, index: Tensor, signs: Tensor, scale: Tensor, rows: int) -> Tensor:
         """Encode packets, uint8 ``[rows, bytes]``, from ascending positions in each block and scales in wire dtype."""
-        rows, config, device = len(index) // self._blocks, self.now, index.device
+        config, device = self.now, index.device
         low = config.low_bits
         ones = (index >> low) + torch.arange(config.picks, device=device)
         high = torch.zeros(len(index), config.high_bits, dtype=torch.bool, device=device).scatter_(1, ones, 1)
@@ -100,15 +101,15 @@ class Ternary(Sparse):
         bits = ops.pack(pad(flags, (0, -flags.shape[1] % 8)).view(-1))
         return torch.cat([bits.view(rows, -1), scale.view(rows, -1).view(torch.uint8)], dim=1)
 
-    def _decoded(self, messages: Tensor) -> Tensor:
-        """Decode the packets of some rows to values, FP32 ``[rows, blocks of a row * 4096]``."""
-        size, config, device = len(messages), self.now, messages.device
-        blocks, picks = size * self._blocks, config.picks
-        bits, scales = messages.tensor_split([-(-self._blocks * config.block_bits // 8)], dim=1)
+    def _decoded(self, messages: Tensor, of_row: int, config: TernarySync) -> Tensor:
+        """Decode the packets of some rows, each of ``of_row`` blocks, to values, FP32 ``[rows, of_row * 4096]``."""
+        size, device = len(messages), messages.device
+        blocks, picks = size * of_row, config.picks
+        bits, scales = messages.tensor_split([-(-of_row * config.block_bits // 8)], dim=1)
         flags = ops.unpack(bits.contiguous().view(-1), 8 * bits.numel()).view(size, -1)
         parts = (config.high_bits, picks * config.low_bits, picks)
-        padding = flags.shape[1] - self._blocks * config.block_bits
-        high, lows, signs, _ = flags.split([*(self._blocks * part for part in parts), padding], dim=1)
+        padding = flags.shape[1] - of_row * config.block_bits
+        high, lows, signs, _ = flags.split([*(of_row * part for part in parts), padding], dim=1)
         ones = torch.nonzero_static(high.reshape(blocks, -1), size=blocks * picks)[:, 1].view(blocks, picks)
         places = torch.arange(config.low_bits, dtype=torch.int16, device=device)
         index = (lows.reshape(blocks, picks, -1).short() << places).sum(dim=2)

@@ -14,7 +14,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from zero_topo.collectives.queue import Handle
 from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
+from zero_topo.config.sparse_config import share
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     LONGEST,
@@ -27,28 +29,13 @@ from zero_topo.sync.picks import (
     in_runs,
     largest,
     positions,
-    share,
 )
-from zero_topo.sync.sparse import Report, Sparse, counts_or_flag
+from zero_topo.sync.sparse import Exchange, Finish, Report, Run, Sparse, counts_or_flag
 
 FITTING_STEPS = 4
 
 
-class Stateless(Sparse):
-    """A sparse mode without state besides the residual."""
-
-    def k_largest(self, total: Tensor) -> Picked:
-        """Select exactly ``k`` elements, or all that are not zero if fewer; one host synchronization."""
-        picked = largest(total, self.k)
-        (count,) = self.to_host(picked.values.count_nonzero())
-        return picked.non_zero(count)
-
-    def numbers(self, picked: int, union: Tensor) -> Report:
-        """Build the report: densities of a rank's selection and of the sum."""
-        return {"density_asked": self.density, "density": picked / self.numel, "union": union.double() / self.numel}
-
-
-class TopkA(Stateless):
+class TopkA(Sparse):
     """Every rank sends its ``k`` largest elements to all others, who add them up.
 
     Raises:
@@ -57,7 +44,7 @@ class TopkA(Stateless):
 
     def __init__(self, config: SparseSync, context: SyncContext) -> None:
         super().__init__(config, context)
-        k = share(config.busiest.density, self.numel)
+        k = share(config.busiest.density, self.peers.size * max((run.width for run in self.runs.values()), default=0))
         if self.active and k * self.peers.size > LONGEST:
             raise ValueError(
                 f"sync.mode = {config.MODE}: {k} selected elements of each of {self.peers.size} ranks are over "
@@ -66,18 +53,28 @@ class TopkA(Stateless):
                 'adds up its own part: "oktopk" or "topk_dsa"'
             )
 
-    def pick(self, total: Tensor) -> Picked:
-        """Select the elements that this rank sends: exactly ``k``, or all that are not zero if fewer."""
-        return self.k_largest(total)
-
-    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Gather and add up all ranks' selected elements."""
-        picked, records = self.pick(total).rounded(self.dtype), Records(self.dtype, self.numel)
-        own = torch.full((1,), len(picked), device=total.device)
-        counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
-        reduced = added(records.gather(self.peers, picked, counts), self.zeros)
-        total[picked.indices] -= picked.values
-        return reduced, None, self.numbers(len(picked), reduced.count_nonzero())
+        picked = self.pick(total).rounded(self.dtype)
+        numel, report = len(total), Report(density=len(picked) / len(total))
+        received = self.gather_later(picked, Records(self.dtype, numel))
+
+        def finish() -> Tensor:
+            reduced = added(received.wait(), partial(picked.values.new_zeros, numel))
+            report["union"] = reduced.count_nonzero().double() / numel
+            return reduced
+
+        return finish, Exchange(picked.subtract_from, report)
+
+    def pick(self, total: Tensor) -> Picked:
+        """Select the elements that this rank sends."""
+        return largest(total, share(self.density, len(total)))
+
+    def gather_later(self, picked: Picked, records: Records) -> Handle[Picked]:
+        """Begin to gather all ranks' elements, of which each has the same number."""
+        return self.peers.gather_later(records.encode(picked)).then(
+            lambda message: records.decode(message.flatten(0, 1))
+        )
 
 
 class GaussianK(TopkA):
@@ -89,10 +86,17 @@ class GaussianK(TopkA):
 
     def pick(self, total: Tensor) -> Picked:
         """Select the elements that reach the threshold."""
-        bound, count = self.to_host(*self.threshold(total))
+        bound, count = self.to_host(*self.threshold(total, share(self.density, len(total))))
         return above(total, bound, int(count))
 
-    def threshold(self, total: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_later(self, picked: Picked, records: Records) -> Handle[Picked]:
+        """Gather all ranks' elements, whose numbers differ; one host synchronization."""
+        own = torch.full((1,), len(picked), device=picked.values.device)
+        counts = self.to_host(self.peers.gather(counts_or_flag(own, picked.values)))
+        received = records.gather(self.peers, picked, counts)
+        return Handle(None, (), lambda: received)
+
+    def threshold(self, total: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Estimate a threshold from mean and deviation, corrected by counting; FP64 ``[]``, and its count ``[]``."""
         quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
         deviation, mean = torch.std_mean(total) if total.numel() > 1 else (total.new_zeros(()), total.sum())
@@ -101,37 +105,47 @@ class GaussianK(TopkA):
             bound = torch.full_like(bound, TINY)
         count = count_reaching(total, bound)
         for _ in range(FITTING_STEPS if self.density < 1 else 0):  # a threshold that fits is not changed
-            few, many = 3 * count < 2 * self.k, 3 * count > 4 * self.k
+            few, many = 3 * count < 2 * k, 3 * count > 4 * k
             bound = torch.where(few, (0.5 * bound).clamp(min=TINY), torch.where(many, 1.5 * bound, bound))
             count = count_reaching(total, bound)
         return bound, count
 
 
-class TopkDsa(Stateless):
+class TopkDsa(Sparse):
     """Selected elements go to the owners of their rows; owners send the sums back sparse, or dense if that is shorter.
 
     This is the dynamic sparse all-reduce of SparCML (Renggli et al., SC 2019). If no rank needs more than its own row,
     the second half is omitted.
     """
 
-    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Reduce selected elements at the owners of their rows, then gather the sums if all ranks need them."""
-        size, width = self.peers.size, self._columns
-        picked, records = self.k_largest(total).rounded(self.dtype), Records(self.dtype, width)
+        size, width = self.peers.size, run.width
+        picked = largest(total, share(self.density, len(total))).rounded(self.dtype)
+        records = Records(self.dtype, width)
         sizes = picked.counts(torch.arange(size + 1, device=total.device) * width)
         numbers = self.to_host(sizes, self.peers.scatter(counts_or_flag(sizes, picked.values)))
-        sent = Picked(picked.indices % width, picked.values)
-        received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
-        del sent
-        own = added(received, partial(received.values.new_zeros, width))
-        del received
-        total[picked.indices] -= picked.values
-        union = own.count_nonzero()
-        reduced = self._gathered(own, union, total) if self.everywhere else own
-        return reduced, None, self.numbers(len(picked), union * size)
+        report = Report(density=len(picked) / len(total))
+        errors: list[Picked] = []
 
-    def _gathered(self, own: Tensor, union: Tensor, total: Tensor) -> Tensor:
-        """Gather the sums of all rows; the rounding errors of the sums stay in their owner's residual."""
+        def finish() -> Tensor:
+            sent = Picked(picked.indices % width, picked.values)
+            received = records.scatter(self.peers, sent, numbers[:size], numbers[size:])
+            del sent
+            own = added(received, partial(received.values.new_zeros, width))
+            del received
+            union = own.count_nonzero()
+            report["union"] = union.double() / width
+            return self._gathered(own, union, errors) if self.everywhere else own
+
+        def settle(again: Tensor) -> None:
+            for sent in (picked, *errors):
+                sent.subtract_from(again)
+
+        return finish, Exchange(settle, report)
+
+    def _gathered(self, own: Tensor, union: Tensor, errors: list[Picked]) -> Tensor:
+        """Gather the sums of all rows; their owner's residual keeps the rounding errors, which ``errors`` gets."""
         size, width, index = self.peers.size, own.numel(), self.peers.index
         records, counts = Records(self.dtype, width), self.peers.gather(union.view(1)).view(-1)
         sparse = counts * records.nbytes < own.nbytes
@@ -142,10 +156,11 @@ class TopkDsa(Stateless):
             return self.peers.gather_known(own[None], numbers[size:]).view(-1)
         indices = positions(own != 0, numbers[index])
         sums = Picked(indices, own[indices])
-        total[indices + index * width] += sums.values - sums.rounded(self.dtype).values
+        if self.dtype != own.dtype:
+            errors.append(Picked(indices + index * width, sums.rounded(self.dtype).values - sums.values))
         picks = records.gather(self.peers, sums, numbers[:size])
         rows = torch.arange(size, device=own.device).repeat_interleave(counts, output_size=len(picks))
-        reduced = self.zeros().view(size, width)
+        reduced = own.new_zeros(size, width)
         reduced.view(-1)[rows.mul_(width).add_(picks.indices)] = picks.values
         if any(numbers[size:]):
             received = self.peers.gather_known(own[None][: numbers[size + index]], numbers[size:])
@@ -153,7 +168,7 @@ class TopkDsa(Stateless):
         return reduced.view(-1)
 
 
-class GTopk(Stateless):
+class GTopk(Sparse):
     """Approximates the ``k`` largest elements of the sum by a tree: at each level only ``k`` elements are passed on.
 
     Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification" (ICDCS 2019). A rank that
@@ -161,27 +176,42 @@ class GTopk(Stateless):
     if necessary: all packets have one length, without a host synchronization.
     """
 
-    def exchange(self, total: Tensor, state: None) -> tuple[Tensor, None, Report]:
+    def exchange(self, total: Tensor, run: Run) -> tuple[Finish, Exchange]:
         """Merge selected elements up a tree of peers, then send the result down the tree."""
-        picked = largest(total, self.k)
-        total[picked.indices] -= picked.values
-        steps = [1 << level for level in range((self.peers.size - 1).bit_length())]
-        for step in steps:
-            parent, child = self._neighbours(step)
-            if parent is not None:
-                picked = self._kept(picked, picked.rounded(self.dtype), total)
-            received = self._pass(picked, parent, child)
-            if received is not None:
-                both = torch.cat([picked.indices, received.indices]), torch.cat([picked.values, received.values])
-                sums = in_runs(Picked(*both))
-                picked = self._kept(sums, sums.where(largest(sums.values, self.k).indices), total)
-        if self.peers.index == 0:
-            picked = self._kept(picked, picked.rounded(self.dtype), total)
-        for step in reversed(steps):
-            parent, child = self._neighbours(step)
-            received = self._pass(picked, child, parent)
-            picked = picked if received is None else received
-        return added(picked, self.zeros), None, self.numbers(self.k, picked.values.count_nonzero())
+        numel, k = len(total), share(self.density, len(total))
+        first, records = largest(total, k), Records(self.dtype, len(total))
+        dropped: list[Picked] = []  # sums that this rank does not pass on, or their rounding errors
+        report = Report(density=k / numel)
+
+        def finish() -> Tensor:
+            picked, steps = first, [1 << level for level in range((self.peers.size - 1).bit_length())]
+            for step in steps:
+                parent, child = self._neighbours(step)
+                if parent is not None:
+                    picked = self._rounded(picked, dropped)
+                received = self._pass(records, picked, parent, child)
+                if received is not None:
+                    both = torch.cat([picked.indices, received.indices]), torch.cat([picked.values, received.values])
+                    sums = in_runs(Picked(*both))
+                    best = largest(sums.values, k).indices
+                    others = torch.ones_like(sums.indices, dtype=torch.bool).index_fill_(0, best, False)
+                    dropped.append(sums.where(positions(others, len(sums) - k)))
+                    picked = sums.where(best)
+            if self.peers.index == 0:
+                picked = self._rounded(picked, dropped)
+            for step in reversed(steps):
+                parent, child = self._neighbours(step)
+                received = self._pass(records, picked, child, parent)
+                picked = picked if received is None else received
+            report["union"] = picked.values.count_nonzero().double() / numel
+            return added(picked, partial(picked.values.new_zeros, numel))
+
+        def settle(again: Tensor) -> None:
+            first.subtract_from(again)
+            for sums in dropped:
+                again.index_add_(0, sums.indices, sums.values)
+
+        return finish, Exchange(settle, report)
 
     def _neighbours(self, step: int) -> tuple[int | None, int | None]:
         """Return at one level of the tree the group ranks of the parent and of the child of this rank."""
@@ -190,20 +220,21 @@ class GTopk(Stateless):
             return index - step, None
         return None, index + step if index % (2 * step) == 0 and index + step < self.peers.size else None
 
-    def _kept(self, have: Picked, goes_on: Picked, total: Tensor) -> Picked:
-        """Add the elements that are not passed on to the residual. Of duplicate indices only one has a value."""
-        total.index_add_(0, have.indices, have.values)
-        total.index_add_(0, goes_on.indices, goes_on.values, alpha=-1)
-        return goes_on
+    def _rounded(self, picked: Picked, dropped: list[Picked]) -> Picked:
+        """Round the elements for sending; ``dropped`` gets the errors."""
+        rounded = picked.rounded(self.dtype)
+        if self.dtype != torch.float32:
+            dropped.append(Picked(picked.indices, picked.values - rounded.values))
+        return rounded
 
-    def _pass(self, picked: Picked, target: int | None, source: int | None) -> Picked | None:
-        """Send ``k`` elements to one group rank, and receive ``k`` from another."""
-        size, records = self.peers.size, Records(self.dtype, self.numel)
+    def _pass(self, records: Records, picked: Picked, target: int | None, source: int | None) -> Picked | None:
+        """Send the elements to one group rank, and receive as many from another."""
+        size = self.peers.size
         sizes, expected = [0] * size, [0] * size
         if target is not None:
-            sizes[target] = self.k
+            sizes[target] = len(picked)
         if source is not None:
-            expected[source] = self.k
+            expected[source] = len(picked)
         received = self.peers.scatter_known(records.encode(picked)[: sum(sizes)], sizes, expected)
         return None if source is None else records.decode(received)
 

@@ -1,0 +1,190 @@
+# Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
+"""Sparse modes in runs: each run is sent under the backward pass, and all that holds for one run holds for several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.scale import count, total
+from tests.harness import run_threads
+from tests.plans import resolve
+from tests.ranks.test_launch_budget import PARAMS, PER_PARAMETER, numels
+from tests.ranks.test_sparse_modes import (
+    PLACES,
+    check_changes_nothing,
+    check_nothing_is_lost,
+    dense_rows,
+    mode_of,
+    observed,
+    run,
+    sparse_world,
+)
+from tests.ranks.test_streams import ONE_GROUP, job
+from tests.ranks.worlds import BLOCKS, NUMELS, World, overflowed
+from zero_topo.cost import Workload, step_bytes
+from zero_topo.engine.gradients import Gradients
+from zero_topo.topology.presets import emulated
+
+SYNC: dict[str, dict[str, Any]] = {
+    **{mode: {"mode": mode} for mode in ("topk_a", "gaussian_k", "topk_dsa", "gtopk", "oktopk", "ternary")},
+    "sharded": {"mode": "oktopk", "sharded": True},
+    "tagc": {"mode": "tagc", "theta": 0.9},
+}
+CHUNK = 600
+"""Elements of a run: the small parameters of ``NUMELS`` are one, and each of the others."""
+
+
+def world_of(name: str, setting: str = "topo", **sync: Any) -> World:
+    """A world with a mode in runs."""
+    mode = SYNC[name] | {"select": "run"} | ({} if name == "tagc" else {"density": 0.05}) | sync
+    w = sparse_world(PLACES[setting], 4 if setting == "data parallel" else None, mode.pop("mode"), NUMELS)
+    config = replace(w.config, sync=type(w.config.sync).model_validate({**mode}))
+    return replace(w, config=config, chunk=CHUNK)
+
+
+@pytest.mark.parametrize("value_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("setting", PLACES)
+@pytest.mark.parametrize("name", SYNC)
+def test_nothing_is_lost(name: str, setting: str, value_dtype: str) -> None:
+    """What has not arrived is in a residual, at every step, also of a step whose synced gradient is read before."""
+    if name == "sharded" and setting not in ("topo", "gradients in a GPU"):
+        return
+    w = world_of(name, setting, value_dtype=value_dtype)
+    results = run(w, 5, peeks_at=2)
+    check_nothing_is_lost(w, results)
+    for found in results if setting == "data parallel" else ():
+        assert all(torch.equal(mine.rows, first.rows) for mine, first in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in SYNC if name not in ("ternary", "tagc")])
+def test_density_one_is_dense(name: str) -> None:
+    """Everything is selected: the mean gradient."""
+    w = world_of(name, density=1.0)
+    for (found,), expected in zip(run(w, 1), dense_rows(w, 1), strict=True):
+        torch.testing.assert_close(found.rows, expected[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["skip", "stop", "scale"])
+@pytest.mark.parametrize("name", SYNC)
+def test_skipped_steps_resuming_and_the_loss_scale_change_nothing(name: str, what: str) -> None:
+    """Bit for bit: a step that is skipped leaves no trace, though its residual is computed twice."""
+    check_changes_nothing(world_of(name), what, 4)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", SYNC)
+def test_a_gradient_that_is_not_finite_reaches_the_optimizer(name: str, bad: float) -> None:
+    """Though the other runs are finite; the state stays as it was."""
+    w = world_of(name)
+    assert any(run_threads(w.size, lambda rank: overflowed(w.engine(), w.grads(rank), bad)))
+
+
+@pytest.mark.parametrize("name", SYNC)
+def test_a_late_gradient_is_added(name: str) -> None:
+    """A run that is scattered again in the step, in part, after its sync has begun: nothing is lost."""
+    w = world_of(name)
+
+    def rank_main(rank: int) -> list[Any]:
+        engine, steps = w.engine(), []
+        for step in range(3):
+            halves = [grad / 2 for grad in w.grads(rank, step)]
+            for last in (True, True) if step else (False, True):
+                engine.gradients.scatter(range(len(halves)), halves, last)
+            engine.gradients.sync()
+            steps.append(observed(engine))
+        return steps
+
+    check_nothing_is_lost(w, run_threads(w.size, rank_main))
+
+
+@pytest.mark.parametrize("name", ["topk_a", "sharded", "ternary"])
+def test_a_residual_fits_runs_of_another_size(name: str) -> None:
+    """It has the columns of the parameters, whatever their runs are."""
+    w = world_of(name)
+
+    def rank_main(rank: int) -> list[Any]:
+        engine, steps = w.engine(), []
+        for step in range(4):
+            if step == 2:
+                state = {key: value.clone() for key, value in mode_of(engine).state_dict().items()}
+                engine = replace(w, chunk=1 << 20).engine()
+                mode_of(engine).load_state_dict(state)
+            engine.gradients.scatter(range(len(NUMELS)), w.grads(rank, step), last=True)
+            engine.gradients.sync()
+            steps.append(observed(engine))
+        return steps
+
+    check_nothing_is_lost(w, run_threads(w.size, rank_main))
+
+
+@pytest.mark.parametrize("setting", ["topo", "data parallel"])
+@pytest.mark.parametrize("name", ["topk_a", "oktopk", "sharded", "ternary"])
+def test_the_meter_counts_what_the_formula_says(name: str, setting: str) -> None:
+    """To the byte, for the lengths of all messages are known before the step."""
+    if name == "sharded" and setting != "topo":
+        return
+    w = replace(world_of(name, setting, value_dtype="bf16"), numels=(3000, 640, 9000))
+    work = replace(Workload.uniform(w.numels, itemsize=4), sync_itemsize=4, run_numel=CHUNK)
+    formula = sum(sent for (phase, _), sent in step_bytes(w.config, work).items() if phase == "sync")
+    assert {found[step].sent for found in run(w, 2) for step in range(2)} == {formula}
+
+
+@pytest.mark.parametrize("name", [*SYNC, "radius", "scape"])
+def test_a_run_is_sent_under_the_backward_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchange is issued before the last gradients are scattered; one of all parameters waits for them."""
+    started: list[int] = []
+    scatter = Gradients._scatter
+
+    def counted(gradients: Gradients, *args: Any) -> None:
+        started.append(len(gradients._started))
+        scatter(gradients, *args)
+
+    monkeypatch.setattr(Gradients, "_scatter", counted)
+    modes = SYNC | {"radius": {"mode": "radius"}, "scape": {"mode": "scape"}}
+    for select in ("parameter",) if name == "radius" else ("run", "all"):
+        block = BLOCKS["scape" if name == "scape" else "topo"] | {"sync": modes[name] | {"select": select}}
+        with job(block, overlap_comm=True, model=ONE_GROUP) as deepspeed:
+            deepspeed.micro_batch(last=True)
+            assert (started[-1] > 0) == (select != "all")
+            deepspeed.step()
+
+
+LAUNCHES = {"ternary": 16, "gaussian_k": 13}
+"""Ternary packets are put together bit by bit, and the threshold of Gaussian-k is corrected four times, in each run."""
+
+
+@pytest.mark.parametrize("name", [*SYNC, "radius", "scape"])
+def test_a_run_costs_few_launches(name: str) -> None:
+    """At most 12 for each parameter where a run has sixteen, with exceptions; fewer share what a run costs by itself,
+    which is 32 launches of topk_a, 40 to 60 of most modes, 155 of ternary."""
+    blocks = {"radius": {"mode": "radius", "interval": 2}, "scape": {"mode": "scape", "select": "run"}}
+    sync = blocks.get(name) or SYNC[name] | {"select": "run"}
+    block = {"scheme": "topo", "sync": sync} | ({"optimizer": "node"} if name == "scape" else {})
+    config = resolve(emulated(2, 4, 2), **block, overlap=False)
+    assert total(count(config, numels(16), 16, 2)) / PARAMS <= LAUNCHES.get(name, PER_PARAMETER)
+
+
+def test_the_host_waits_for_nothing_in_runs() -> None:
+    """In the modes whose messages have known lengths."""
+    for name in ("topk_a", "oktopk", "sharded", "gtopk", "ternary"):
+        config = resolve(emulated(2, 4, 2), scheme="topo", sync=SYNC[name] | {"select": "run"}, overlap=False)
+        assert not sum(counts.syncs for counts in count(config, numels(16), 8, 2).values()), name
+
+
+def test_reports_are_of_all_runs() -> None:
+    """Densities of all elements, not of the last run."""
+
+    def rank_main(rank: int) -> Tensor:
+        engine = world_of("topk_a").engine()
+        engine.gradients.scatter(range(len(NUMELS)), world_of("topk_a").grads(rank), last=True)
+        engine.gradients.sync()
+        report = observed(engine).report
+        return torch.tensor([report["density"], report["density_asked"]])
+
+    for found in run_threads(8, rank_main):
+        assert found[1] == 0.05 and 0.05 <= found[0] < 0.06
