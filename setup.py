@@ -46,6 +46,7 @@ setup(
         "zero_topo": [
             "py.typed",
             "topology/presets/*.json",
+            "config/*.json",
             "cost/*.json",
             "doctor/*.json",
             "launch/machines/*.json",

@@ -75,7 +75,7 @@ def test_what_has_nothing_to_hide_behind_is_exposed() -> None:
     """By hand on two dies: of three gathers the first, of three scatters that of the embedding; the rest is hidden."""
     pair = Topology("pair", 1, 1, 2, links={"gpu": Link(1e9, 1e-4)})
     found = predict_step(resolve(pair, scheme="zero3"), replace(JOB, overlap=1.0), RATES).breakdown
-    edge = 1e-4 + sum(-(-math.prod(shape) // 2) for shape in MODEL.groups[0][1]) * 2 / 1e9
+    edge = 1e-4 + sum(-(-math.prod(shape) // 2) for shape in MODEL.parts[0].shapes) * 2 / 1e9
     assert found["gather_forward"] == pytest.approx(2 * edge, rel=1e-6) and found["gather_backward"] == 0
     assert found["scatter"] == pytest.approx(2 * edge, rel=1e-3)
 

@@ -12,8 +12,9 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import TypedDict
 
-from zero_topo.config import PublishConfig, ZeroTopoConfig
+from zero_topo.config import ZeroTopoConfig
 from zero_topo.config.modes import SyncConfig
+from zero_topo.config.parts import PublishConfig
 from zero_topo.cost.module_tree import ModuleTree
 from zero_topo.cost.step import Range
 from zero_topo.cost.transformer import Transformer

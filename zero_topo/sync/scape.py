@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import ScapeSync
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Range
 from zero_topo.sync.base import Moment, SyncContext, build_mode

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
+from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     LONGEST,
