@@ -125,7 +125,10 @@ def test_pastes_of_forums_are_read(name: str, shape: tuple[int, int] | None) -> 
         ("Legend: NV# SYS PHB of nvidia-smi topo -p2p r", "nearest to nvidia-smi, but lacks a header line"),
         ("GPU: 0\n    BDF: 0000:c1:00.0\n    HOPS: 1", "nearest to amd-smi, but lacks the JSON of all GPUs"),
         ('{"card0": {"Temperature (Sensor edge) (C)": "35.0"}}', "nearest to rocm-smi, but lacks lines or keys"),
-        ('<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0">', "hwloc's XML has"),
+        (
+            '<?xml version="1.0"?>\n<!DOCTYPE topology SYSTEM "hwloc2.dtd">\n<topology version="2.0">',
+            "nearest to lstopo, but lacks packages",
+        ),
         ("hello", "not recognised: [^;]*$"),
     ],
 )

@@ -69,14 +69,7 @@ def parse(text: str) -> DeviceTree:
     return DeviceTree(NAME, len(gpus), tuple(range(len(gpus))), links, numa=known, sources=sources)
 
 
-TOOL = Tool(
-    NAME,
-    asking(COMMAND, parse),
-    matches,
-    parse,
-    signs=("nvidia", "GPU0", "NV", *PCI_KINDS),
-    needed="a header line that begins with GPU0, and a line for each GPU",
-)
+TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _header(lines: Sequence[str]) -> int | None:

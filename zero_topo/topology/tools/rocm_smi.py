@@ -44,14 +44,7 @@ def parse(text: str) -> DeviceTree:
     return _parse_json(text) if text.lstrip().startswith("{") else _parse_text(text)
 
 
-TOOL = Tool(
-    NAME,
-    asking(COMMAND, parse),
-    matches,
-    parse,
-    signs=("ROCm", "rocm-smi", "DRM device", "GPU[", "XGMI", "card0"),
-    needed="lines or keys with (Topology), or the table under Units: mps",
-)
+TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _parse_text(text: str) -> DeviceTree:
