@@ -92,8 +92,8 @@ def resolve_topology(
             f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; a "
             f"path to a .json file, or an object {INLINE_HINT})"
         )
-    ranks: int = world_size or getattr(launcher_view(env), "world_size", 1)
-    topology = load_preset(setting, ranks)
+    view = None if world_size else launcher_view(env)
+    topology = load_preset(setting, world_size or (view.world_size if view else 1))
     return _fit(topology, f"preset {setting!r}", env, world_size)
 
 
