@@ -23,9 +23,9 @@ from zero_topo.engine.stage3 import Stage3
 from zero_topo.topology.presets import emulated
 
 MODEL = Transformer("small", 4, hidden=512, heads=8, kv_heads=8, vocab=2048, sequence=16, intermediate=2048)
-ENDS = [len(numels) for _, numels in MODEL.modules()]
+ENDS = [len(numels) for numels in MODEL.modules()]
 MODULES = [range(end - size, end) for size, end in zip(ENDS, accumulate(ENDS), strict=True)]
-LAYER = sum(MODEL.modules()[1][1])
+LAYER = sum(MODEL.modules()[1])
 
 
 def step(engine: Stage3, masters: Tensor, bucket: Tensor) -> None:
