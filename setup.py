@@ -46,6 +46,8 @@ setup(
         "zero_topo": [
             "py.typed",
             "topology/presets/*.json",
+            "topology/probes/*.json",
+            "config/*.json",
             "cost/*.json",
             "doctor/*.json",
             "launch/machines/*.json",

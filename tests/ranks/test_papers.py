@@ -22,7 +22,7 @@ from tests.ranks.test_scape import train as train_scape
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, mode_of, sparse_world
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import World, synced
-from zero_topo.config import ScapeSync
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.config.tagc_config import LEAST_BLOCKS
 
 STEPS, LR = 30, 0.05

@@ -24,7 +24,8 @@ from tests.ranks.test_sparse_modes import (
 )
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import NUMELS, World, overflowed
-from zero_topo.config import DenseSync, RadiusSync
+from zero_topo.config import DenseSync
+from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.engine.stage3 import Stage3
 from zero_topo.sync.radius import Radius

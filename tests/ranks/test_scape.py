@@ -18,7 +18,7 @@ from tests.ranks.test_sparse_modes import DATA_PARALLEL, disagreement, sparse_wo
 from tests.ranks.trainer import Trainer
 from tests.ranks.worlds import NUMELS, PLAIN, World, assert_changes_nothing, overflowed, owned, synced, world
 from zero_topo import AdamS
-from zero_topo.config import ScapeSync
+from zero_topo.config.sparse_config import ScapeSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.sync.scape import Scape
 from zero_topo.topology.presets import emulated

@@ -23,8 +23,8 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, synced
-from zero_topo.config import TagcSync
 from zero_topo.config.sparse_config import GaussianKSync, TopkASync
+from zero_topo.config.tagc_config import TagcSync
 
 START = 2
 ALL = [*MODES, "tagc"]

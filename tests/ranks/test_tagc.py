@@ -25,8 +25,8 @@ from tests.ranks.test_sparse_modes import (
     sparse_world,
 )
 from tests.ranks.worlds import NUMELS, World, overflowed
-from zero_topo.config import TagcSync, ZeroTopoConfig
-from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD
+from zero_topo.config import ZeroTopoConfig
+from zero_topo.config.tagc_config import LEAST_BLOCKS, RATIOS, SAFE_LOAD, TagcSync
 from zero_topo.cost import Workload, step_bytes
 from zero_topo.sync import tagc as tagc_mode
 from zero_topo.sync.base import Parameter

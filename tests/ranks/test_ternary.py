@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.ranks.test_sparse_modes import DATA_PARALLEL, run, sparse_world
-from zero_topo.config import TernarySync
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
+from zero_topo.config.sparse_config import TernarySync
 from zero_topo.cost import Workload, step_bytes
 
 SHARDED = {**DATA_PARALLEL, "optimizer": "world"}

@@ -11,18 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from zero_topo.config import (
-    AUTO,
-    SCHEMES,
-    SYNC_MODES,
-    DenseSync,
-    PublishConfig,
-    QuantizeConfig,
-    ZeroTopoConfig,
-    json_schema,
-)
+from zero_topo.config import AUTO, SCHEMES, DenseSync, ZeroTopoConfig, json_schema
 from zero_topo.config.models import SchemeSetting
-from zero_topo.config.parts import Domain
+from zero_topo.config.modes import SYNC_MODES
+from zero_topo.config.parts import Domain, PublishConfig, QuantizeConfig
 from zero_topo.quant.spec import BLOCK_SIZES
 from zero_topo.topology.model import DOMAINS
 

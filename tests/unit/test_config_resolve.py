@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.plans import TREE, resolve
-from zero_topo.config import SCHEMES, DenseSync, QuantizeConfig, ResolvedConfig
+from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
+from zero_topo.config.parts import QuantizeConfig
 from zero_topo.quant.spec import BlockSpec
 from zero_topo.topology.model import Topology
 

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from tests.paper import paper_volume_table
 from tests.plans import resolve
-from zero_topo.config import SCHEMES, DenseSync, QuantizedSync, ResolvedConfig, SparseSync, SyncSettings
+from zero_topo.config import SCHEMES, DenseSync, ResolvedConfig
+from zero_topo.config.sparse_config import SparseSync
+from zero_topo.config.sync_config import QuantizedSync, SyncSettings
 from zero_topo.cost.codes import CHANGED, ESCAPED, LR_OVER_SIGMA, change_bytes, escaped_share
 from zero_topo.cost.volume import Workload, by_domain, gather_spec, step_bytes
 from zero_topo.plan import divisors

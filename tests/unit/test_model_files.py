@@ -84,6 +84,18 @@ def test_every_named_model_has_its_published_size() -> None:
     assert {name: load_model(name).params for name in MODELS} == PUBLISHED
 
 
+def test_the_page_names_the_known_models() -> None:
+    page = (ROOT / "docs/planner.md").read_text()
+    listed = [(line.split("|")[1], line.split("|")[2]) for line in page.splitlines() if line.startswith("| `")]
+    names = {
+        size if size.startswith("gpt2") else f"{family}-{size}"
+        for families, sizes in listed
+        for family in re.findall(r"`([^`]+)`", families)
+        for size in re.findall(r"`([^`]+)`", sizes)
+    }
+    assert names == set(MODELS)
+
+
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -197,7 +209,7 @@ WRONG = {
     '{"model_type": "gemma2", "num_hidden_layers": "two"}': "cannot build this model of type 'gemma2'",
     '{"model_type": "gemma2", "num_hidden_layers": 5000}': "num_hidden_layers is more than the 4,096",
     '{"model_type": "gemma3", "text_config": {"num_hidden_layers": 5000}}': "num_hidden_layers is more than the 4,096",
-    json.dumps({**MODELS["gpt2"], "n_layer": "two"}): "n_layer is 'two'",
+    json.dumps({**MODELS["gpt2"], "n_layer": "two"}): "num_hidden_layers is 'two'",
     json.dumps({**MODELS["gpt2"], "n_head": 7}): "does not divide hidden = 768",
     f'{{{SHAPE}, "moe_num_experts": 8}}': "moe_num_experts is 8: GPT-NeoX's mixture of experts is not counted",
     f'{{{SHAPE}, "attention_config": [[["rwkv"], 2]]}}': "attention_config has 'rwkv'",

@@ -121,15 +121,15 @@ def test_devices_on_pcie_alone_claim_no_packages_of_xgmi() -> None:
             "frontier_matrix.txt",
             "GPU3   0-0          ",
             "GPU3   ",
-            "row GPU3 of 'its matrix' has 7 cells for 8 devices",
+            "row GPU3 of a table has 7 cells for 8 devices",
         ),
         ("malformed_nvidia_smi.txt", "", "", "row GPU1, column GPU2 is 'PIXNODE'"),
         (BOX, "GPU2\tGPU3", "", "row GPU0 has 5 cells for the 3 columns"),
-        (BOX, "GPU1\tPIX", "GPU1\tPHB", "row GPU1, column GPU0 is 'PHB' but row GPU0, column GPU1 is 'PIX'"),
+        (BOX, "GPU1\tPIX", "GPU1\tPHB", "row GPU0, column GPU1 is 'PIX' but row GPU1, column GPU0 is 'PHB'"),
         (BOX, "GPU3\tSYS\tSYS\tPHB", "GPU3\tSYS\tSYS\tNV0", "row GPU3, column GPU2 is 'NV0'"),
         (BOX, "\nGPU2\t", "\nGPU9\t", "row GPU2 has 0 cells"),
         ("old_nvidia_smi.txt", "NV2", "NV", "row GPU0, column GPU2 is 'NV'; it must be NV followed by a number"),
-        ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for the 8 columns"),
+        ("frontier_matrix.txt", "GPU7   0-0 ", "bla    0-0 ", "7 rows for 8 columns"),
         ("frontier_amd_smi.json", "]\n", "", "amd-smi: its topology is not as expected"),
         ("frontier_amd_smi.json", '"bdf": "0000:c1:00.0"', '"bdf": "here"', "'here' is no PCI address"),
         ("frontier_rocm_smi.json", "}}", "}", "rocm-smi: not valid JSON"),
@@ -164,7 +164,7 @@ def test_each_sample_is_recognised_by_its_content() -> None:
 
 
 def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
-    """GPUs with their NUMA nodes; beside processors without a screen, a management controller's graphics is no rank."""
+    """GPUs with their NUMA nodes; the addresses of a tool leave out what is none of its devices."""
 
     def add(bus_id: str, kind: str, model: str, numa: int) -> None:
         place = tmp_path / "bus/pci/devices" / bus_id
@@ -174,18 +174,16 @@ def test_sysfs_is_read_from_any_root(tmp_path: Path) -> None:
             (place / name).write_text(f"{value}\n")
 
     assert sysfs.read_sys(tmp_path) is None
-    add("0000:02:00.0", "0x030000", "0x1002:0x515e", 0)
     add("0000:03:00.0", "0x030000", "0x1a03:0x2000", 0)
     add("0000:04:00.0", "0x020700", "0x15b3:0x1017", 0)
     assert sysfs.read_sys(tmp_path) is None
-    add("0000:05:00.0", "0x030000", "0x10de:0x2684", 0)
-    lone = sysfs.read_sys(tmp_path)
-    assert lone is not None and lone.bus_ids == ("0000:05:00.0",)
+    add("0000:02:00.0", "0x030000", "0x1002:0x515e", 0)
     add("0000:01:00.0", "0x030200", "0x10de:0x2330", 0)
     add("0000:81:00.0", "0x030200", "0x10de:0x2330", -1)
     tree = sysfs.read_sys(tmp_path)
-    assert tree is not None and tree.packages is None
-    assert tree.bus_ids == ("0000:01:00.0", "0000:81:00.0") and tree.numa == (0, None)
+    assert tree is not None and tree.packages is None and tree.numa == (0, 0, None)
+    tool = DeviceTree("tool", 2, bus_ids=("0000:81:00.0", "0000:01:00.0"))
+    assert merge([tool, tree]).numa == (None, 0)
 
 
 def fake_nvml(version: int = 4) -> Any:

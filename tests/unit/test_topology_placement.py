@@ -149,7 +149,7 @@ def test_a_node_in_full_use_that_lacks_a_die_is_refused() -> None:
 def test_a_tool_gives_links_and_says_so() -> None:
     topology = resolve_topology("auto", step(2, 8), 16, says(tree("dgx_h100_nvidia_smi.txt")))
     assert shape(topology) == (2, 8, 1) and topology.links["node"].bandwidth == 450e9
-    assert topology.sources["links"] == "nvidia-smi, NVLink taken for 25 GB/s a link; latency assumed"
+    assert topology.sources["links"] == "nvidia-smi, NVLink taken for 25 GB/s a link, half of B200's; latency assumed"
     assert topology.sources["nodes"].startswith("ranks (slurm")
     assert Topology.from_json(topology.to_json()) == topology
 

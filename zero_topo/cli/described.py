@@ -11,7 +11,7 @@ from pathlib import Path
 from zero_topo.cli.inputs import machine
 from zero_topo.strict import parse_json, read_text
 from zero_topo.topology import Topology, preset_names, resolve_topology
-from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_nobody, ask_tools, read_captures, recognise
+from zero_topo.topology.captures import CAPTURES, Ask, Asked, ask_tools, read_captures, recognise
 from zero_topo.topology.devices import DeviceTree
 from zero_topo.topology.launchers import launcher_view
 
@@ -98,8 +98,7 @@ def _is_json(text: str) -> bool:
 def _stated(source: str, tree: DeviceTree | None, world_size: int | None) -> Described:
     """A stated machine, completed by captured devices."""
     if source == "auto":
-        ask = ask_nobody if tree is None else lambda: Asked(tree)
-        return Described(resolve_topology("auto", os.environ, world_size, ask), tree)
+        return Described(resolve_topology("auto", os.environ, world_size, lambda: Asked(tree)), tree)
     is_name = source in preset_names() or "/" in source or source.lstrip().startswith("{")
     found = machine(source if is_name or not Path(source).is_file() else f"./{source}", world_size)
     if tree is None:

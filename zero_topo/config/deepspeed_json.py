@@ -15,7 +15,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from zero_topo.config.errors import ROOT
@@ -153,16 +155,20 @@ Check = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Describes a refusal of values of one key: ``key = value: why; instead``."""
+    """Describes a refusal of values of one key: ``key = value: why; instead``.
+
+    ``refused`` is one of :data:`TESTS`, or a word that refused values contain.
+    """
 
     key: str
-    refused: Callable[[Any], bool]
+    refused: str
     why: str
     instead: str
 
     def __call__(self, ds_config: Mapping[str, Any]) -> str | None:
         value = _lookup(ds_config, self.key)
-        if value is _ABSENT or not self.refused(value):
+        refused = TESTS.get(self.refused, lambda value: self.refused in str(value).lower())
+        if value is _ABSENT or not refused(value):
             return None
         return f"{self.key} = {as_json(value)}: {self.why}; {self.instead}"
 
@@ -180,8 +186,9 @@ def _above_one(value: Any) -> bool:
     return isinstance(value, int | float) and value > 1
 
 
-def _device(*names: str) -> Callable[[Any], bool]:
-    return lambda value: str(value).lower() in names
+TESTS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {"on": _on, "off": lambda value: not _on(value), "set": lambda value: value is not None, "above one": _above_one}
+)
 
 
 def deepspeed_hints(ds_config: Mapping[str, Any]) -> list[str]:
@@ -264,83 +271,21 @@ def _sequences_in_a_mesh(ds_config: Mapping[str, Any]) -> str | None:
 SEQUENCES = (
     "for Ulysses give deepspeed.initialize the mpu that deepspeed.runtime.sequence_parallel makes, as Hugging Face does"
 )
-_OWN_GATHER = "it gathers or steps past zero_topo's shards"
-_WORLD = "zero_topo shards over all ranks of the launch, which this would divide"
 
 MISPLACEMENTS: tuple[Check, ...] = (_misplaced, _misspelt)
 CHECKS: tuple[Check, ...] = (
     *MISPLACEMENTS,
     _stage,
-    Refusal(
-        f"{ZERO}.zero_quantized_nontrainable_weights",
-        _on,
-        "weights stored in few bits by DeepSpeed are not supported",
-        f'remove it and set "{ROOT}.quantize.weights" to send them in few bits',
-    ),
-    Refusal(
-        f"{ZERO}.offload_param.device",
-        _device("nvme"),
-        "parameter offload is not supported",
-        f'set it to "none" and shard weights wider, such as "{ROOT}": {{"weights": "node"}}',
-    ),
-    Refusal(
-        f"{ZERO}.cpu_offload_param",
-        _on,
-        "parameter offload is not supported",
-        f'remove it and shard weights wider, such as "{ROOT}": {{"weights": "node"}}',
-    ),
-    Refusal(f"{ZERO}.offload_optimizer.device", _device("nvme"), "NVMe offload is not supported", 'set it to "cpu"'),
-    Refusal(f"{ZERO}.offload_optimizer.super_offload", _on, f"SuperOffload: {_OWN_GATHER}", "remove it"),
+    *(Refusal(**row) for row in json.loads(resources.files(__package__).joinpath("refused.json").read_text("utf-8"))),
     _partial_offload,
-    Refusal(
-        f"{ZERO}.zenflow", lambda value: value is not None, f"ZenFlow: {_OWN_GATHER}", 'use "offload_optimizer" alone'
-    ),
-    Refusal(
-        f"{ZERO}.elastic_checkpoint",
-        _on,
-        "DeepSpeed no longer saves elastic checkpoints of ZeRO-3",
-        "remove it and convert checkpoints with ds_to_universal",
-    ),
     _optimizer_of_the_mode,
-    Refusal("tensor_parallel.autotp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
-    Refusal("tensor_parallel.tp.tp_size", _above_one, f"AutoTP: {_WORLD}", "remove tensor_parallel"),
-    Refusal("expert_parallel.enabled", _on, f"AutoEP: {_WORLD}", "remove expert_parallel"),
     _sequences_in_a_mesh,
-    Refusal("pipeline.stages", _above_one, f"pipeline parallelism: {_WORLD}", "remove pipeline"),
-    Refusal(
-        f"{ZERO}.stage3_allgather_sequential",
-        _on,
-        "zero_topo gathers each bucket in one collective of its own",
-        "remove it",
-    ),
-    *(
-        Refusal(key, _on, "zero_topo's optimizer shards are FP32", "remove it")
-        for key in (
-            "fp16.fp16_master_weights_and_grads",
-            "bf16.bf16_master_weights_and_grads",
-            "bf16.bf16_optimizer_states",
-        )
-    ),
-    Refusal(
-        "data_types.grad_accum_dtype",
-        lambda value: "int8" in str(value),
-        "gradients would be rounded to whole numbers",
-        'set it to "fp32", "bf16" or "fp16"',
-    ),
-    Refusal("hybrid_engine.enabled", _on, f"the hybrid engine: {_OWN_GATHER}", "remove hybrid_engine"),
-    Refusal("compile.deepcompile", _on, f"DeepCompile: {_OWN_GATHER}", "set it to false; torch.compile may stay on"),
-    Refusal(
-        "torch_autocast.enabled",
-        _on,
-        "it gives each parameter its own wire type, which zero_topo's buckets do not have",
-        'set it to false and use "bf16" or "fp16"',
-    ),
 )
 
 HINTS: tuple[Callable[[Mapping[str, Any]], str | None], ...] = (
     Refusal(
         f"{ZERO}.overlap_comm",
-        lambda value: not _on(value),
+        "off",
         "the backward pass waits for every bucket of gradients to be encoded, sent and summed",
         'leave it out, or set "overlap_comm": true',
     ),

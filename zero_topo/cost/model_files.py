@@ -38,12 +38,21 @@ GATED = ("geglu", "reglu", "bilinear", "swiglu", "glu")
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     json.loads(resources.files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
 )
-_GPT2 = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+GPT2: Mapping[str, str] = MappingProxyType(
+    {
+        "n_layer": "num_hidden_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+    }
+)
+"""GPT-2's names of keys -> those of all other families."""
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 _GROUPED = (*_SIZES, "num_key_value_heads")
 PLAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "gpt2": _GPT2,
+        "gpt2": (*_SIZES[:3], "vocab_size", "max_position_embeddings"),
         "gpt_neox": _SIZES,
         "llama": _GROUPED,
         "mistral": _GROUPED,
@@ -100,15 +109,16 @@ def load_model(name_or_path: str, sequence: int | None = None) -> Model:
 
 def _read_config(name: str, data: Mapping[str, Any], what: str) -> Model:
     """Return the model of a Hugging Face config; see the module's docstring."""
-    needed, keys = PLAIN.get(data["model_type"]), _Keys(what, data)
-    usual = {"attention_bias": data["model_type"] == "gpt_neox"}
+    kind = data["model_type"]
+    keys = _Keys(what, {GPT2.get(key, key) if kind == "gpt2" else key: value for key, value in data.items()})
+    usual = {"attention_bias": kind == "gpt_neox"}
     plain = all(data.get(key) in (None, usual.get(key, False)) for key in STRANGE)
-    if needed and plain and all(data.get(key) is not None for key in needed):
-        return (_read_gpt2 if needed is _GPT2 else _read_hugging_face)(name, keys)
+    if kind in PLAIN and plain and all(keys.values.get(key) is not None for key in PLAIN[kind]):
+        return _read_hugging_face(name, keys, kind)
     module = build(data, what)
     found = read_modules(module, name)
     if (key := keys.experts()) and not any("expert" in path for path, _ in module.named_modules()):
-        note = f"{key} is {data[key]!r}, but transformers builds no experts for {data['model_type']!r}"
+        note = f"{key} is {data[key]!r}, but transformers builds no experts for {kind!r}"
         return replace(found, notes=(*found.notes, note))
     return found
 
@@ -159,39 +169,22 @@ class _Keys:
         return default if value is None else bool(value)
 
 
-def _read_gpt2(name: str, keys: _Keys) -> Transformer:
-    hidden, heads = keys.count("n_embd"), keys.count("n_head")
-    positions = keys.count("n_positions")
-    return Transformer(
-        name,
-        layers=keys.count("n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        vocab=keys.count("vocab_size"),
-        sequence=positions,
-        intermediate=keys.count("n_inner", default=4 * hidden),
-        tied=keys.flag("tie_word_embeddings", True),
-        positions=positions,
-    )
-
-
-def _read_hugging_face(name: str, keys: _Keys) -> Transformer:
-    kind = keys.values["model_type"]
-    gated = kind != "gpt_neox"
-    heads = keys.count("num_attention_heads")
+def _read_hugging_face(name: str, keys: _Keys, kind: str) -> Transformer:
+    heads, gpt2, gated = keys.count("num_attention_heads"), kind == "gpt2", kind not in ("gpt2", "gpt_neox")
+    hidden, positions = keys.count("hidden_size"), keys.count("max_position_embeddings", default=SEQUENCE)
     return Transformer(
         name,
         layers=keys.count("num_hidden_layers"),
-        hidden=keys.count("hidden_size"),
+        hidden=hidden,
         heads=heads,
         kv_heads=keys.count("num_key_value_heads", default=heads),
         vocab=keys.count("vocab_size"),
-        sequence=keys.count("max_position_embeddings", default=SEQUENCE),
-        intermediate=keys.count("intermediate_size"),
+        sequence=positions,
+        intermediate=keys.count("intermediate_size", default=4 * hidden),
         gated=gated,
-        tied=keys.flag("tie_word_embeddings", False),
+        tied=keys.flag("tie_word_embeddings", gpt2),
         biases=not gated,
+        positions=positions if gpt2 else 0,
         head_size=keys.count("head_dim", default=0),
         qkv_biases=kind == "qwen2",
         qk_norm=kind == "qwen3",

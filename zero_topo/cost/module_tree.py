@@ -151,12 +151,12 @@ class _Reader:
         for path, child in modules:
             shapes += [tuple(p.shape) for p in child.parameters(recurse=False) if id(p) not in self.seen]
             self.seen.update(map(id, child.parameters(recurse=False)))
-            attention += _width(child) if "Attention" in type(child).__name__ else 0
-            listed = EXPERTS.match(path)
+            kind, listed = type(child).__name__, EXPERTS.match(path)
+            attention += _width(child) if "Attention" in kind else 0
             for shape in _matrices(child):
-                of = shape[0] if len(shape) > 2 else len(root.get_submodule(listed[1])) if listed else 0
+                of = shape[0] if "Experts" in kind else len(root.get_submodule(listed[1])) if listed else 0
                 if not _multiplies(child) or (of and not self.chosen):
-                    unknown[type(child).__name__] = None
+                    unknown[kind] = None
                 share = self.chosen / of if of and self.chosen else 1.0
                 multiplied += share * math.prod(shape)
                 stored += share * math.prod(shape[:-2]) * sum(shape[-2:])

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import OrderedQueue
-from zero_topo.config import OkTopkSync, ResolvedConfig
+from zero_topo.config import ResolvedConfig
+from zero_topo.config.sparse_config import OkTopkSync
 from zero_topo.cost.volume import Workload
 from zero_topo.engine.agreement import agree, check_replicas
 from zero_topo.engine.gradients import Gradients

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_topo.config import MUON_REFUSED, SPARSE_MODES, SyncSettings
+from zero_topo.config.modes import MUON_REFUSED, SPARSE_MODES
+from zero_topo.config.sync_config import SyncSettings
 from zero_topo.hook.seam import SINCE, has
 
 APPLY = "_apply_muon_to_accumulated_grads"

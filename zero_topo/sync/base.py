@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_topo.collectives.meter import Counted, Meter
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import AGED_REFUSED
+from zero_topo.config.modes import AGED_REFUSED
 from zero_topo.mesh import Mesh, Route
 from zero_topo.plan import Plan
 from zero_topo.quant.operands import Range, merged

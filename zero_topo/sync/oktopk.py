@@ -37,8 +37,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from zero_topo.config import OkTopkSync
-from zero_topo.config.sparse_config import share
+from zero_topo.config.sparse_config import OkTopkSync, share
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (

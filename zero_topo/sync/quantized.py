@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import QuantizedSync
+from zero_topo.config.sync_config import QuantizedSync
 from zero_topo.quant.operands import Range, merged, packed_ranges, range_views, total_numel
 from zero_topo.quant.ops import cast_to, dequantize, dequantize_reduce, quantize
 from zero_topo.sync.base import ResidualOwners, SyncContext, build_mode

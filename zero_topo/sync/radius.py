@@ -30,7 +30,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zero_topo.config import RadiusSync
+from zero_topo.config.sparse_config import RadiusSync
 from zero_topo.quant import ops
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.sparse import Exchange, Finish, Masked, Run, unpacked

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import ScapeSync
-from zero_topo.config.sparse_config import share
+from zero_topo.config.sparse_config import ScapeSync, share
 from zero_topo.quant import ops
 from zero_topo.quant.operands import Range, packed_ranges
 from zero_topo.sync.base import Moment, SyncContext, build_mode

@@ -48,8 +48,8 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import DenseSync, SparseSync
-from zero_topo.config.sparse_config import share
+from zero_topo.config import DenseSync
+from zero_topo.config.sparse_config import SparseSync, share
 from zero_topo.mesh import Route
 from zero_topo.quant import ops
 from zero_topo.quant.operands import DTYPES, Range, merged, packed_ranges, range_views

@@ -40,8 +40,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from zero_topo.config import TagcSync
 from zero_topo.config.sparse_config import share
+from zero_topo.config.tagc_config import TagcSync
 from zero_topo.quant import ops
 from zero_topo.quant.reference import LANES
 from zero_topo.sync.base import SyncContext, build_mode

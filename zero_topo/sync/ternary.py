@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zero_topo.config import TernarySync
 from zero_topo.config.sparse_config import TERNARY_BLOCK as BLOCK
+from zero_topo.config.sparse_config import TernarySync
 from zero_topo.quant import ops
 from zero_topo.sync.base import build_mode
 from zero_topo.sync.picks import added_rows

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_topo.collectives.queue import Handle
-from zero_topo.config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync
-from zero_topo.config.sparse_config import share
+from zero_topo.config.sparse_config import GaussianKSync, GTopkSync, SparseSync, TopkASync, TopkDsaSync, share
 from zero_topo.sync.base import SyncContext, build_mode
 from zero_topo.sync.picks import (
     LONGEST,

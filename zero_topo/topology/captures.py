@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from zero_topo.topology.devices import DeviceTree, merge
+from zero_topo.topology.devices import PCI_KINDS, DeviceTree, merge
 from zero_topo.topology.tools import Runner, Tool, amd_smi, clean, nvidia_smi, nvml, rocm_smi, run_tool, sysfs
 
 TOOLS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvml.TOOL, nvidia_smi.TOOL)
@@ -17,6 +18,16 @@ COMPLETING: tuple[Tool, ...] = (sysfs.TOOL,)
 
 FORMATS: tuple[Tool, ...] = (amd_smi.TOOL, rocm_smi.TOOL, nvidia_smi.TOOL)
 """Tools whose output can be captured, the most trusted first."""
+
+SIGNS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "nvidia-smi": (f"nvidia GPU0 NV {' '.join(PCI_KINDS)}", "a header line that begins with GPU0, and its rows"),
+        "amd-smi": ("amd-smi bdf link_type num_hops HOPS", 'the JSON of all GPUs, each with "gpu" and "links"'),
+        "rocm-smi": ("ROCm rocm-smi DRM GPU[ XGMI card0", "lines or keys with (Topology), or the table of bandwidths"),
+        "lstopo": ("<topology hwloc", "packages and rates, which its XML has not; capture another"),
+    }
+)
+"""Format -> words by which a text resembles it, and what a text must have to be read."""
 
 CAPTURES = "amd-smi topology --json, rocm-smi --showtopo --shownodesbw, nvidia-smi topo -m"
 
@@ -30,11 +41,6 @@ class Asked:
 
 
 Ask = Callable[[], Asked]
-
-
-def ask_nobody() -> Asked:
-    """Return no devices, without running a tool: for descriptions of another machine."""
-    return Asked()
 
 
 def ask_tools(run: Runner = run_tool, tools: Sequence[Tool] = TOOLS, completing: Sequence[Tool] = COMPLETING) -> Asked:
@@ -86,7 +92,5 @@ def read_captures(texts: Sequence[tuple[str, str]]) -> DeviceTree:
 
 def _nearest(text: str) -> str:
     """Return what a text resembles most, and what that must have; empty if it resembles nothing."""
-    if "<topology" in text:
-        return "; hwloc's XML has neither packages nor rates"
-    count, tool = max(((sum(sign in text for sign in tool.signs), tool) for tool in FORMATS), key=lambda pair: pair[0])
-    return f"; it is nearest to {tool.name}, but lacks {tool.needed}" if count else ""
+    count, nearest = max((sum(sign in text for sign in signs.split()), name) for name, (signs, _) in SIGNS.items())
+    return f"; it is nearest to {nearest}, but lacks {SIGNS[nearest][1]}" if count else ""

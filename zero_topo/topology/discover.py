@@ -92,13 +92,9 @@ def resolve_topology(
             f"topology {setting!r} is unknown{did_you_mean(setting, names)} (known: {', '.join(names)}; a "
             f"path to a .json file, or an object {INLINE_HINT})"
         )
-    topology = load_preset(setting, world_size or _launched_world(env) or 1)
+    view = None if world_size else launcher_view(env)
+    topology = load_preset(setting, world_size or (view.world_size if view else 1))
     return _fit(topology, f"preset {setting!r}", env, world_size)
-
-
-def _launched_world(env: Mapping[str, str]) -> int | None:
-    view = launcher_view(env)
-    return None if view is None else view.world_size
 
 
 def _discover_world(env: Mapping[str, str], world_size: int | None, ask: Ask) -> Topology:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -79,14 +79,6 @@ def _slope(points: Mapping[float, float]) -> float:
     return sum((size - middle) * (seconds - height) for size, seconds in points.items()) / spread
 
 
-@dataclass(frozen=True)
-class _Level:
-    """Holds units separated by a gap; ``gap`` is the factor by which links inside are better."""
-
-    units: Units
-    gap: float
-
-
 def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
     """Return the tree that explains the links of pairs, itself without links; see Note [Levels from pairs].
 
@@ -102,17 +94,17 @@ def cluster(pairs: Mapping[Pair, Link], hosts: Sequence[str]) -> Topology:
     hosts_are_nodes = 1 < len(home) < len(hosts)
     found = _levels(len(hosts), {pair: link.bandwidth for pair, link in pairs.items()}, GAP)
     if hosts_are_nodes:
-        found = [level for level in found if level.units != home and _finer(level.units, home)]
-    for level in found:
-        _check_regular(level.units, hosts, "bandwidths")
+        found = [(units, gap) for units, gap in found if units != home and _finer(units, home)]
+    for units, _ in found:
+        _check_regular(units, hosts, "bandwidths")
     room = 1 if hosts_are_nodes else 2
-    chosen = [level.units for level in sorted(found, key=lambda level: -level.gap)[:room]]
+    chosen = [units for units, _ in sorted(found, key=lambda level: -level[1])[:room]]
     promptness = {pair: 1 / max(link.latency, SHORTEST_S) for pair, link in pairs.items()}
-    for level in sorted(_levels(len(hosts), promptness, LATENCY_GAP), key=lambda level: -level.gap):
+    for units, _ in sorted(_levels(len(hosts), promptness, LATENCY_GAP), key=lambda level: -level[1]):
         bounds = [*chosen, *([home] if hosts_are_nodes else [])]
-        inside = not hosts_are_nodes or _finer(level.units, home)
-        if len(chosen) < room and inside and _fits(level.units, bounds) and _apart(level.units, promptness):
-            chosen.append(level.units)
+        inside = not hosts_are_nodes or _finer(units, home)
+        if len(chosen) < room and inside and _fits(units, bounds) and _apart(units, promptness):
+            chosen.append(units)
     return _tree(_shape(sorted(chosen, key=len, reverse=True), home), home, hosts, len(pairs))
 
 
@@ -177,16 +169,19 @@ def meeting(topology: Topology, pairs: Mapping[Pair, Link]) -> dict[str, list[Li
     return met
 
 
-def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list[_Level]:
-    """Return the levels between rank and world, innermost first; ``values`` are larger for closer ranks."""
-    found: list[_Level] = []
+def _levels(world_size: int, values: Mapping[Pair, float], least: float) -> list[tuple[Units, float]]:
+    """Return units, and the factor of the gap around them, of each level between rank and world, innermost first.
+
+    ``values`` are larger for closer ranks.
+    """
+    found: list[tuple[Units, float]] = []
     for better, worse in pairwise(sorted(values.values(), reverse=True)):
         if better <= least * worse:
             continue
         units = _units(world_size, [pair for pair, value in values.items() if value >= better])
-        known = found[-1].units if found else _units(world_size, [])
+        known = found[-1][0] if found else _units(world_size, [])
         if units != known and len(units) > 1:
-            found.append(_Level(units, better / worse))
+            found.append((units, better / worse))
     return found
 
 

@@ -47,13 +47,8 @@ class Machine:
 
     def origins(self, why: str = "") -> dict[str, str]:
         """Return the sources of the topology fields from this machine; ``why`` is the reason for its choice."""
-        supplied = {
-            "gpus_per_node": True,
-            "ranks_per_gpu": True,
-            "links": bool(self.links),
-            "memory_per_rank": self.memory_per_rank is not None,
-        }
-        return {key: f"preset {self.name}{why}" for key, known in supplied.items() if known}
+        optional = (key for key in ("links", "memory_per_rank") if getattr(self, key))
+        return dict.fromkeys(("gpus_per_node", "ranks_per_gpu", *optional), f"preset {self.name}{why}")
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
         """Return a topology of ``nodes`` nodes of this machine, without sources."""
@@ -130,14 +125,8 @@ def emulated(nodes: int, gpus_per_node: int, gcds_per_gpu: int) -> Topology:
     Raises:
         ValueError: if a number is not a positive int.
     """
-    return Topology(
-        name="emulated",
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        ranks_per_gpu=gcds_per_gpu,
-        emulated=True,
-        sources={key: "emulated" for key in ("nodes", "gpus_per_node", "ranks_per_gpu")},
-    )
+    sources = dict.fromkeys(("nodes", "gpus_per_node", "ranks_per_gpu"), "emulated")
+    return Topology("emulated", nodes, gpus_per_node, gcds_per_gpu, emulated=True, sources=sources)
 
 
 @strict_dataclass

@@ -28,10 +28,5 @@ def render_devices(tree: DeviceTree) -> str:
 
 def recommended_order(tree: DeviceTree) -> tuple[int, ...]:
     """Return the device of each local rank such that consecutive ranks share a GPU, then a NUMA node."""
-    numa = tree.numa or (None,) * tree.count
-
-    def near(group: list[int]) -> tuple[int, int]:
-        node = numa[group[0]]
-        return (0 if node is None else node, group[0])
-
-    return tuple(device for group in sorted(tree.groups(), key=near) for device in group)
+    nodes = [node or 0 for node in tree.numa or (None,) * tree.count]
+    return tuple(device for group in sorted(tree.groups(), key=lambda group: nodes[group[0]]) for device in group)

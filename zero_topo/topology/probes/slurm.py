@@ -45,10 +45,13 @@ def probe(env: Mapping[str, str]) -> LauncherView | None:
         ValueError: if its variables contradict each other, or the hosts have unequal numbers of tasks.
     """
     tasks, tasks_name = first_int(env, NTASKS, least=1)
-    counts, counts_name = _tasks_per_node(env)
+    counts_name, hosts_name = (
+        next((name for name in names if env.get(name)), "") for names in (TASKS_PER_NODE, NODELIST)
+    )
+    counts = expand_tasks_per_node(env[counts_name], counts_name) if counts_name else None
     if tasks is None and counts is None:
         return None
-    hosts, hosts_name = _hosts(env)
+    hosts = expand_hosts(env[hosts_name], hosts_name) if hosts_name else []
     if counts is None:
         assert tasks is not None  # both missing returned above
         counts, nodes_name = _even_counts(env, tasks, hosts)
@@ -212,16 +215,6 @@ def _mapped(listed: str, origin: str) -> list[int]:
             raise ValueError(f"{origin} is no list of devices; write it as srun --gpu-bind=map_gpu:4,5,2,3")
         devices += [int(device)] * int(times or 1)
     return devices
-
-
-def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
-    name = next((name for name in NODELIST if env.get(name)), "")
-    return (expand_hosts(env[name], name), name) if name else ([], "")
-
-
-def _tasks_per_node(env: Mapping[str, str]) -> tuple[list[int] | None, str]:
-    name = next((name for name in TASKS_PER_NODE if env.get(name)), "")
-    return (expand_tasks_per_node(env[name], name), name) if name else (None, "")
 
 
 def _even_counts(env: Mapping[str, str], tasks: int, hosts: Sequence[str]) -> tuple[list[int], str]:

@@ -12,9 +12,12 @@ default when the number of ranks per node is stated) and every rank checks it ag
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import resources
 
+from zero_topo.strict import read
 from zero_topo.topology.probes import LauncherView, first_int
 
 
@@ -43,53 +46,14 @@ class Variables:
         return not self.always or bool(env.get(self.always) and not foreign)
 
 
-_TORCH = Variables(source="environment", world_size=("WORLD_SIZE",), rank=("RANK",), local_rank=("LOCAL_RANK",))
-CLOSEST = (
-    replace(
-        _TORCH,
-        source="torchrun",
-        node=("GROUP_RANK",),
-        ranks_per_node=("LOCAL_WORLD_SIZE",),
-        nodes=("GROUP_WORLD_SIZE",),
-        always="LOCAL_WORLD_SIZE",
-        others="LOCAL_SIZE",
-    ),
-    replace(
-        _TORCH,
-        source="deepspeed",
-        node=("CROSS_RANK",),
-        ranks_per_node=("LOCAL_SIZE",),
-        nodes=("CROSS_SIZE",),
-        always="LOCAL_SIZE",
-    ),
-    _TORCH,
+_KNOWN = read(
+    dict[str, tuple[Variables, ...]],
+    "launchers.json",
+    json.loads(resources.files(__package__).joinpath("launchers.json").read_text(encoding="utf-8")),
 )
+CLOSEST = _KNOWN["closest"]
 """Launchers that start Python directly, and WORLD_SIZE, RANK and LOCAL_RANK set by hand or an unknown launcher."""
-
-MPI = (
-    Variables(
-        source="openmpi",
-        world_size=("OMPI_COMM_WORLD_SIZE",),
-        rank=("OMPI_COMM_WORLD_RANK",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ranks_per_node=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Variables(
-        source="mvapich",
-        world_size=("MV2_COMM_WORLD_SIZE",),
-        rank=("MV2_COMM_WORLD_RANK",),
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        ranks_per_node=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Variables(
-        source="mpich",
-        world_size=("PMI_SIZE",),
-        rank=("PMI_RANK", "PALS_RANKID"),
-        local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        node=("PALS_NODEID",),
-        ranks_per_node=("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-    ),
-)
+MPI = _KNOWN["mpi"]
 """OpenMPI, MVAPICH, and the PMI family (MPICH, Intel MPI, Cray PALS)."""
 
 
@@ -129,7 +93,7 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
             f"{names.source}: of {total}, {here} has {per_node} ({per_node_name}): nodes with unequal numbers of ranks "
             "have no regular tree; start equally many ranks on every node"
         )
-    read = {
+    names_read = {
         "world_size": world_name,
         "ranks_per_node": per_node_name,
         "rank": rank_name,
@@ -143,6 +107,6 @@ def read_view(env: Mapping[str, str], names: Variables) -> LauncherView | None:
         local_rank=local_rank,
         node=node,
         ranks_per_node=per_node,
-        origins={key: f"{names.source}: {name}" for key, name in read.items() if name},
+        origins={key: f"{names.source}: {name}" for key, name in names_read.items() if name},
         doubt=alone,
     )

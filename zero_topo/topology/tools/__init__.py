@@ -32,16 +32,12 @@ class Tool:
         ask: runs it on this node: the tree, or None if it is not installed or finds no device. ValueError if it fails.
         matches: whether a captured text is its output; None if its output cannot be captured.
         parse: the tree of a captured text. ValueError if the text is broken.
-        signs: words by which a text resembles its output.
-        needed: what a captured text must have.
     """
 
     name: str
     ask: Callable[[Runner], DeviceTree | None]
     matches: Callable[[str], bool] | None = None
     parse: Callable[[str], DeviceTree] | None = None
-    signs: tuple[str, ...] = ()
-    needed: str = ""
 
 
 def run_tool(command: tuple[str, ...]) -> str | None:

@@ -60,14 +60,7 @@ def parse(text: str) -> DeviceTree:
     )
 
 
-TOOL = Tool(
-    NAME,
-    asking(COMMAND, parse),
-    matches,
-    parse,
-    signs=("amd-smi", "bdf", "link_type", "num_hops", "HOPS", "numa_bandwidth"),
-    needed='the JSON of all GPUs, each with "gpu" and "links"',
-)
+TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _new_links(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zero_topo.topology.devices import PCI_KINDS, DeviceLink, DeviceTree
 from zero_topo.topology.tools import Tool, asking
@@ -27,23 +26,11 @@ MOST_LINKS = 18
 are the affinity of each GPU, or the GPU's memory has a NUMA number. For a B200 in a DGX the lower rate is taken."""
 
 GRACE_CORES = 72
+AGAIN = f"capture its output again (`{' '.join(COMMAND)}`)"
 _GPU = re.compile(r"GPU(\d+)")
 _AFFINE = re.compile(r"\d[\d,-]*|N/A")
 _CELL = re.compile(rf"{'|'.join(PCI_KINDS)}|NV\d+|X")
 _NVLINK = re.compile(r"NV([1-9]\d*)")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Labels of the columns with cells, and the words behind each row's label: cells, then affinities."""
-
-    columns: tuple[str, ...]
-    rows: dict[str, tuple[str, ...]]
-
-    @property
-    def gpus(self) -> list[str]:
-        """Labels of the GPU columns."""
-        return [label for label in self.columns if _GPU.fullmatch(label)]
 
 
 def matches(text: str) -> bool:
@@ -58,37 +45,31 @@ def parse(text: str) -> DeviceTree:
         ValueError: if a row has another number of cells than there are columns, or a cell between two GPUs is malformed
             or contradicts its mirror.
     """
-    table = _table(text)
-    gpus = table.gpus
-    cells = {(a, b): _gpu_cell(table, a, b) for a in gpus for b in gpus if a != b}
-    blackwell = any(cell == f"NV{MOST_LINKS}" for cell in cells.values()) and all(_on_grace(table, gpu) for gpu in gpus)
+    columns, rows = _table(text)
+    gpus = [label for label in columns if _GPU.fullmatch(label)]
+    cells = {(a, b): rows[a][columns.index(b)] for a in gpus for b in gpus if a != b}
+    for (a, b), cell in cells.items():
+        where = f"{NAME}: row {a}, column {b} is {cell!r}"
+        if cell not in PCI_KINDS and not _NVLINK.fullmatch(cell):
+            kinds = ", ".join(PCI_KINDS)
+            raise ValueError(f"{where}; it must be NV followed by a number, or one of {kinds}; {AGAIN}")
+        if cell != cells[b, a]:
+            raise ValueError(f"{where} but row {b}, column {a} is {cells[b, a]!r}; {AGAIN}")
+    behind = [rows[gpu][len(columns) :] for gpu in gpus]
+    blackwell = f"NV{MOST_LINKS}" in cells.values() and all(map(_on_grace, behind))
     rate = NVLINK_5_RATE if blackwell else NVLINK_RATE
-    links = {}
-    for i, a in enumerate(gpus):
-        for j, b in enumerate(gpus[:i]):
-            if cells[a, b] != cells[b, a]:
-                raise ValueError(
-                    f"{NAME}: row {a}, column {b} is {cells[a, b]!r} but row {b}, column {a} is {cells[b, a]!r}; "
-                    "capture its output again"
-                )
-            links[j, i] = _link(cells[a, b], rate)
-    numa = tuple(_numa(table, gpu) for gpu in gpus)
+    links = {(i, j): _link(cells[a, gpus[j]], rate) for i, a in enumerate(gpus) for j in range(i + 1, len(gpus))}
     sources = {"packages": f"{NAME}: every device is a GPU"}
     if most := max((link.count for link in links.values()), default=0):
         doubt = ", half of B200's" if most == MOST_LINKS and not blackwell else ""
         sources["links"] = f"{NAME}, NVLink taken for {rate // GB} GB/s a link{doubt}"
+    # Columns: CPU affinity, NUMA affinity (not in old versions), the GPU's own node.
+    numa = tuple(int(words[1]) if len(words) > 1 and words[1].isdecimal() else None for words in behind)
     known = numa if any(node is not None for node in numa) else None
     return DeviceTree(NAME, len(gpus), tuple(range(len(gpus))), links, numa=known, sources=sources)
 
 
-TOOL = Tool(
-    NAME,
-    asking(COMMAND, parse),
-    matches,
-    parse,
-    signs=("nvidia", "GPU0", "NV", *PCI_KINDS),
-    needed="a header line that begins with GPU0, and a line for each GPU",
-)
+TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _header(lines: Sequence[str]) -> int | None:
@@ -100,39 +81,28 @@ def _header(lines: Sequence[str]) -> int | None:
     return None
 
 
-def _table(text: str) -> Table:
+def _table(text: str) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """Return labels of the columns with cells, and the words behind each row's label: cells, then affinities.
+
+    Raises:
+        ValueError: if the table is damaged.
+    """
     lines = text.splitlines()
     start = _header(lines)
     if start is None:
-        raise ValueError(f"{NAME}: no header with GPU0 in its output; capture `{' '.join(COMMAND)}`")
+        raise ValueError(f"{NAME}: no header with GPU0 in its output; {AGAIN}")
     columns = tuple(lines[start].partition("CPU Affinity")[0].split())
     behind = (line.split() for line in lines[start + 1 :])
     rows = {words[0]: tuple(words[1:]) for words in behind if words and (words[0] in columns or _GPU.match(words[0]))}
-    table = Table(columns, rows)
-    for label in dict.fromkeys([*table.gpus, *(row for row in rows if _GPU.match(row))]):
+    for label in (label for label in dict.fromkeys([*columns, *rows]) if _GPU.match(label)):
         row = rows.get(label, ())
         cells = next((at for at, word in enumerate(row) if _AFFINE.fullmatch(word)), len(row))
         if label not in columns or cells != len(columns):
             raise ValueError(
                 f"{NAME}: row {label} has {cells} cells for the {len(columns)} columns {', '.join(columns)}: the table "
-                f"is damaged; capture its output again in a wide window (`{' '.join(COMMAND)}`)"
+                f"is damaged, perhaps by a narrow window; {AGAIN}"
             )
-    return table
-
-
-def _gpu_cell(table: Table, row: str, column: str) -> str:
-    """The cell of two GPUs.
-
-    Raises:
-        ValueError: if it is malformed.
-    """
-    cell = table.rows[row][table.columns.index(column)]
-    if cell not in PCI_KINDS and not _NVLINK.fullmatch(cell):
-        raise ValueError(
-            f"{NAME}: row {row}, column {column} is {cell!r}; it must be NV followed by a number, or one of "
-            f"{', '.join(PCI_KINDS)}; capture its output again (`{' '.join(COMMAND)}`)"
-        )
-    return cell
+    return columns, rows
 
 
 def _link(cell: str, rate: int) -> DeviceLink:
@@ -140,15 +110,9 @@ def _link(cell: str, rate: int) -> DeviceLink:
     return DeviceLink("NVLINK", int(match[1]), float(int(match[1]) * rate)) if match else DeviceLink(cell)
 
 
-def _on_grace(table: Table, gpu: str) -> bool:
+def _on_grace(behind: Sequence[str]) -> bool:
     """Whether a GPU's CPU is a Grace: its affinity is all of one's cores, or the GPU's memory is a NUMA node."""
-    affinity, *numbers = (*table.rows[gpu][len(table.columns) :], "")
+    affinity, *numbers = (*behind, "")
     first, _, last = affinity.partition("-")
     own_node = len(numbers) > 1 and numbers[1].isdecimal()
     return own_node or (first.isdecimal() and last.isdecimal() and int(last) - int(first) == GRACE_CORES - 1)
-
-
-def _numa(table: Table, gpu: str) -> int | None:
-    """NUMA node from the columns behind the cells: CPU affinity, NUMA affinity (not in old versions), the GPU's own."""
-    behind = table.rows[gpu][len(table.columns) :]
-    return int(behind[1]) if len(behind) > 1 and behind[1].isdecimal() else None

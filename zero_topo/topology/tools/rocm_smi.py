@@ -20,7 +20,6 @@ NAME = "rocm-smi"
 COMMAND = (NAME, "--showbus", "--showtopo", "--shownodesbw")
 """One call for everything: each takes half a second or more."""
 
-_TITLE = re.compile(r"=+\s*(.*?)\s*=+")
 _LABEL = re.compile(r"GPU\d+")
 _FACT = re.compile(r"GPU\s*\[?(\d+)\]?\s*:\s*(.+?):\s*(\S+)\s*")
 _PAIR = re.compile(r"\(Topology\) (.+?) between DRM devices (\d+) and (\d+)", re.IGNORECASE)
@@ -45,14 +44,7 @@ def parse(text: str) -> DeviceTree:
     return _parse_json(text) if text.lstrip().startswith("{") else _parse_text(text)
 
 
-TOOL = Tool(
-    NAME,
-    asking(COMMAND, parse),
-    matches,
-    parse,
-    signs=("ROCm", "rocm-smi", "DRM device", "GPU[", "XGMI", "card0"),
-    needed="lines or keys with (Topology), or the table under Units: mps",
-)
+TOOL = Tool(NAME, asking(COMMAND, parse), matches, parse)
 
 
 def _parse_text(text: str) -> DeviceTree:
@@ -60,53 +52,46 @@ def _parse_text(text: str) -> DeviceTree:
     facts: dict[str, dict[int, str]] = {}
     for match in _FACT.finditer(text):
         facts.setdefault(match[2].strip(), {})[int(match[1])] = match[3]
-    labelled = [int(label[3:]) for label in matrices[0][1]] if matrices else []
+    labelled = [int(row[0][3:]) for row in matrices[0]] if matrices else []
     numbers = labelled or sorted({number for table in facts.values() for number in table})
     bandwidths = _cells(matrices, _BANDWIDTH_CELL)
     types = _cells(matrices, _TYPE_CELL)
     return _tree(numbers, bandwidths, types, facts)
 
 
-Matrix = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]
+Matrix = tuple[tuple[str, ...], ...]
 
 
 def _matrices(text: str) -> list[Matrix]:
-    """The tables of the text: ``(title, labels, rows)``.
+    """The rows of each table of the text, label first; the labels of the columns are those of the rows.
 
     Raises:
         ValueError: if a row has another number of cells than there are columns, naming it.
     """
-    title = ""
     columns: tuple[str, ...] = ()
-    rows: list[tuple[str, ...]] = []
-    found: list[Matrix] = []
-    for line in text.splitlines():
-        words = tuple(line.split())
-        heading = _TITLE.fullmatch(line.strip())
-        if heading:
-            title = heading[1]
-        elif len(words) > 0 and all(_LABEL.fullmatch(word) for word in words) and not (columns and len(words) == 1):
-            columns, rows = words, []
+    found: list[list[tuple[str, ...]]] = []
+    for words in (tuple(line.split()) for line in text.splitlines()):
+        if words and all(map(_LABEL.fullmatch, words)) and not (columns and len(words) == 1):
+            columns = words
+            found.append([])
         elif columns and words and words[0] in columns:
             if len(words) != len(columns) + 1:
                 raise ValueError(
-                    f"{NAME}: row {words[0]} of {title or 'its matrix'!r} has {len(words) - 1} cells for "
-                    f"{len(columns)} devices; capture its output again"
+                    f"{NAME}: row {words[0]} of a table has {len(words) - 1} cells for {len(columns)} devices; "
+                    "capture its output again"
                 )
-            rows.append(words[1:])
-            if len(rows) == len(columns):
-                found.append((title, columns, tuple(rows)))
-                columns = ()
+            found[-1].append(words)
+            columns = () if len(found[-1]) == len(columns) else columns
     if columns:
-        raise ValueError(f"{NAME}: {len(rows)} rows for the {len(columns)} columns of {title!r}; capture it again")
-    return found
+        raise ValueError(f"{NAME}: {len(found[-1])} rows for {len(columns)} columns in a table; capture it again")
+    return [tuple(rows) for rows in found]
 
 
 def _cells(matrices: list[Matrix], kind: re.Pattern[str]) -> dict[Pair, str]:
     """Cells above the diagonal of the first table with such cells."""
-    for _, _, rows in matrices:
+    for rows in matrices:
         if any(kind.fullmatch(cell) for row in rows for cell in row):
-            return {(a, b): rows[a][b] for a in range(len(rows)) for b in range(a + 1, len(rows))}
+            return {(a, b): rows[a][b + 1] for a in range(len(rows)) for b in range(a + 1, len(rows))}
     return {}
 
 

@@ -1,5 +1,8 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It has neither packages nor links."""
+"""GPUs with their NUMA nodes from a ``/sys`` tree, without any tool. It has neither packages nor links.
+
+A display card may be among them: they only complete the devices of a tool, which are found by their addresses.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ GPU_CLASSES = ("0300", "0302", "0380", "1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators (AMD Instinct)."""
 
 GPU_VENDORS = ("1002", "10de")
-VGA_CLASS = "0300"
-BMC_GRAPHICS = ("1002:515e", "1002:5969")
-"""ATI ES1000, the graphics of many servers' management controllers; ASPEED's and Matrox' are no GPU vendor's."""
 
 
 def read_sys(root: Path) -> DeviceTree | None:
@@ -26,13 +26,11 @@ def read_sys(root: Path) -> DeviceTree | None:
     folder = root / "bus" / "pci" / "devices"
     places = sorted(folder.iterdir()) if folder.is_dir() else []
     gpus = sorted(device for place in places if (device := _read_gpu(place)) is not None)
-    if any(kind != VGA_CLASS for _, kind, _ in gpus):  # a display card next to accelerators
-        gpus = [gpu for gpu in gpus if gpu[1] != VGA_CLASS]
     if not gpus:
         return None
-    numa = tuple(None if node < 0 else node for _, _, node in gpus)
+    numa = tuple(None if node < 0 else node for _, node in gpus)
     known = numa if any(node is not None for node in numa) else None
-    return DeviceTree("sysfs", len(gpus), numa=known, bus_ids=tuple(bus_id for bus_id, _, _ in gpus))
+    return DeviceTree("sysfs", len(gpus), numa=known, bus_ids=tuple(bus_id for bus_id, _ in gpus))
 
 
 def ask_sys(_run: Runner) -> DeviceTree | None:
@@ -43,15 +41,11 @@ def ask_sys(_run: Runner) -> DeviceTree | None:
 TOOL = Tool("sysfs", ask_sys)
 
 
-def _read_gpu(place: Path) -> tuple[str, str, int] | None:
-    """PCI address, class and NUMA node (-1: unknown) of a device that is a GPU."""
+def _read_gpu(place: Path) -> tuple[str, int] | None:
+    """PCI address and NUMA node (-1: unknown) of a device that is a GPU."""
     try:
-        kind, vendor, model = (
-            (place / name).read_text().strip().removeprefix("0x") if (place / name).is_file() else ""
-            for name in ("class", "vendor", "device")
-        )
-        found = normal_bus_id(place.name), kind[:4], int((place / "numa_node").read_text())
+        kind, vendor = ((place / name).read_text().strip().removeprefix("0x") for name in ("class", "vendor"))
+        found = normal_bus_id(place.name), int((place / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    is_gpu = kind[:4] in GPU_CLASSES and vendor in GPU_VENDORS and f"{vendor}:{model}" not in BMC_GRAPHICS
-    return found if is_gpu else None
+    return found if kind[:4] in GPU_CLASSES and vendor in GPU_VENDORS else None
