@@ -40,9 +40,8 @@ for (const page of PAGES) for (const width of WIDTHS) {
       colours: [style.color, style.backgroundColor],
       scrolled: [...inner.querySelectorAll(".md-typeset__scrollwrap, pre > code")]
         .filter(part => part.scrollWidth > part.clientWidth).map(part => part.innerText.slice(0, 40)),
-      hidden: [...inner.querySelectorAll(".md-typeset__scrollwrap")]
-        .filter(part => getComputedStyle(part).overflowX !== "auto" || getComputedStyle(part).backgroundImage === "none")
-        .length,
+      hidden: [...inner.querySelectorAll(".md-typeset__scrollwrap")].map(part => getComputedStyle(part))
+        .filter(look => look.overflowX !== "auto" || look.backgroundImage === "none").length,
     };
     if (--waiting === 0) document.body.textContent = JSON.stringify(found);
   };

@@ -50,7 +50,7 @@ FOUND = (AUTO, MEASURED)
 def check(
     ds_config: Annotated[str, typer.Argument(metavar="DS_CONFIG", help='DeepSpeed JSON with a "zero_topo" block.')],
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
+        int | None, typer.Option(min=1, help="Number of ranks; default: the launcher's number.")
     ] = None,
     where: Annotated[
         str | None,

@@ -65,7 +65,7 @@ class MigrateOptions:
         ),
     ] = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: the launcher's number.")] = (
         None
     )
     params: Annotated[str | None, typer.Option(help=f"Parameters of the model; default: {USUAL_PARAMS}.")] = None
@@ -164,13 +164,13 @@ class Costs:
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
-        """Row -> role -> bytes."""
+        """Memory per rank by plan ("before", "after" and others) and role, in bytes."""
         held = {row: dict(price.memory) for row, price in self.prices.items()}
         return held | {BEFORE: held[BEFORE] | ({"residual": self.loco} if self.loco else {})}
 
     @property
     def sent(self) -> dict[str, dict[str, int]]:
-        """Row -> domain -> bytes per optimizer step."""
+        """Bytes that a rank sends per optimizer step, by plan and domain."""
         return {row: by_domain(price.sent) for row, price in self.prices.items()}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # Copyright (c) The zero_topo authors. SPDX-License-Identifier: Apache-2.0
-"""The options of ``zero-topo plan``, and the machine, model and job they name."""
+"""The options of ``zero-topo plan``, and the machine, model and job that they define."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PlanOptions:
         ),
     ] = "auto"
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")] = (
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; default: the launcher's number.")] = (
         None
     )
     recommend: Annotated[

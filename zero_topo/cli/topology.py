@@ -15,7 +15,7 @@ from zero_topo.topology.render_devices import render_devices
 
 FROM_HELP = (
     "A .json file, a preset, a JSON object, or captured output of amd-smi topology --json, rocm-smi --showtopo "
-    "--shownodesbw, or nvidia-smi topo -m; may be repeated, the most trusted counts."
+    "--shownodesbw, or nvidia-smi topo -m; may be repeated; of several tools the most reliable is used."
 )
 
 
@@ -24,14 +24,14 @@ def topology(
         list[str] | None, typer.Option("--from", autocompletion=MACHINES, metavar="FILE|PRESET", help=FROM_HELP)
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; default: what the launcher says.")
+        int | None, typer.Option(min=1, help="Number of ranks; default: the launcher's number.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --from can read.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the links between the ranks of a job; run it on every rank.")
     ] = False,
 ) -> None:
-    """Show the machine. Default: this job's launcher and this node's device tools are asked."""
+    """Show the machine: by default that of this job, from its launcher and this node's device tools."""
     if measure:
         from zero_topo.cli.measure import measure_command
 
